@@ -1,5 +1,6 @@
-"""From logits to laws, and from laws to tokens."""
+"""Transforms of logits to probabilities, and sampling of verdicts."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
 import functools
@@ -17,24 +18,23 @@ from specjax.types import Law
 from specjax.types import Verdict
 from specjax.utils import fields
 
-UNIFORMS_A_DRAW = 2  # of `inverse_cdf`
-VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # the stop and the extra token
+UNIFORMS_A_DRAW = 2  # see `inverse_cdf`
+VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # the stop and the bonus token
 
 LARGEST = 1e30  # temperature or penalty, so that float32 logits stay finite
 
-_ONE_LEVEL = 64  # up to so many weights one running sum is accurate enough
-_SPLIT = 16  # divides the number of blocks: so many devices hold whole ones
-_NEARLY_ALL = 0.999  # what a top_p above it cuts off is below rounding error
+_ONE_LEVEL = 64  # number of weights for which one running sum is accurate
+_SPLIT = 16  # divisor of the number of blocks, see `inverse_cdf`
+_NEARLY_ALL = 0.999  # a larger top_p cuts less than the rounding error
 
 
 def smallest_mass(dtype: Any) -> float:
-  """The mass of weights `[V]` up to which a law of them counts as empty.
+  """Returns the mass up to which weights `[V]` count as empty.
 
-  Less than that, and its entries lose digits as subnormal numbers.
+  A distribution with less mass loses digits as subnormal numbers.
 
   Raises:
-    ValueError: laws in this dtype are too coarse: float16 would lose a mass of
-      a sixteenth.
+    ValueError: the dtype is too coarse; float16 would lose a mass of 1/16.
   """
   limits = jnp.finfo(dtype)
   least = float(limits.tiny) / float(limits.eps)
@@ -46,28 +46,25 @@ def smallest_mass(dtype: Any) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitsTransform:
-  """The law that tokens are drawn from, given a model's logits.
+  """The distribution of the next token, given the logits of a model.
 
-  Target and drafter share one transform, so that p and q are what was really
-  sampled from. The steps, in their order: banned, constraints, temperature,
-  top-k, top-p, min-p; probabilities are normalised again after each cut. Tokens
-  that tie with the last one kept by top-k or top-p are kept too, so no order
-  among equals is needed.
+  Target and drafter share one transform, so p and q are the distributions of
+  the sampled tokens. The steps, in order: bans, constraints, temperature,
+  top-k, top-p, min-p. Probabilities are normalised after each cut. Tokens that
+  tie with the last retained one of top-k or top-p are also retained.
 
   Attributes:
-    temperature: divides the logits; 0 puts all mass on the argmax (the lowest
-      id among equals). None: it is given with every call, as the loop does
-      with the temperature of each row.
-    top_k: keep the k likeliest tokens; 0 keeps all.
-    top_p: keep the likeliest tokens until their mass reaches top_p
-      (nucleus sampling, Holtzman et al. 2020); in (0, 1].
-    min_p: keep tokens at least min_p times as likely as the likeliest (Nguyen
-      et al. 2024, arXiv:2407.01082); in [0, 1].
+    temperature: divisor of the logits. 0 is greedy: all mass on the argmax (the
+      lowest id among equals). None: each call has the temperatures of its rows.
+    top_k: number of most likely tokens that are retained; 0 retains all.
+    top_p: mass of the most likely tokens that are retained (nucleus sampling,
+      Holtzman et al. 2020); in (0, 1].
+    min_p: smallest retained probability, relative to the largest one (Nguyen et
+      al. 2024, arXiv:2407.01082); in [0, 1].
     banned: token ids that are never drawn.
-    constraints: what changes the logits by the text so far, in order, after
-      the ban and before all else, see `specjax.constraints`. The loop and the
-      drafters apply them, along every drafted path; a call of the transform
-      itself, which is not told the text, does not.
+    constraints: constraints in order, see `specjax.constraints`. The loop and
+      the drafters apply them after the bans, along every drafted path. A call
+      of the transform does not apply them, because it has no sequence.
 
   Example:
     >>> import jax.numpy as jnp
@@ -116,12 +113,12 @@ class LogitsTransform:
 
   def __call__(self, logits: jax.Array,
                temperature: jax.Array | float | None = None) -> jax.Array:
-    """Probabilities `[..., V]` of `logits [..., V]`, float32 at least.
+    """Returns probabilities `[..., V]`, at least float32.
 
     Args:
-      logits: of a model.
-      temperature: `[...]`, or what broadcasts to it, where `self.temperature`
-        is None; greedy and sampled rows share a program.
+      logits: `[..., V]`, logits of a model.
+      temperature: `[...]`, or an array that broadcasts to it; used if
+        `self.temperature` is None. Greedy and sampled rows share a program.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if self.banned:
@@ -149,11 +146,12 @@ class LogitsTransform:
       probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
     if self.temperature is not None and self.temperature >= least:
       return probs
-    # The largest weight is 1, or NaN where the logits are bad.
+    # The largest weight is 1, or NaN if the logits are not finite.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)
 
-  def _given(self, temperature, dtype):
-    """The temperature, `[..., 1]`."""
+  def _given(self, temperature: jax.Array | float | None, dtype: Any
+             ) -> jax.Array:
+    """Returns the temperature, `[..., 1]`."""
     if self.temperature is not None:
       temperature = self.temperature
     if temperature is None:
@@ -162,20 +160,20 @@ class LogitsTransform:
     return jnp.asarray(temperature, dtype)[..., None]
 
   def under(self, shared: "LogitsTransform") -> "LogitsTransform":
-    """This transform under the constraints of another, the decoder's."""
+    """Returns this transform with the constraints of the decoder's."""
     return dataclasses.replace(self, constraints=shared.constraints)
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
-    """The transform of a row, or of rows, at a temperature; see `__call__`."""
+    """Returns the transform at the temperature of a row, or of rows."""
     return RowTransform(self, temperature)
 
 
 class RowTransform(NamedTuple):
-  """A `LogitsTransform` with the temperature that it is called with.
+  """A `LogitsTransform` and its temperature.
 
   Attributes:
-    transform: the transform.
-    temperature: used where `transform.temperature` is None.
+    transform: transform.
+    temperature: temperature that is used if `transform.temperature` is None.
   """
 
   transform: LogitsTransform
@@ -186,18 +184,19 @@ class RowTransform(NamedTuple):
     return self.transform.banned
 
   def __call__(self, logits: jax.Array) -> jax.Array:
-    """Probabilities `[..., V]` of `logits [..., V]`."""
+    """Returns probabilities `[..., V]` of `logits [..., V]`."""
     return self.transform(logits, self.temperature)
 
 
-def _first_only(logits, weights, wanted):
-  """`weights` at the first of the largest logits, 0 elsewhere.
+def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
+                ) -> jax.Array:
+  """Returns `weights` at the first of the largest logits, else 0.
 
-  The search is left out where no row wants it: rows at temperature 0 share
-  their program with others, which should not pay for them.
+  The search is skipped if no row is greedy, because greedy rows share their
+  program with others.
   """
   size = logits.shape[-1]
-  # Each use has its own: what a branch is given from outside is an array.
+  # Each use creates it, because an operand of a branch is materialised.
   token = lambda: jax.lax.broadcasted_iota(
       jnp.int32, logits.shape, logits.ndim - 1)
 
@@ -211,47 +210,50 @@ def _first_only(logits, weights, wanted):
   return jnp.where(token() == found[..., None], weights, 0)
 
 
-def _scaled(logits, largest, temperature, least=None):
-  """Logits at most 0, at a temperature; -inf where that is below `least`."""
+def _scaled(logits: jax.Array, largest: jax.Array, temperature: jax.Array,
+            least: jax.Array | None = None) -> jax.Array:
+  """Returns logits of at most 0 at a temperature; -inf if below `least`."""
   scaled = (logits - largest) / temperature
   return scaled if least is None else jnp.where(
       scaled >= least, scaled, -jnp.inf)
 
 
-def _outside(top_p, probs, logits, total, *scalars):
-  """`[..., 1]` float32: the nucleus is what is likelier, without a sort.
+def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
+             total: jax.Array, *scalars: jax.Array) -> jax.Array:
+  """Returns `[..., 1]` float32: the nucleus is above it. It does not sort.
 
-  A token stays iff the mass of strictly likelier tokens is below top_p. That
-  condition is monotone in its probability, so that it is enough to search over
-  the bits of a float32. A CPU, which computes, cuts their range in two with
-  every pass over the laws; an accelerator, which waits for memory, in four, and
-  makes the laws anew from the logits, which are there already.
+  A token is retained iff the mass of strictly more likely tokens is below
+  top_p. This condition is monotone in the probability, so a search over the
+  bits of a float32 suffices. A CPU is limited by computation and halves the
+  range in every pass. An accelerator is limited by memory, so it divides the
+  range by four and recomputes the probabilities from the logits.
   """
   given = jax.lax.stop_gradient((probs, logits, total, *scalars))
 
-  def anew(probs, logits, total, *scalars):
+  def recomputed(probs, logits, total, *scalars):
     def laws(bounds):
-      # Tied to the bounds, or the compiler would make them once, and keep them.
+      # Tied to the bounds, or the compiler would compute and store them once.
       _, own = jax.lax.optimization_barrier((bounds, logits))
       return jnp.exp(_scaled(own, *scalars)) / total
 
-    # What is equal here may be rounded otherwise elsewhere.
+    # Equal values may be rounded differently elsewhere.
     return _search(top_p, laws, total, logits.shape[-1], parts=4) * (
         1 - 4 * jnp.finfo(jnp.float32).eps)
 
   return jax.lax.platform_dependent(
-      *given, default=anew, cpu=lambda probs, logits, total, *_: _search(
+      *given, default=recomputed, cpu=lambda probs, logits, total, *_: _search(
           top_p, lambda _: probs, total, logits.shape[-1], parts=2))
 
 
-def _search(top_p, laws, like, vocab, parts):
-  """`_outside` by passes over `laws(bounds) [..., V]`.
+def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
+            vocab: int, parts: int) -> jax.Array:
+  """Returns `_outside` by passes over `laws(bounds) [..., V]`.
 
-  A row is done once a single token is left in its range, so that its result
-  depends on no other row's, and the search ends when all are.
+  A row is done when its range has a single token, so that its result does not
+  depend on other rows. The search ends when all rows are done.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
-  # All that is as unlikely as this could be left out, rounding included.
+  # All tokens below this could be cut, rounding included.
   least = 0 if top_p > _NEARLY_ALL else (1 - top_p) / (2 * vocab)
 
   def going(bounds):
@@ -285,10 +287,11 @@ def _search(top_p, laws, like, vocab, parts):
   return as_float(low)
 
 
-def _first_above(weights, u):
-  """Where the running sum of `weights [M]` first exceeds u times their sum.
+def _first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
+  """Returns the first index where the sum of `weights [M]` exceeds u.
 
-  Whatever the rounding, that is the index of a positive weight, if any is.
+  u is relative to the total. Under any rounding, it is the index of a positive
+  weight if there is one.
   """
   total = jnp.cumsum(weights)
   index = jnp.arange(weights.shape[0], dtype=jnp.int32)
@@ -302,16 +305,16 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   """Draws an index with probability proportional to its weight.
 
   Summing blocks first costs one pass over the weights and two short running
-  sums, far less than Gumbel noise or one running sum of length V. Each of the
-  two levels has a uniform of its own: with one uniform of 23 bits, a fifth of
-  128k tokens could never be drawn. Few weights need one level alone.
+  sums, much less than Gumbel noise or a running sum of length V. Each of the
+  two levels has its own uniform: with one uniform of 23 bits, a fifth of 128k
+  tokens could never be drawn. For few weights one level suffices.
 
-  The number of blocks is a multiple of 16: a law that is split over up to 16
-  devices keeps whole blocks on each, and the sums and one block travel. Without
-  that the law does.
+  The number of blocks is a multiple of 16. So weights that are split over up to
+  16 devices have complete blocks on each, and only the sums and one block are
+  transferred.
 
   Args:
-    weights: `[V]`, not negative; they need not sum to 1.
+    weights: `[V]`, not negative; their sum need not be 1.
     u: `[2]`, independent and uniform in [0, 1).
 
   Returns:
@@ -327,16 +330,15 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def uniforms(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
-  """The uniforms of rows in one round or in many, uniform in [0, 1).
+  """Returns the uniforms of rows in one or many rounds, in [0, 1).
 
-  Coin i of a row's round depends on (key, round, i) alone, not on `count`, nor
-  on what else is drawn with it. The uniforms of many rounds cost about as much
-  as those of one, and outside of a loop they cost it nothing.
+  Uniform i of a row's round depends only on (key, round, i). The uniforms of
+  many rounds cost about as much as those of one.
 
   Args:
     keys: `[B]` PRNG keys.
     rounds: `[..., B]` int32, numbers of the rounds.
-    count: uniforms of a row and round.
+    count: number of uniforms per row and round.
 
   Returns:
     `[..., B, count]` float32.
@@ -357,14 +359,14 @@ def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
 
 
 def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
-  """Draws the outcome of a verification: the only uniforms that are drawn.
+  """Draws the outcome of a verification.
 
-  Negative entries count as 0: the enumeration that proves a law lossless does
-  not see this function, so it trusts nothing.
+  Negative entries of the law count as 0, because the proof by enumeration does
+  not cover this function.
 
   Args:
-    law: of one sequence.
-    draft: N nodes.
+    law: law of one sequence.
+    draft: draft with N nodes.
     u: `[VERDICT_UNIFORMS]`, uniform in [0, 1).
   """
   return sample_outcome(law, draft, u)[0]
@@ -372,7 +374,8 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
 
 def sample_outcome(law: Law, draft: Draft, u: jax.Array
                    ) -> tuple[Verdict, jax.Array]:
-  """`sample_verdict`, and the row `[V]` of the law that its token is from."""
+  """Returns `sample_verdict` and the row `[V]` that its token was drawn from.
+  """
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)

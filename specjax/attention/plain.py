@@ -1,31 +1,33 @@
 """Attention in two parts, in plain XLA: over the past, and within a block.
 
-A pass of S tokens reads the committed past of C slots and its own T tokens.
-Every token sees the same past, so that the S tokens count as more query heads
-and no mask knows the tree; who sees whom in the block is an S x T mask. Each
-part returns its softmax-weighted sum and the logarithm of the sum of its
-weights, from which `merge` makes the softmax over both (Milakov and Gimelshein
-2018, arXiv:1805.02867; FlashDecoding).
+A pass of S tokens reads the committed past of C slots and its own T tokens. All
+tokens see the same past, so the S tokens count as more query heads and need no
+tree mask. Visibility within the block is an S x T mask. Each part returns its
+softmax-weighted sum and the logarithm of the sum of its weights. `merge`
+computes the softmax over both (Milakov and Gimelshein 2018, arXiv:1805.02867;
+FlashDecoding).
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 _SMALLEST_BUCKET = 128
-_PROMPT = 32  # tokens; so many at once may be the first of a row
-MASKED = -1e30  # finite: a row that is masked everywhere must not become NaN
+_PROMPT = 32  # tokens of a pass that may be the first of a row
+MASKED = -1e30  # finite, so that a fully masked row is not NaN
 
 Part = tuple[jax.Array, jax.Array]
 
 
 def folded(query: jax.Array, heads: int) -> jax.Array:
-  """The queries of each key-value head: `[B, S, H * G, D] -> [B, H, G * S, D]`.
+  """Returns queries by key-value head: `[B, S, H * G, D] -> [B, H, G * S, D]`.
 
   Args:
-    query: of S tokens.
-    heads: H, key-value heads.
+    query: queries of S tokens.
+    heads: H, number of key-value heads.
   """
   batch, size, _, dim = query.shape
   query = query.reshape(batch, size, heads, -1, dim).transpose(0, 2, 3, 1, 4)
@@ -33,27 +35,29 @@ def folded(query: jax.Array, heads: int) -> jax.Array:
 
 
 def unfolded(x: jax.Array, size: int) -> jax.Array:
-  """Back again: `[B, H, G * S, ...] -> [B, S, H * G, ...]`, S = `size`."""
+  """Inverts `folded`: `[B, H, G * S, ...] -> [B, S, H * G, ...]`, S = `size`.
+  """
   batch, heads, _, *rest = x.shape
   x = jnp.moveaxis(x.reshape(batch, heads, -1, size, *rest), 3, 1)
   return x.reshape(batch, size, -1, *rest)
 
 
-def _scaled(query, heads):
+def _scaled(query: jax.Array, heads: int) -> jax.Array:
   return folded(query * query.shape[3]**-0.5, heads)
 
 
-def _part(query, k, v, visible, size, softcap):
-  """One part, of `query [B, H, G * S, D]`; visible `[B or 1, S or 1, T]`."""
+def _part(query: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
+          size: int, softcap: float) -> Part:
+  """Returns a part for `query [B, H, G * S, D]`; visible `[B or 1, S or 1, T]`.
+  """
   batch, heads, rows, _ = query.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
   scores = jnp.einsum("bhqd,bhtd->bhqt", query, k, preferred_element_type=wide)
-  if softcap:
-    scores = softcap * jnp.tanh(scores / softcap)
-  slots = k.shape[2]  # may be none
+  scores = _capped(scores, softcap)
+  slots = k.shape[2]  # may be 0
   scores = scores.reshape(batch, heads, rows // size, size, slots)
   scores = jnp.where(visible[:, None, None], scores, MASKED)
-  # No derivative depends on it: it cancels in both results.
+  # It cancels in both results, so no derivative depends on it.
   top = jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True,
                 initial=MASKED)
   weights = jnp.exp(scores - top)
@@ -68,16 +72,16 @@ def _part(query, k, v, visible, size, softcap):
 
 def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
              slots: int | None = None) -> jax.Array:
-  """The first slots of every row, default all: `[B, H, slots, D]`.
+  """Returns the first slots of every row, default all: `[B, H, slots, D]`.
 
   Args:
-    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given; of a
-      lone row `[H, C, D]`.
+    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` if a table is given; of a
+      single row `[H, C, D]`.
     table: `[B, C / T]` int32, the pages of each row, or None.
-    lengths: `[B]` int32, slots that count. In pages those after them are set to
-      0: a row that had the page before may have left a NaN there, and a weight
-      of 0 does not take it away.
-    slots: how many.
+    lengths: `[B]` int32, number of valid slots. In pages, later slots are set
+      to 0, because the previous row of a page may have left a NaN, which a
+      weight of 0 does not remove.
+    slots: number of slots.
   """
   if table is None:
     return cache[..., :slots, :]
@@ -90,7 +94,9 @@ def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
   return jnp.where(counts[:, None, :, None], whole, 0)
 
 
-def _over(query, k, v, lengths, positions, size, window, softcap):
+def _over(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+          positions: jax.Array | None, size: int, window: int, softcap: float
+          ) -> Part:
   slot = jnp.arange(k.shape[2], dtype=jnp.int32)
   visible = (slot < lengths[:, None])[:, None]
   if window:
@@ -101,7 +107,7 @@ def _over(query, k, v, lengths, positions, size, window, softcap):
 def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           positions: jax.Array | None = None, table: jax.Array | None = None, *,
           window: int = 0, softcap: float = 0.0) -> Part:
-  """`attention.past_attention` over all slots."""
+  """Returns `attention.past_attention` over all slots."""
   k, v = (in_order(x, table, lengths) for x in (k, v))
   return _over(_scaled(query, k.shape[1]), k, v, lengths, positions,
                query.shape[1], window, softcap)
@@ -111,13 +117,13 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
              positions: jax.Array | None = None,
              table: jax.Array | None = None, *, window: int = 0,
              softcap: float = 0.0) -> Part:
-  """`attention.past_attention` at a cost that follows the longest row in use.
+  """Returns `attention.past_attention` at a cost that follows the longest row.
 
   The work is compiled for a few power-of-two lengths, and the shortest that
   fits is chosen at run time. Empty slots add zeros, but a sum of another length
-  may be rounded in another order: in bfloat16 a row's logits can differ in the
-  last digits when a longer row joins its batch. In float32 the tests have seen
-  no such difference.
+  may be rounded in another order. In bfloat16 the logits of a row can differ in
+  the last digits when a longer row joins its batch; in float32 the tests have
+  found no difference.
   """
   size = query.shape[1]
 
@@ -134,74 +140,88 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           block_k: jax.Array, block_v: jax.Array, visible: jax.Array,
           positions: jax.Array | None = None, table: jax.Array | None = None,
           *, window: int = 0, softcap: float = 0.0) -> jax.Array:
-  """`attention.attend` with one softmax, at a cost as `bucketed`.
+  """Returns `attention.attend` with one softmax, at the cost of `bucketed`.
 
-  A CPU spends as long on starting a small operation as on its work: merging two
-  parts would cost a tenth of a small model's pass. Where some slots are read
-  they are copied in any case, and the block with them: one part then.
+  A CPU spends as much time on starting a small operation as on its work:
+  merging two parts would cost a tenth of a small model's pass. If only some
+  slots are read, they are copied anyway, so the block is copied behind them
+  into one part.
   """
   size, rows = query.shape[1], _scaled(query, k.shape[1])
   batch, heads, count, _ = rows.shape
-  wide = jnp.promote_types(query.dtype, jnp.float32)
-  product = functools.partial(jnp.einsum, preferred_element_type=wide)
   capacity = k.shape[2]
   room = block_k.shape[2] if table is None and size < _PROMPT else 0
-  # As layers make them, and with no axis of size 1, for which XLA might choose
-  # an order of its own in each place where it is used. For one it copies the
-  # slots of a lone row twice.
-  lone = batch == 1 and table is None
-  form = block_k.swapaxes(1, 2).shape[lone:]
+  # The layout of the layers, without axes of size 1: XLA may choose another
+  # axis order at each use of these, and would copy the slots of a single row
+  # twice.
+  is_single = batch == 1 and table is None
+  form = block_k.swapaxes(1, 2).shape[is_single:]
   blocks = [x.swapaxes(1, 2).squeeze() for x in (block_k, block_v)]
-  if lone:
+  if is_single:
     rows, k, v = rows[0], k[0], v[0]
 
   def over(bucket):
-    def attention(rows, k, v, table, lengths, positions, block_k, block_v,
-                  visible):
-      # All slots are read where they lie: to join a block would copy them.
-      joined = 0 < room <= bucket < capacity
-      # Without the barrier XLA takes the transposition out of the branch, and
-      # what was part of the join is then two copies of each.
-      block_k, block_v = (
-          jax.lax.optimization_barrier(x).reshape(form).swapaxes(-3, -2)
-          for x in (block_k, block_v))
-      slots = bucket - room if joined else bucket
-      k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
-      # One mask over both: no row has a length beyond the slots.
-      slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
-      seen = (slot < lengths[:, None])[:, None]
-      if window:
-        seen &= positions[..., None] - slot < window
-      seen |= jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
-      keys, values = (k, block_k), (v, block_v)
-      if joined:  # into the last slots of the copy, which no row has in use
-        keys, values = (
-            [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=-2)]
-            for x in (keys, values))
-      scores = jnp.concatenate(
-          [product("...qd,...td->...qt", rows, x) for x in keys], axis=-1)
-      scores = scores.reshape(batch, heads, count // size, size, -1)
-      if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-      scores = jnp.where(seen[:, None, None], scores, MASKED)
-      weights = jax.nn.softmax(scores).astype(v.dtype)
-      weights = weights.reshape(*rows.shape[:-1], -1)
-      weights = jnp.split(weights, [] if joined else [slots], axis=-1)
-      first, *more = [product("...qt,...td->...qd", *one)
-                      for one in zip(weights, values)]
-      out = sum(more, first).reshape(batch, heads, count, -1)
-      # Here and not after the switch, whose result would be copied once more.
-      return unfolded(out, size)
-
-    return attention
+    return functools.partial(
+        _attend_jointly, bucket=bucket, room=room, capacity=capacity, form=form,
+        shape=(batch, heads, count), size=size, window=window, softcap=softcap)
 
   return _switch(over, size, rows, k, v, table, lengths, positions, *blocks,
                  visible, room=room)
 
 
-def _switch(over, size, query, k, v, table, lengths, *more, room=0):
-  """`over(slots)(...)` of the fewest slots that hold the longest row and room.
-  """
+def _attend_jointly(
+    rows: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array | None,
+    lengths: jax.Array, positions: jax.Array | None, block_k: jax.Array,
+    block_v: jax.Array, visible: jax.Array, *, bucket: int, room: int,
+    capacity: int, form: tuple[int, ...], shape: tuple[int, int, int],
+    size: int, window: int, softcap: float) -> jax.Array:
+  """Returns `joint` over the first `bucket` slots."""
+  batch, heads, count = shape
+  wide = jnp.promote_types(rows.dtype, jnp.float32)
+  product = functools.partial(jnp.einsum, preferred_element_type=wide)
+  # If all slots are read, they are read in place; joining would copy them.
+  joined = 0 < room <= bucket < capacity
+  # Without the barrier XLA moves the transposition out of the branch, and each
+  # operand of the join is copied twice.
+  block_k, block_v = (
+      jax.lax.optimization_barrier(x).reshape(form).swapaxes(-3, -2)
+      for x in (block_k, block_v))
+  slots = bucket - room if joined else bucket
+  k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
+  # One mask over both: no row has a length beyond the slots.
+  slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
+  seen = (slot < lengths[:, None])[:, None]
+  if window:
+    seen &= positions[..., None] - slot < window
+  seen |= jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
+  keys, values = (k, block_k), (v, block_v)
+  if joined:  # into the last slots of the copy, which are unused in all rows
+    keys, values = (
+        [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=-2)]
+        for x in (keys, values))
+  scores = jnp.concatenate(
+      [product("...qd,...td->...qt", rows, x) for x in keys], axis=-1)
+  scores = scores.reshape(batch, heads, count // size, size, -1)
+  scores = jnp.where(seen[:, None, None], _capped(scores, softcap), MASKED)
+  weights = jax.nn.softmax(scores).astype(v.dtype)
+  weights = weights.reshape(*rows.shape[:-1], -1)
+  weights = jnp.split(weights, [] if joined else [slots], axis=-1)
+  first, *more = [product("...qt,...td->...qd", *one)
+                  for one in zip(weights, values)]
+  out = sum(more, first).reshape(batch, heads, count, -1)
+  # Inside the switch, because its result would be copied once more.
+  return unfolded(out, size)
+
+
+def _capped(scores: jax.Array, softcap: float) -> jax.Array:
+  return softcap * jnp.tanh(scores / softcap) if softcap else scores
+
+
+def _switch(over: Callable[[int], Callable[..., Any]], size: int,
+            query: jax.Array, k: jax.Array, v: jax.Array,
+            table: jax.Array | None, lengths: jax.Array, *more: jax.Array,
+            room: int = 0) -> Any:
+  """Runs `over(slots)` with the fewest slots for the longest row and `room`."""
   capacity = k.shape[-2] * (1 if table is None else table.shape[1])
   buckets = _buckets(capacity, size)
   longest = jnp.max(lengths) + room
@@ -211,8 +231,8 @@ def _switch(over, size, query, k, v, table, lengths, *more, room=0):
                         lengths, *more)
 
 
-def _buckets(capacity, size):
-  """The lengths that attention is compiled for, shortest first."""
+def _buckets(capacity: int, size: int) -> list[int]:
+  """Returns the lengths that attention is compiled for, shortest first."""
   buckets, bucket = [0] * (size >= _PROMPT), _SMALLEST_BUCKET
   while bucket < capacity:
     buckets.append(bucket)
@@ -222,24 +242,21 @@ def _buckets(capacity, size):
 
 def block_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                     visible: jax.Array, *, softcap: float = 0.0) -> Part:
-  """Attention within a block of T tokens, of which S are queries.
+  """Returns attention of S queries within a block of T tokens, as a part.
 
   Args:
     query: `[B, S, H * G, D]`.
     k: `[B, H, T, D]`.
     v: `[B, H, T, D]`.
     visible: `[B or 1, S, T]` bool.
-    softcap: c of c tanh(scores / c); 0: none.
-
-  Returns:
-    As `attention.past_attention`.
+    softcap: c in c tanh(scores / c); 0 is none.
   """
   return _part(_scaled(query, k.shape[1]), k, v, visible, query.shape[1],
                softcap)
 
 
 def merge(one: Part, other: Part) -> Part:
-  """The part that is over the keys of both."""
+  """Returns the part over the keys of two parts."""
   top = jnp.maximum(one[1], other[1])
   weights = [jnp.exp(log - top) for _, log in (one, other)]
   total = weights[0] + weights[1]

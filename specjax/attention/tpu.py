@@ -1,22 +1,22 @@
 """Attention over the committed slots as one kernel for TPUs.
 
 Flash-decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding):
-a row's slots pass by in blocks, and the running maximum and sum of the scores
-are kept. All nodes of a draft see the same slots, so nodes and query heads are
-the rows of one product with the keys.
+the kernel reads the slots of a row in blocks and updates the maximum and sum of
+the scores. All nodes of a draft see the same slots, so nodes and query heads
+are the rows of one product with the keys.
 
-The lengths are known before the kernel starts: blocks after a row's length, or
-before its window, are never fetched. So the cost follows the rows and not the
-allocation. With a table of pages block j of a row is page `table[b, j]`; the
-kernel is the same.
+The lengths are known before the kernel starts, so blocks after the length of a
+row, or before its window, are never fetched. The cost follows the rows and not
+the allocation. With a table of pages, block j of a row is page `table[b, j]`.
 
-The compiler cannot split a kernel over a mesh, so it is told how: rows and
-key-value heads are independent.
+The compiler cannot split a kernel over a mesh. `split_over_mesh` does, because
+rows and key-value heads are independent.
 """
 
 from collections.abc import Callable
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -31,7 +31,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16)
 _BLOCK = 512  # slots of a block
 _QUERIES = 256  # most queries of a block: nodes times heads of a group
 _LANES = 128
-_SUBLANES = 16  # rows of a tile of bfloat16; those of float32 are half
+_SUBLANES = 16  # rows of a bfloat16 tile; a float32 tile has half
 _BUDGET = 4 * 2**20  # bytes of on-chip memory for the blocks of keys and values
 
 
@@ -40,24 +40,25 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    table: jax.Array | None = None, *, window: int = 0,
                    softcap: float = 0.0, heads_axis: str | None = "model",
                    interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-  """Attention over the first `lengths` slots, as `attention.past_attention`.
+  """Returns `attention.past_attention` by the kernel, in float32.
 
   Args:
     query: `[B, S, H * G, D]`.
-    k: `[B, H, C, D]`, or pages `[P, H, T, D]` where a table is given.
-    v: as `k`.
-    lengths: `[B]` int32.
-    positions: `[B, S]` int32, for a window.
-    table: `[B, C / T]` int32, the pages of each row in order. Every entry must
-      be a page, also those after the last one in use.
-    window: how many tokens back each query sees, itself included; 0: all.
-    softcap: c of c tanh(scores / c); 0: none.
-    heads_axis: the mesh axis that divides the heads; None: none does.
-    interpret: whether to run without a TPU, which is slow.
+    k: `[B, H, C, D]`, or pages `[P, H, T, D]` if a table is given.
+    v: values, of the same shape.
+    lengths: `[B]` int32, number of committed slots.
+    positions: `[B, S]` int32, required by a window.
+    table: `[B, C / T]` int32, pages of each row in order. Every entry must be a
+      page, also after the last one in use.
+    window: number of last positions that each query sees, itself included; 0 is
+      no limit.
+    softcap: c in c tanh(scores / c); 0 is none.
+    heads_axis: mesh axis that divides the heads, or None.
+    interpret: True to run without a TPU, which is slow.
 
   Returns:
     The normalised sum `[B, S, H * G, D]` and the log-sum-exp of the scores
-    `[B, S, H * G]`, float32.
+    `[B, S, H * G]`.
   """
   if query.dtype != k.dtype or k.dtype not in _DTYPES:
     return plain.whole(query, k, v, lengths, positions, table, window=window,
@@ -121,17 +122,17 @@ def split_over_mesh(call: Callable[..., plain.Part],
       out_specs=(queries, queries), check_vma=False)
 
 
-def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
-          paged):
-  """The kernel over folded queries `[B, H, R, D]`: `[B, H, R, D]`, `[B, H, R]`.
-  """
+def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
+          first: jax.Array, *extra: jax.Array, window: int, softcap: float,
+          interpret: bool, paged: bool) -> plain.Part:
+  """Returns the part of folded queries `[B, H, R, D]` by the kernel."""
   batch, heads, rows, dim = query.shape
   slots = k.shape[2]
-  # XLA lays out narrow heads with the slots last, and no copy is wanted.
+  # XLA lays out narrow heads with the slots last; this avoids a copy.
   narrow = dim % _LANES > 0
   if narrow:
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
-  # Else a cache that fits is fetched whole to on-chip memory, used or not.
+  # Otherwise a small cache is fetched completely to on-chip memory.
   k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
   positions, tables = extra[:bool(window)], extra[bool(window):]
   block = slots if paged else block_size(slots)
@@ -140,23 +141,11 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
   some = _heads_at_once(heads, block, tile, dim, k.dtype.itemsize)
   scalars = (lengths, first, *tables)
 
-  def at(b, j, lengths, first):
-    """The block that step j reads: one that was read is not fetched again."""
-    size = np.int32(block)  # a Python number has 64 bits under jax_enable_x64
-    last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), size)
-    return jnp.minimum(jax.lax.div(first[b], size) + j, last)
-
-  def slots_at(b, h, i, j, lengths, first, *tables):
-    del i
-    j = at(b, j, lengths, first)
-    if tables:
-      return tables[0][b, j], h, 0, 0
-    return (b, h, 0, j) if narrow else (b, h, j, 0)
-
   of_query = lambda *axes: pl.BlockSpec(
       (1, some, tile, *axes), lambda b, h, i, *_: (b, h, i, 0))
   in_cache = pl.BlockSpec(
-      (1, some, *((dim, block) if narrow else (block, dim))), slots_at)
+      (1, some, *((dim, block) if narrow else (block, dim))),
+      functools.partial(_slots_at, block=block, narrow=narrow))
   in_specs = [of_query(dim), in_cache, in_cache]
   in_specs += [pl.BlockSpec((1, tile, _LANES), lambda b, h, i, *_: (b, i, 0))
                for _ in positions]
@@ -181,9 +170,21 @@ def _call(query, k, v, lengths, first, *extra, window, softcap, interpret,
   return out, lse[..., 0]
 
 
-def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
-            narrow):
-  """One block of slots of one row, for some heads."""
+def _slots_at(b: Any, h: Any, i: Any, j: Any, lengths: Any, first: Any,
+              *tables: Any, block: int, narrow: bool) -> tuple[Any, ...]:
+  """Returns the cache block of step j; a repeated block is not fetched."""
+  del i
+  size = np.int32(block)  # a Python number has 64 bits under jax_enable_x64
+  last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), size)
+  j = jnp.minimum(jax.lax.div(first[b], size) + j, last)
+  if tables:
+    return tables[0][b, j], h, 0, 0
+  return (b, h, 0, j) if narrow else (b, h, j, 0)
+
+
+def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
+            softcap: float, scale: float, ragged: bool, narrow: bool) -> None:
+  """Processes one block of slots of one row, for some heads."""
   lengths, first = refs[:2]
   query, k, v, *positions = refs[scalars:-5]
   out, lse, top, total, acc = refs[-5:]
@@ -209,16 +210,16 @@ def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
     scores = jnp.where(seen, scores, plain.MASKED)
     before = top[head, :, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    # Where nothing was seen yet the maximum is that of masked scores.
+    # If nothing was seen yet, the maximum is that of masked scores.
     weights = jnp.where(seen, jnp.exp(scores - now), 0)
-    kept = jnp.exp(before - now)
+    decay = jnp.exp(before - now)
     values = v[0, head]
-    if ragged:  # after the row's end there may be anything, such as a NaN
+    if ragged:  # slots after the row's end may contain NaN
       row = start + jax.lax.broadcasted_iota(
           jnp.int32, values.shape, int(narrow))
       values = jnp.where(row < lengths[b], values, 0)
-    sums = total[head, :, :1] * kept + jnp.sum(weights, axis=1, keepdims=True)
-    acc[head] = acc[head] * kept + jax.lax.dot_general(
+    sums = total[head, :, :1] * decay + jnp.sum(weights, axis=1, keepdims=True)
+    acc[head] = acc[head] * decay + jax.lax.dot_general(
         weights.astype(values.dtype), values,
         (((1,), (1 if narrow else 0,)), ((), ())),
         preferred_element_type=jnp.float32)
@@ -238,15 +239,16 @@ def _kernel(*refs, scalars, block, blocks, window, softcap, scale, ragged,
 
 
 def block_size(slots: int) -> int:
-  """Slots of a block: as many as divide a capacity of the decoder."""
+  """Returns the slots of a block, a divisor of the capacities of a decoder."""
   fitting = [n for n in (_BLOCK, _BLOCK // 2, _BLOCK // 4) if slots % n == 0]
   return min(slots, fitting[0] if fitting else _BLOCK)
 
 
-def _heads_at_once(heads, block, tile, dim, itemsize):
-  """As many heads as fit beside each other, for fewer and longer fetches."""
+def _heads_at_once(heads: int, block: int, tile: int, dim: int, itemsize: int
+                   ) -> int:
+  """Returns the most heads that fit together, for fewer and longer fetches."""
   lanes = math.ceil(dim / _LANES) * _LANES
-  # Keys and values twice, for the next block comes while one is read.
+  # Keys and values twice, because the next block is fetched meanwhile.
   one = lanes * (4 * block * itemsize + tile * (2 * itemsize + 4 * 4))
   return max(n for n in range(1, heads + 1)
              if heads % n == 0 and (n == 1 or n * one <= _BUDGET))

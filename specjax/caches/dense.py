@@ -1,16 +1,15 @@
-"""Keys and values of a batch whose rows grow at different speeds.
+"""Keys and values of a batch whose rows have different lengths.
 
-A pass only reads what is committed. The keys and values of its tokens are a
-*block* beside it; `commit` writes those on the accepted path after `lengths`,
-row by row, for rows accept different numbers of tokens. So the large arrays
-are written once a round, in place, however many passes it has.
+A pass only reads the committed keys and values. Those of its own tokens are in
+a separate *block*. `commit` writes the accepted path of the block after
+`lengths`, row by row, because rows accept different numbers of tokens. So the
+large arrays are written once per round, in place, for any number of passes.
 
-Who feeds token after token reserves a block for all of them: what is committed
-then stays in the block until it is settled.
-
-Beside this file `paged_cache` and `attention` alone index `k` and `v`.
+A drafter that feeds token after token reserves a block for all of them: then
+committed tokens stay in the block until it is settled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -28,12 +27,9 @@ from specjax.types import DecodeState
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                       visible: jax.Array, softcap: float = 0.0) -> jax.Array:
-  """Softmax attention over one part alone, for caches that have no other.
+  """Returns softmax attention over one part, `[B, S, H * G, D]`.
 
-  Arguments are those of `attention.block_attention`.
-
-  Returns:
-    `[B, S, H * G, D]`, in the dtype of `v`.
+  Arguments are those of `attention.block_attention`; the dtype is that of `v`.
   """
   out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
   return out.astype(v.dtype)
@@ -42,18 +38,15 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
                        ancestors: jax.Array, window: int = 0,
                        softcap: float = 0.0) -> jax.Array:
-  """Attention of a block of T tokens that has no past.
+  """Returns attention `[B, S, G * H, D]` of a block of T tokens without past.
 
   Args:
     query: `[B, S, G * H, D]`, of the last S tokens of the block.
     key: `[B, T, H, D]`.
     value: `[B, T, H, D]`.
-    ancestors: `[B, S, T]` bool.
-    window: how many tokens back each one sees, itself included; 0: all.
-    softcap: see `attention.block_attention`.
-
-  Returns:
-    `[B, S, G * H, D]`.
+    ancestors: `[B, S, T]` bool, visible tokens.
+    window: number of last tokens that a token sees, itself included; 0: all.
+    softcap: soft-cap of the scores, see `attention.past_attention`.
   """
   if window:
     none = jnp.zeros(query.shape[:1], jnp.int32)
@@ -66,8 +59,8 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
 class BlockCache(Cache):
   """Keys and values of a block that is never committed, for training.
 
-  It takes the place of a cache where a pass reads the tokens of passes before
-  it. There are no empty slots to attend to, and gradients need no copy of them.
+  A pass can read the tokens of earlier passes from it. It has no empty slots,
+  and gradients need no copy of them.
 
   Attributes:
     lengths: `[B]` int32 zeros; no token is committed.
@@ -80,7 +73,7 @@ class BlockCache(Cache):
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "BlockCache":
-    """Adds `[B, S, H, D]` of the new tokens of a layer, as in `KVCache`."""
+    """Adds `[B, S, H, D]` of the new tokens of a layer, see `Cache.append`."""
     new = k, v
     if after:
       new = tuple(jnp.concatenate([old[:, :after], x], axis=1)
@@ -98,18 +91,18 @@ class BlockCache(Cache):
 class KVCache(Cache):
   """A preallocated cache with a length per row.
 
-  Between rounds there is no block, and the last three attributes are empty.
+  Between rounds there is no block, and the fields of the block are empty.
 
   Attributes:
-    k: L arrays `[B, H, C, D]`, the keys of each layer (H: key-value heads).
-    v: L arrays `[B, H, C, D]`, the values.
+    k: L arrays `[B, H, C, D]`, keys of each layer (H: key-value heads).
+    v: L arrays `[B, H, C, D]`, values.
     lengths: `[B]` int32, committed tokens of each row.
-    block_k: L arrays `[B, H, T, D]`, keys of the tokens that came since, or ().
-    block_v: the same of the values.
-    held: `[B]` int32 where a block is reserved, else None: `k` and `v` hold
-      that many of the committed tokens, and the block begins with the others.
-    heads_axis: which mesh axis divides the heads where attention runs on a TPU,
-      see `attention.past_attention`; None where every device has them all.
+    block_k: L arrays `[B, H, T, D]`, keys of the uncommitted tokens, or ().
+    block_v: L arrays `[B, H, T, D]`, values of the same tokens, or ().
+    held: `[B]` int32, number of committed tokens in `k` and `v` while a block
+      is reserved, which begins with the other ones; else None.
+    heads_axis: mesh axis that divides the heads on a TPU, see
+      `attention.past_attention`. None: every device has all heads.
   """
 
   k: tuple[jax.Array, ...]
@@ -120,30 +113,30 @@ class KVCache(Cache):
   held: jax.Array | None = None
   heads_axis: str | None = struct.field(pytree_node=False, default="model")
 
-  table = None  # of pages, which this cache has not; see `paged_cache`
+  table = None  # pages, see `PagedCache`
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
             head_dim: int, dtype: Any) -> "KVCache":
-    """A cache of `capacity` slots a row, none of them in use."""
+    """Returns a cache of `capacity` empty slots per row."""
     shape = (batch, heads, capacity, head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
     return cls(k=zeros(), v=zeros(), lengths=jnp.zeros((batch,), jnp.int32))
 
   @property
   def capacity(self) -> int:
-    """C, the slots of a row; the longest row plus N must not exceed it."""
+    """C, slots of a row. Its length plus N must not exceed it."""
     return self.k[0].shape[2]
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "KVCache":
-    """Puts new tokens of one layer into the block, after what is committed.
+    """Adds new tokens of one layer to the block.
 
     Args:
       layer: index of the layer.
       k: `[B, S, H, D]` keys of the S new tokens.
       v: `[B, S, H, D]` values.
-      after: tokens of the block that earlier passes fed; they stay.
+      after: number of block tokens from earlier passes, which are retained.
     """
     def put(blocks, new):
       new = new.swapaxes(1, 2).astype(self.k[0].dtype)
@@ -160,15 +153,14 @@ class KVCache(Cache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Attention of a block over the committed past and its own ancestors.
+    """Returns attention over the committed past and ancestors in the block.
 
     Args:
-      layer: index of the layer, to which the block was appended already.
+      layer: index of the layer, whose new tokens are already in the block.
       query: `[B, S, G * H, D]`, G query heads for each key-value head.
-      ancestors: `[B, S, T]` bool, over all T tokens of the block; the
-        queries are those of the last S.
-      window: how many tokens back each one sees, itself included; 0: all.
-      softcap: see `attention.block_attention`.
+      ancestors: `[B, S, T]` bool, visible tokens of the block for its last S.
+      window: number of last tokens that a token sees, itself included; 0: all.
+      softcap: soft-cap of the scores, see `attention.past_attention`.
 
     Returns:
       `[B, S, G * H, D]`.
@@ -184,18 +176,15 @@ class KVCache(Cache):
 
   @property
   def in_slots(self) -> jax.Array:
-    """`[B]` int32, how many committed tokens `k` and `v` hold."""
+    """`[B]` int32, number of committed tokens in `k` and `v`."""
     return self.lengths if self.held is None else self.held
 
   def in_block(self, ancestors: jax.Array, window: int = 0) -> jax.Array:
-    """Which slots of `block_k` and `block_v` each new token attends to.
+    """Returns `[B, S, slots]` bool, slots of the block that a new token sees.
 
     Args:
       ancestors: `[B, S, T]` bool, see `attend`.
-      window: see there.
-
-    Returns:
-      `[B, S, slots]` bool.
+      window: number of visible tokens, see `attend`.
     """
     reserved = self.held is not None
     slots = self.block_k[0].shape[2] if reserved else ancestors.shape[2]
@@ -204,15 +193,15 @@ class KVCache(Cache):
     return visible_slots(self.lengths - self.in_slots, ancestors, slots, window)
 
   def after(self, x: jax.Array) -> "KVCache":
-    """The same cache, whose writes come after `x`.
+    """Adds a data dependency on `x`, so that later writes follow its pass.
 
-    An array that is read and written in no order that XLA knows is copied
-    first. So where a pass ends the slots that are written next are made to
-    depend on its result, by a number that is 0 and that no compiler knows to
-    be. Each row has its own: a mesh may have split them.
+    XLA copies a buffer unless it can prove that all reads happen before the
+    write. A zero that the compiler cannot fold, computed from the output of the
+    pass, is added to the next slots. Each row has its own zero, because a mesh
+    may split the rows.
 
     Args:
-      x: `[B, ...]`, of every row what its last layer computed.
+      x: `[B, ...]`, output of the last layer for every row.
     """
     never = x.reshape(len(x), -1)[:, 0] * 0 == 1
     return self.replace(
@@ -220,12 +209,11 @@ class KVCache(Cache):
         held=None if self.held is None else self.held + never)
 
   def commit(self, path: jax.Array, count: jax.Array) -> "KVCache":
-    """Keeps the accepted path of the block.
+    """Commits the accepted path of the block.
 
     Args:
-      path: `[B, T]` int32, nodes of the block of T tokens, in the order of
-        their depth.
-      count: `[B]` int32, how many of them are kept.
+      path: `[B, T]` int32, nodes of the block in order of depth.
+      count: `[B]` int32, number of nodes that are committed.
     """
     if self.held is None:
       take = lambda block: jnp.take_along_axis(
@@ -245,8 +233,8 @@ class KVCache(Cache):
   def rollback(self, lengths: jax.Array) -> "KVCache":
     """Sets the committed tokens of every row to `lengths [B]`.
 
-    Where these are more than before, the first nodes of the block, in order,
-    are kept. The rest of it is dropped.
+    If a length increases, the first nodes of the block are committed in order.
+    The other nodes are dropped.
     """
     lengths = jnp.asarray(lengths, jnp.int32)
     if self.held is not None:
@@ -255,10 +243,10 @@ class KVCache(Cache):
     return self._written(lambda block: block, lengths)
 
   def reserve(self, size: int) -> "KVCache":
-    """The same cache, whose next `size` tokens stay in the block.
+    """Returns a cache whose next `size` tokens stay in the block.
 
-    The tokens count as committed by `commit` and `rollback` as ever; `settle`
-    writes them. What was in a block before is dropped.
+    `commit` and `rollback` count these tokens as usual; `settle` writes them.
+    The previous block is dropped.
     """
     rows, (_, heads, _, dim) = len(self.lengths), self.k[0].shape
     zeros = lambda: tuple(
@@ -266,14 +254,15 @@ class KVCache(Cache):
     return self.replace(block_k=zeros(), block_v=zeros(), held=self.lengths)
 
   def settle(self) -> "KVCache":
-    """Writes the reserved block after what `k` and `v` hold."""
+    """Writes the reserved block after the tokens in `k` and `v`."""
     if self.held is None:
       return self
     return self.replace(lengths=self.held, held=None)._written(
         lambda block: block, self.lengths)
 
-  def _written(self, take, lengths):
-    """The block, or what is taken of it, in the slots after `lengths`."""
+  def _written(self, take: Callable[[jax.Array], jax.Array], lengths: jax.Array
+               ) -> "KVCache":
+    """Writes `take(block)` into the slots after `lengths`."""
     if not self.block_k:
       return self.replace(lengths=lengths)
     write = lambda arrays, blocks: tuple(
@@ -282,23 +271,20 @@ class KVCache(Cache):
         k=write(self.k, self.block_k), v=write(self.v, self.block_v),
         lengths=lengths, block_k=(), block_v=(), held=None)
 
-  def _put(self, slots, block):
-    """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
+  def _put(self, slots: Any, block: jax.Array) -> Any:
+    """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""
     return put_rows(slots, block, self.lengths, axis=1)
 
   def undivided(self) -> "KVCache":
-    """The same cache, of which every device has all heads."""
+    """Returns the cache with all heads on every device."""
     return self.replace(heads_axis=None)
 
   def specs(self, axis: str | None, rows: str | None = None) -> "KVCache":
-    """How a mesh splits the cache: heads over `axis`, B over `rows`.
+    """Returns a `KVCache` of `PartitionSpec`, see `Cache.specs`.
 
     Args:
-      axis: the mesh axis of the key-value heads.
-      rows: the mesh axis of the rows; None keeps all rows on each device.
-
-    Returns:
-      A `KVCache` of `PartitionSpec`.
+      axis: mesh axis of the key-value heads.
+      rows: mesh axis of the rows; None keeps all rows on each device.
     """
     def split(x):
       return PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
@@ -326,10 +312,10 @@ def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0
       row, new, at, axis))(rows, new, at)
 
 
-def _placed(block, new, starts):
-  """`block [B, H, T, D]` with `new [B, H, S, D]` from slot starts[b] on.
+def _placed(block: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
+  """Writes `new [B, H, S, D]` into `block [B, H, T, D]` from slot starts[b].
 
-  By selection: a block is small, and a loop over its rows is not.
+  It selects instead of looping over rows, because a block is small.
   """
   order = (jnp.arange(block.shape[2]) - starts[:, None])[:, None, :, None]
   size = new.shape[2]
@@ -340,17 +326,14 @@ def _placed(block, new, starts):
 
 def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
                   window: int = 0) -> jax.Array:
-  """Which of the first slots of a row each new token attends to.
+  """Returns `[B, S, slots]` bool, slots of a row that each new token sees.
 
   Args:
     lengths: `[B]` int32, committed tokens of each row.
     ancestors: `[B, S, T]` bool, over all T tokens of the block, whose slots
       come after `lengths`.
-    slots: how many.
-    window: how many tokens back each one sees, itself included; 0: all.
-
-  Returns:
-    `[B, S, slots]` bool.
+    slots: number of slots.
+    window: number of last tokens that a token sees, itself included; 0: all.
   """
   size = ancestors.shape[-1]
   offset = jnp.arange(slots, dtype=jnp.int32) - lengths[:, None]
@@ -359,8 +342,8 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
   on_path = jnp.take_along_axis(ancestors, node, axis=2)
   seen = (offset < 0) | ((offset < size) & on_path)
   if window:
-    # Parents stand before their children, so the ancestors up to a node of the
-    # path, in the order of the block, are as many as its depth and one.
+    # Parents come before their children. So the number of ancestors up to a
+    # node of the path, in block order, is its depth plus one.
     depths = jnp.cumsum(ancestors, axis=-1, dtype=jnp.int32) - 1
     depth = jnp.where(offset < 0, offset,
                       jnp.take_along_axis(depths, node, axis=2))
@@ -369,21 +352,21 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
 
 
 def undivided(tree: Any) -> Any:
-  """The same tree, whose caches say that every device has all of their heads.
+  """Returns a tree whose caches have all heads on every device.
 
-  On a TPU attention would else divide them, and gather what it returns.
+  Otherwise attention on a TPU divides the heads and gathers its result.
 
   Args:
-    tree: the state of a drafter that is replicated, or of its shapes.
+    tree: state of a replicated drafter, or its shapes.
   """
   return interfaces.map_caches(
       lambda cache: cache.undivided(), lambda x: x, tree)
 
 
 def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
-  """`fresh`, to be put into `state`: its drafter `undivided` where that one is.
+  """Returns `fresh` for insertion into `state`: `undivided` if the state is.
 
-  Few rows are read without a `Placement` where no mesh divides them.
+  A few rows are prefilled without a `Placement` if no mesh divides them.
   """
   own = undivided(state.drafter)
   if jax.tree.structure(own) != jax.tree.structure(state.drafter):

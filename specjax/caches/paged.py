@@ -1,12 +1,12 @@
-"""Keys and values in pages, which rows need not have in order nor alone.
+"""Keys and values in pages, which rows may share and have in any order.
 
-Paged attention (Kwon et al. 2023, arXiv:2309.06180). A table names the pages of
-each row; attention goes through it (`attention.past_attention`), and what is
-committed is written to the page that it falls into. Page 0 is nobody's and is
-never written: what a row writes where it has no page is dropped.
+Paged attention (Kwon et al. 2023, arXiv:2309.06180). A table has the pages of
+each row. Attention reads through it (`attention.past_attention`), and committed
+tokens are written to their page. Page 0 belongs to no row and is never written:
+writes of a row without a page are dropped.
 
-Where a `PagedCache` is the cache of a `Transformer`, each row has pages of its
-own. A `Pool` (`page_pool`) gives rows what they need, and lets them share some.
+As the cache of a `Transformer`, each row has its own pages. A `Pool`
+(`caches.pool`) allocates pages on demand and lets rows share some.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from specjax.types import DecodeState
 from specjax.utils import fields
 
 _PAGE = 128  # slots
-NO_PAGE = 0  # where rows that have no page write: nobody reads it
+NO_PAGE = 0  # never written; read where a row has no page
 
 
 @struct.dataclass
@@ -34,9 +34,9 @@ class PagedCache(KVCache):
   `k` and `v` are L arrays `[P, H, T, D]` of P pages of T slots.
 
   Attributes:
-    table: `[B, C / T]` int32, the pages of each row in order; 0: none.
-    pooled: whether a `Pool` gives out the pages; else every row has as many as
-      it can need.
+    table: `[B, C / T]` int32, pages of each row in order; 0 is no page.
+    pooled: True if a `Pool` allocates the pages. Otherwise every row has all
+      pages that it can need.
   """
 
   has_rows_first = False
@@ -47,7 +47,7 @@ class PagedCache(KVCache):
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
             head_dim: int, dtype: Any, page: int = _PAGE) -> "PagedCache":
-    """A cache of at least `capacity` slots a row, none of them in use."""
+    """Returns a cache of at least `capacity` empty slots per row."""
     columns = -(-capacity // page)
     shape = (1 + batch * columns, heads, page, head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
@@ -57,16 +57,16 @@ class PagedCache(KVCache):
 
   @property
   def page(self) -> int:
-    """T, the slots of a page."""
+    """T, slots of a page."""
     return self.k[0].shape[2]
 
   @property
   def capacity(self) -> int:
-    """C, the slots of a row."""
+    """C, slots of a row."""
     return self.table.shape[1] * self.page
 
-  def _put(self, pages, block):
-    """Pages with `block [B, H, S, D]` after `lengths`; whole pages are set."""
+  def _put(self, pages: jax.Array, block: jax.Array) -> jax.Array:
+    """Writes `block [B, H, S, D]` after `lengths`, as complete pages."""
     size, rows = block.shape[2], len(self.lengths)
     first, start = self.lengths // self.page, self.lengths % self.page
     count = 1 + -(-(size - 1) // self.page)  # pages that S slots may touch
@@ -84,12 +84,12 @@ class PagedCache(KVCache):
 
   def with_rows(self, slots: jax.Array, fresh: "PagedCache",
                 into: jax.Array | None = None) -> "PagedCache":
-    """The cache with the rows of another, copied to pages of its own.
+    """Copies the rows of another cache to the pages of these slots.
 
     Args:
-      slots: `[R]`, the rows to replace.
-      fresh: R rows, of the same capacity and size of pages.
-      into: `[R, C / T]`, pages to copy to; default: those of the slots.
+      slots: `[R]`, rows to replace.
+      fresh: cache of R rows with the same capacity and page size.
+      into: `[R, C / T]`, pages to write. Default: those of the slots.
     """
     into = self.table[slots] if into is None else into
     put = lambda all, new: tuple(
@@ -99,9 +99,9 @@ class PagedCache(KVCache):
         lengths=self.lengths.at[slots].set(fresh.lengths))
 
   def take_rows(self, rows: jax.Array) -> "PagedCache":
-    """Rows `[R]` of the cache, in this order, each with pages of its own."""
+    """Returns a copy of rows `[R]` in this order, each with its own pages."""
     ids = self.table[rows]
-    # Page 0 is nobody's here, too.
+    # Page 0 belongs to no row here either.
     source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=NO_PAGE)
     take = lambda arrays: tuple(x[source] for x in arrays)
     return self.replace(
@@ -109,11 +109,11 @@ class PagedCache(KVCache):
         table=1 + jnp.arange(ids.size, dtype=ids.dtype).reshape(ids.shape))
 
   def grow(self, form: "PagedCache", longer: Any) -> "PagedCache":
-    """The cache with more pages for every row, see `capacity.grow`.
+    """Adds pages to every row, see `growth.grow`.
 
     Args:
-      form: shapes of an empty cache with the new capacity.
-      longer: `(array, form) -> array` with zeros after its end.
+      form: shapes of an empty cache of the new capacity.
+      longer: function `(array, form) -> array` that appends zeros.
     """
     rows, have = self.table.shape
     table = longer(self.table, form.table)
@@ -127,9 +127,10 @@ class PagedCache(KVCache):
         table=table.at[:, have:].set(new.reshape(rows, more)))
 
   def specs(self, axis: str, rows: str | None = None) -> "PagedCache":
-    """How a mesh splits the cache: heads over `axis`.
+    """Returns the split of the cache over a mesh: heads over `axis`.
 
-    Pages belong to any row, so that every device of the axis `rows` has all.
+    A page may belong to any row, so every device of the axis `rows` has all
+    pages.
     """
     of_rows = lambda x: PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
     pages = lambda arrays: tuple(PartitionSpec(None, axis) for _ in arrays)
@@ -140,10 +141,10 @@ class PagedCache(KVCache):
         held=None if self.held is None else PartitionSpec(rows))
 
 
-def _set(pages, ids, new):
-  """`pages [P, ...]` with `new [..., ...]` at `ids [...]`, but for page 0.
+def _set(pages: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
+  """Sets `pages [P, ...]` to `new [..., ...]` at `ids [...]`, except page 0.
 
-  Rows share it: numbers of one that has failed would reach the others.
+  All rows read page 0, so values of a failed row would reach the others.
   """
   ids = jnp.where(ids == NO_PAGE, len(pages), ids)
   return pages.at[ids].set(new, mode="drop")
@@ -151,7 +152,15 @@ def _set(pages, ids, new):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paged(CacheFactory):
-  """`PagedCache` with pages of another size, for `Transformer(cache=)`.
+  """Factory of `PagedCache` for `Transformer(cache=)`.
+
+    >>> import dataclasses
+    >>> import specjax as sj
+    >>> pair = sj.testing.tiny_pair(vocab_size=5)
+    >>> model = dataclasses.replace(pair.target, cache=Paged(page=64))
+    >>> cache = model.init_cache(pair.params["target"], 2, 128)
+    >>> cache.table.tolist()  # page 0 belongs to no row
+    [[1, 2], [3, 4]]
 
   Attributes:
     page: T, slots of a page.
@@ -163,27 +172,27 @@ class Paged(CacheFactory):
     fields.check_fields(self, "page")
 
   def empty(self, **sizes: Any) -> PagedCache:
-    """See `PagedCache.empty`."""
+    """Returns an empty cache, see `PagedCache.empty`."""
     return PagedCache.empty(page=self.page, **sizes)
 
 
 def is_paged(node: Any) -> bool:
-  """Whether it is a cache of pages, for walks over the parts of a state."""
+  """Returns True for a cache of pages, as `is_leaf` of tree maps."""
   return isinstance(node, PagedCache)
 
 
 def check_pages(state: DecodeState, tokens: int) -> None:
   """Checks that the rows of a pooled state have pages for their next tokens.
 
-  What a row writes after its last page is lost, and its text goes wrong. Of a
-  state that is not pooled, or is part of a program, nothing is asked.
+  Writes after the last page of a row are dropped, and its sequence is wrong. A
+  state that is not pooled, or is traced, is not checked.
 
   Args:
-    state: of the loop.
-    tokens: that a row may get, at most.
+    state: state of the loop.
+    tokens: maximum number of tokens that a row may get.
 
   Raises:
-    ValueError: a row has too few.
+    ValueError: a row has too few pages.
   """
   if not state.target_cache.pooled or isinstance(
       state.lengths, jax.core.Tracer):

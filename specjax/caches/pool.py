@@ -1,16 +1,16 @@
-"""Pages that rows get as they grow, and share where their prompts begin alike.
+"""Pages that rows get as they grow, and share if their prompts begin alike.
 
-A pool has fewer pages than its rows could need, and gives them out on the host,
+A pool has fewer pages than its rows could need. It allocates them on the host,
 between chunks of rounds:
 
-    decoder.prefill  fillers, few slots  ->  pool.start  ->  decoder.grow
-    decoder.prefill  a request           ->  pool.insert(state, slot, fresh)
-    pool.extend      pages for the tokens of the next chunk
-    decoder.decode   ...                     pool.release(state, slot)
+  decoder.prefill  fillers, few slots  ->  pool.start  ->  decoder.grow
+  decoder.prefill  a request           ->  pool.insert(state, slot, fresh)
+  pool.extend      pages for the tokens of the next chunk
+  decoder.decode   ...                     pool.release(state, slot)
 
-A shared page is never written: a row writes after its length alone, and of its
-prompt a drafter reads the last few tokens again at most (`reread`). So the page
-where two prompts part is each row's own, and so are some tokens before.
+A shared page is never written: a row writes only after its length, and a
+drafter reads at most the last few tokens of the prompt again (`reread`). So the
+page where two prompts differ, and some tokens before it, are not shared.
 """
 
 import functools
@@ -26,56 +26,56 @@ from specjax.interfaces import checks
 from specjax.types import DecodeState
 from specjax.utils import fields
 
-_REREAD = 16  # tokens: of the drafters here only long `Paths` feed more again
+_REREAD = 16  # tokens; among the drafters here, only long `Paths` feed more
 
 
 class Pool:
-  """The pages of the paged caches of a state, given out on the host.
+  """Allocates the pages of the paged caches of a state on the host.
 
-  All caches of the state, the target's and the drafter's, have pages of the
-  same numbers, so that one table serves them all.
+  All caches of the state, the target's and the drafter's, have the same page
+  numbers, so they share one table.
 
   Attributes:
     rows: B.
-    free: pages that nobody has.
+    free: number of free pages.
   """
 
   def __init__(self, rows: int, pages: int, *, reread: int = _REREAD):
-    """No page is given out yet.
+    """Creates a pool whose pages are all free.
 
     Args:
-      rows: B, of the state.
-      pages: how many there are.
-      reread: the last tokens of a text that the drafter may feed, and so write,
-        again; at least 16, which is what it catches up with in one pass.
-        `Paths` of several models feed their `length` and one more.
+      rows: B of the state.
+      pages: number of pages.
+      reread: number of last tokens of a sequence that the drafter may feed
+        again; at least 16, the tokens of its catch-up pass. `Paths` of several
+        models feed `length` + 1 tokens again.
 
     Raises:
-      ValueError: there are none, or too few tokens may be read again.
+      ValueError: an argument is too small.
     """
     for name, value, least in (
         ("rows", rows, 1), ("pages", pages, 1), ("reread", reread, _REREAD)):
       fields.check_at_least(name, value, least)
     self.rows, self._reread = rows, reread
-    self._users = np.zeros(pages + 1, np.int64)  # rows that a page belongs to
+    self._users = np.zeros(pages + 1, np.int64)  # rows with this page
     self._users[NO_PAGE] = 1
     self._pages: dict[int, list[int]] = {}
     self._prompts: dict[int, np.ndarray] = {}
 
   @property
   def free(self) -> int:
-    """Pages that nobody has."""
+    """Number of free pages."""
     return int((self._users == 0).sum())
 
   def start(self, state: DecodeState) -> DecodeState:
-    """The state with the pool's pages in place of those of its rows.
+    """Returns the state with the pages of the pool.
 
     Args:
-      state: of fillers, which are done; it is donated.
+      state: state of fillers, which are done; it is donated.
 
     Raises:
-      ValueError: it has no paged cache, or one that has other pages than the
-        target's.
+      ValueError: the target's cache is not paged, or caches differ in their
+        pages.
     """
     self._check(state)
 
@@ -95,17 +95,17 @@ class Pool:
 
   def insert(self, state: DecodeState, slot: int, fresh: DecodeState
              ) -> DecodeState:
-    """Puts one row in the place of another, as `Decoder.insert`.
+    """Replaces one row, as `Decoder.insert`.
 
-    Where its prompt begins as that of another row does, it shares the pages.
+    If its prompt begins like that of another row, they share pages.
 
     Args:
-      state: it is donated.
-      slot: the row; what it had is released.
-      fresh: one row, of `prefill` with the same capacity.
+      state: state of the loop; it is donated.
+      slot: index of the row; its pages are released.
+      fresh: state of one row from `prefill` with the same capacity.
 
     Raises:
-      ValueError: the slot is none, the rows do not fit together, or too few
+      ValueError: the slot does not exist, the states differ in form, or too few
         pages are free.
     """
     table = self._check(state)
@@ -135,11 +135,11 @@ class Pool:
     return _insert(state, np.array([slot]), fresh, row, into)
 
   def extend(self, state: DecodeState, tokens: int) -> DecodeState:
-    """The state in which no row lacks pages for its next tokens.
+    """Returns the state with pages for the next tokens of every row.
 
     Args:
-      state: of the loop.
-      tokens: that a row may get before the next call, at most.
+      state: state of the loop.
+      tokens: maximum number of tokens that a row may get before the next call.
 
     Raises:
       ValueError: too few pages are free.
@@ -154,10 +154,10 @@ class Pool:
     return self._told(state)
 
   def release(self, state: DecodeState, slot: int) -> DecodeState:
-    """The state in which a row that is done has no pages.
+    """Returns the state without pages for a row that is done.
 
     Raises:
-      ValueError: the slot is none, or its row is not done.
+      ValueError: the slot does not exist, or its row is not done.
     """
     self._check(state)
     self._check_slot(slot)
@@ -167,8 +167,8 @@ class Pool:
     self._let_go(slot)
     return self._told(state)
 
-  def _check(self, state):
-    """The target's table; all tables must have its form."""
+  def _check(self, state: DecodeState) -> jax.Array:
+    """Returns the table of the target; all tables must have its form."""
     caches = [x for x in jax.tree.leaves(state, is_leaf=is_paged)
               if is_paged(x)]
     if not is_paged(state.target_cache) or any(
@@ -185,13 +185,13 @@ class Pool:
                        f"is for {self.rows}; make another one")
     return caches[0].table
 
-  def _check_slot(self, slot):
+  def _check_slot(self, slot: int) -> None:
     if not 0 <= slot < self.rows:
       raise ValueError(f"slot is {slot} and the pool has rows from 0 to "
                        f"{self.rows - 1}; give one of these")
 
-  def _alike(self, prompt, slot, page):
-    """The pages of the longest beginning that another row's prompt shares."""
+  def _alike(self, prompt: np.ndarray, slot: int, page: int) -> list[int]:
+    """Returns the pages of the longest prefix shared with another prompt."""
     best = []
     for other, text in self._prompts.items():
       size = min(len(prompt), len(text))
@@ -202,8 +202,8 @@ class Pool:
         best = self._pages[other][:count]
     return best
 
-  def _give(self, slot, count):
-    """Pages to a row until it has `count`."""
+  def _give(self, slot: int, count: int) -> None:
+    """Allocates pages to a row until it has `count`."""
     missing = count - len(self._pages[slot])
     self._check_free(slot, missing, self.free)
     if missing > 0:
@@ -211,29 +211,30 @@ class Pool:
       self._users[new] += 1
       self._pages[slot] += new.tolist()
 
-  def _check_free(self, slot, missing, free):
+  def _check_free(self, slot: int, missing: int, free: int) -> None:
     if missing > free:
       raise ValueError(
           f"row {slot} needs {missing} more pages and {free} are free; release "
           "rows that are done, or make a pool of more pages")
 
-  def _let_go(self, slot):
+  def _let_go(self, slot: int) -> None:
     self._users[self._pages.pop(slot, [])] -= 1
     self._prompts.pop(slot, None)
 
-  def _told(self, state):
-    """The state with the pool's table in all caches."""
+  def _told(self, state: DecodeState) -> DecodeState:
+    """Returns the state with the table of the pool in all caches."""
     table = np.zeros(state.target_cache.table.shape, np.int32)
     for slot, pages in self._pages.items():
       table[slot, :len(pages)] = pages
-    # An array for each cache: the loop donates them one by one.
+    # Separate arrays per cache, because the loop donates each.
     return jax.tree.map(
         lambda x: x.replace(table=jax.device_put(table, x.table.sharding))
         if is_paged(x) else x, state, is_leaf=is_paged)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _insert(state, slots, fresh, row, into):
+def _insert(state: DecodeState, slots: np.ndarray, fresh: DecodeState,
+            row: np.ndarray, into: np.ndarray) -> DecodeState:
   def put(all, new):
     if not is_paged(all):
       return all.at[slots].set(new)

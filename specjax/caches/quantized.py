@@ -1,17 +1,15 @@
 """A cache of keys and values in 8 or 4 bits.
 
-QuantSpec, Tiwari et al. 2025 (arXiv:2502.10424), for drafts on long contexts: a
-number of 8 bits is an upper and a lower one of 4, 16 u + l, and who drafts
-reads the upper ones alone. As the cache of a drafter it changes what is drafted
-and never what is written; as the target's it makes another target, whose law
-the output follows.
+QuantSpec (Tiwari et al. 2025, arXiv:2502.10424), for drafts on long contexts.
+An 8-bit number 16 u + l has an upper and a lower nibble, and the drafter reads
+the upper one alone. As the cache of a drafter it does not change the output
+distribution. As the target's cache it defines another target.
 
-Here each token's keys, and its values, of a head share one scale, where
-QuantSpec has a scale for a channel of 128 keys, and where it keeps the last
-tokens in full precision they are rounded here as they come. So what is drafted
-depends on the text alone, not on where a round began, and drafts are as
-autoregressive as with a whole cache; and the scale comes out of the product,
-which is with whole numbers.
+Two differences from QuantSpec: each token's keys, and its values, share one
+scale per head, where QuantSpec has a scale per channel of 128 keys; and the
+last tokens are rounded too, where QuantSpec keeps full precision. So a draft
+depends on the sequence alone, not on where a round began, and drafts remain
+autoregressive. The scale is applied after a product with whole numbers.
 """
 
 import dataclasses
@@ -34,15 +32,15 @@ _LEAST = 128  # slots of the smallest program
 
 @struct.dataclass
 class Nibbles:
-  """Numbers of 8 or 4 bits for some tokens, a scale for each.
+  """Numbers of 8 or 4 bits, with a scale per token.
 
   Byte i of D / 2 has channel i in its lower half and channel i + D / 2 in its
-  upper one.
+  upper half.
 
   Attributes:
-    upper: `[B, H, C, D / 2]` uint8, the upper 4 bits of the numbers.
-    lower: the lower 4; None: the numbers have 4 bits.
-    scale: `[B, H, C, 1]`, of the dtype that is computed in.
+    upper: `[B, H, C, D / 2]` uint8, upper 4 bits of the numbers.
+    lower: `[B, H, C, D / 2]` uint8, lower 4 bits; None for 4-bit numbers.
+    scale: `[B, H, C, 1]`, in the dtype of the computation.
   """
 
   upper: jax.Array
@@ -59,7 +57,7 @@ class Nibbles:
 
   @classmethod
   def of(cls, x: jax.Array, bits: int) -> "Nibbles":
-    """The numbers nearest to `x [B, H, S, D]`."""
+    """Returns the numbers nearest to `x [B, H, S, D]`."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scale = (largest / (_MOST if bits == 8 else 7)).astype(x.dtype)
@@ -72,24 +70,24 @@ class Nibbles:
     return cls(_packed(upper), _packed(number - 16 * upper), scale)
 
   def widened(self) -> jax.Array:
-    """The numbers times their scales."""
+    """Returns the numbers times their scales."""
     return jnp.concatenate(self.halves(), axis=-1) * self.scale
 
   def halves(self) -> tuple[jax.Array, jax.Array]:
-    """`[B, H, C, D / 2]` twice: the numbers of both halves of the channels."""
+    """Returns `[B, H, C, D / 2]` twice: both halves of the channels."""
     halves = _unpacked(self.upper)
     if self.lower is not None:
       halves = [16 * u + l for u, l in zip(halves, _unpacked(self.lower))]
     return tuple(x.astype(self.dtype) for x in halves)
 
 
-def _packed(x):
+def _packed(x: jax.Array) -> jax.Array:
   low, high = jnp.split(x & 15, 2, axis=-1)
   return (low | high << 4).astype(jnp.uint8)
 
 
-def _unpacked(x):
-  """Both halves of the channels, int8 from -8 to 7."""
+def _unpacked(x: jax.Array) -> list[jax.Array]:
+  """Returns both halves of the channels, int8 from -8 to 7."""
   x = jax.lax.bitcast_convert_type(x, jnp.int8)
   return [(x << 4) >> 4, x >> 4]  # shifts to the right keep the sign
 
@@ -107,10 +105,10 @@ class QuantizedCache(KVCache):
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
             head_dim: int, dtype: Any, bits: int = 4) -> "QuantizedCache":
-    """A cache of `capacity` slots a row, none of them in use.
+    """Returns a cache of `capacity` empty slots per row.
 
     Raises:
-      ValueError: the heads are of an odd width.
+      ValueError: the head dimension is odd.
     """
     if head_dim % 2:
       raise ValueError(f"head_dim is {head_dim}; two channels share a byte, so "
@@ -123,14 +121,14 @@ class QuantizedCache(KVCache):
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "QuantizedCache":
-    """As `KVCache.append`, of numbers as they will be kept."""
+    """Runs `KVCache.append` on rounded numbers."""
     k, v = (Nibbles.of(x.astype(self.k[0].dtype), self.bits).widened()
             for x in (k, v))
     return super().append(layer, k, v, after)
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """As `KVCache.attend`, at a cost that follows the longest row in use."""
+    """Runs `KVCache.attend` at a cost that follows the longest row in use."""
     depths = topology.depths_of(ancestors)
     positions = self.lengths[:, None] + depths
     past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
@@ -140,16 +138,18 @@ class QuantizedCache(KVCache):
         self.in_block(ancestors, window), softcap=softcap)
     return attention.merge(past, block)[0].astype(self.v[layer].dtype)
 
-  def _put(self, slots, block):
-    """The slots of a layer with `block [B, H, S, D]` after `lengths`."""
+  def _put(self, slots: Nibbles, block: jax.Array) -> Nibbles:
+    """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""
     put = super()._put
     return jax.tree.map(put, slots, Nibbles.of(block, self.bits))
 
 
-# Under a jit of its own, so that all layers of a model share a trace.
+# It has its own jit, so that all layers of a model share a trace.
 @functools.partial(jax.jit, static_argnames=("window", "softcap"))
-def _over_slots(query, k, v, lengths, positions, *, window, softcap):
-  """The part over the committed slots, see `attention.past_attention`."""
+def _over_slots(query: jax.Array, k: Nibbles, v: Nibbles, lengths: jax.Array,
+                positions: jax.Array, *, window: int, softcap: float
+                ) -> plain.Part:
+  """Returns the part over the committed slots."""
   def over(slots):
     def part(query, k, v, lengths, positions):
       k, v = jax.tree.map(lambda x: x[:, :, :slots], (k, v))
@@ -172,8 +172,9 @@ def _over_slots(query, k, v, lengths, positions, *, window, softcap):
                         positions)
 
 
-def _part(query, k, v, seen, softcap):
-  """Attention over numbers and their scales; seen `[B, 1 or S, C]`."""
+def _part(query: jax.Array, k: Nibbles, v: Nibbles, seen: jax.Array,
+          softcap: float) -> plain.Part:
+  """Returns attention over numbers and scales; seen `[B, 1 or S, C]`."""
   heads, size = k.shape[1], query.shape[1]
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -200,7 +201,7 @@ def _part(query, k, v, seen, softcap):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedKV(CacheFactory):
-  """`QuantizedCache` of so many bits, for `Transformer(cache=)`.
+  """Factory of `QuantizedCache` for `Transformer(cache=)`.
 
     >>> import dataclasses
     >>> import specjax as sj
@@ -211,7 +212,7 @@ class QuantizedKV(CacheFactory):
     512
 
   Attributes:
-    bits: 8, the upper and the lower nibbles, or 4, the upper ones alone.
+    bits: 8, or 4: the upper nibbles alone.
   """
 
   bits: int = 4
@@ -221,5 +222,5 @@ class QuantizedKV(CacheFactory):
       raise ValueError(f"bits is {self.bits!r}; it must be 8 or 4")
 
   def empty(self, **sizes: Any) -> QuantizedCache:
-    """See `QuantizedCache.empty`."""
+    """Returns an empty cache, see `QuantizedCache.empty`."""
     return QuantizedCache.empty(bits=self.bits, **sizes)

@@ -1,8 +1,8 @@
-"""What a part returns, checked while the program is traced.
+"""Checks of the results of components, while the program is traced.
 
 Shapes, dtypes and structures are static, so these checks cost nothing at run
-time. Every error names the part. `check_values`, for `Decoder(debug=True)`,
-looks at the numbers too.
+time. Every error names the component. `check_values`, for
+`Decoder(debug=True)`, also checks the numbers.
 """
 
 from collections.abc import Collection
@@ -20,12 +20,12 @@ from specjax.types import Law
 from specjax.types import ModelOutput
 from specjax.utils import processes
 
-_ROUNDING = 1e-3  # by which the sum of a law may be off, in any dtype
+_ROUNDING = 1e-3  # tolerance for the sum of a distribution, in any dtype
 
 
 def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
            ) -> None:
-  """Checks shape and dtype of one array, named as the reader knows it."""
+  """Checks shape and dtype of an array."""
   if not hasattr(x, "shape") or not hasattr(x, "dtype"):
     raise ValueError(f"{name} is a {type(x).__name__}; it must be an array "
                      f"{axes} of shape {shape}")
@@ -45,14 +45,14 @@ def _check_is(name: str, value: Any, kind: type) -> None:
 
 def check_draft(name: str, draft: Draft, batch: int, nodes: int,
                 vocab_size: int) -> None:
-  """Checks what `propose` returned.
+  """Checks the result of `propose`.
 
   Args:
-    name: of the drafter.
-    draft: batched.
+    name: class name of the drafter.
+    draft: drafts.
     batch: B.
-    nodes: N, what the drafter declares as `num_nodes`.
-    vocab_size: V, the target's.
+    nodes: N, the drafter's `num_nodes`.
+    vocab_size: V of the target.
 
   Raises:
     ValueError: a field has another shape or dtype.
@@ -67,7 +67,7 @@ def check_draft(name: str, draft: Draft, batch: int, nodes: int,
 
 
 def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
-  """Checks what `law` returned for one sequence.
+  """Checks the result of `law` for one sequence.
 
   Raises:
     ValueError: a field has another shape or dtype.
@@ -80,13 +80,13 @@ def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
 
 
 def check_survival(name: str, survival: jax.Array, nodes: int) -> None:
-  """Checks what `survival` returned for one sequence."""
+  """Checks the result of `survival` for one sequence."""
   _check(f"survival of the verifier {name}", survival, (nodes,), "[N]", float)
 
 
 def check_output(name: str, output: ModelOutput, batch: int, size: int,
                  vocab_size: int) -> None:
-  """Checks what a model's pass over S tokens with a cache returned."""
+  """Checks the result of a model's pass over S tokens with a cache."""
   _check_is(f"the output of the model {name}", output, ModelOutput)
   _check(f"logits of the model {name}", output.logits,
          (batch, size, vocab_size), "[B, S, V]", float)
@@ -104,7 +104,7 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
 def check_rows(name: str, tree: Any, batch: int) -> None:
   """Checks that every leaf of a state has the rows B as its first axis.
 
-  Of a cache without `has_rows_first`, only the lengths are checked.
+  Only the lengths of a cache without `has_rows_first` are checked.
   """
   paged = lambda node: isinstance(node, Cache) and not node.has_rows_first
   tree = jax.tree.map(
@@ -117,7 +117,7 @@ def check_rows(name: str, tree: Any, batch: int) -> None:
 
 
 def check_same(name: str, new: Any, old: Any) -> None:
-  """Checks that a state kept its structure, its shapes and its dtypes."""
+  """Checks that a state has the structure, shapes and dtypes of another."""
   form = lambda tree: {
       jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
       for path, x in jax.tree.leaves_with_path(jax.eval_shape(lambda: tree))}
@@ -136,28 +136,27 @@ def check_same(name: str, new: Any, old: Any) -> None:
 def check_values(drafter: str, declared: Collection[str], verifier: str,
                  state: DecodeState, draft: Draft, law: Law, usable: jax.Array
                  ) -> dict[str, jax.Array]:
-  """Checks the numbers of one round, batched.
+  """Checks the numbers of one round.
 
-  Whether something is wrong is data, which the loop hands on like its other
-  statistics; `raise_if_bad` looks at it on the host. (`checkify` would do as
-  much, but not for a rule that loops inside a vmap.)
+  The result is data, which the loop returns with its statistics. `raise_if_bad`
+  reads it on the host. (`checkify` does not support a loop inside a vmap.)
 
   Args:
-    drafter: its name.
-    declared: what the drafter declares, of `interfaces.CAPABILITIES`.
-    verifier: its name.
-    state: before the round.
-    draft: the drafts.
-    law: the laws.
-    usable: `[B]` bool, both models' numbers are finite; others are reported
-      by themselves, see `RoundStats.finite`.
+    drafter: class name of the drafter.
+    declared: its capabilities, see `interfaces.CAPABILITIES`.
+    verifier: class name of the verifier.
+    state: state before the round.
+    draft: drafts.
+    law: laws.
+    usable: `[B]` bool, True if the numbers of both models are finite. Other
+      rows are reported by `RoundStats.finite`.
 
   Returns:
-    What is wrong where a check fails, with {row} for the row, and whether all
-    is well: `{text: [B] bool}`. The checks: parents come before their
-    children, the rows of q are laws or padding, what is declared a chain or
-    deterministic is that, the verifier's law sums to 1, and the commit stays
-    within the capacity.
+    `{error: [B] bool}`, True if the row passes. Errors have a placeholder
+    {row}.
+    The checks: parents come before children; rows of q are distributions or
+    padding; drafts have the declared capabilities; the law sums to 1; the
+    commit fits the capacity.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
@@ -177,7 +176,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
 
 def draft_values(drafter: str, declared: Collection[str], draft: Draft
                  ) -> dict[str, jax.Array]:
-  """The part of `check_values` on drafts, batched; arguments as there."""
+  """Returns the part of `check_values` on drafts."""
   order, total = jnp.arange(draft.parents.shape[1]), draft.probs[:, 1:].sum(-1)
   parents = jnp.where(
       order > 0, (draft.parents >= 0) & (draft.parents < order),
@@ -207,13 +206,13 @@ def draft_values(drafter: str, declared: Collection[str], draft: Draft
 
 
 def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
-  """Raises what `check_values` found, stacked over rounds or not.
+  """Raises the first error of `check_values`.
 
   Args:
-    found: `{text: [..., B] bool}`, or None.
+    found: `{error: [..., B] bool}`, stacked over rounds or not, or None.
 
   Raises:
-    ValueError: a check failed; the text names the part and the first row.
+    ValueError: a check failed; the error names the component and the first row.
   """
   for text, good in (found or {}).items():
     if isinstance(good, jax.core.Tracer):
@@ -224,5 +223,5 @@ def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
       raise ValueError(text.format(row=int(rows.argmin())))
 
 
-def _is_one(total):
+def _is_one(total: jax.Array) -> jax.Array:
   return jnp.abs(total - 1) < _ROUNDING

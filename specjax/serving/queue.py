@@ -175,26 +175,11 @@ class Queue:
     requests, finished = iter(requests), {}
     expected = collections.deque(self._open)
     while True:
-      for request in itertools.islice(
-          requests, max(self.sizes[-1] - self.waiting, 0)):
-        try:
-          expected.append(self.submit(request))
-        except ValueError as e:
-          number = next(self._numbers)
-          expected.append(number)
-          finished[number] = Result(
-              number=number, tokens=np.zeros(0, np.int32), reason="refused",
-              error=str(e))
-      expected.extend(number for number in tuple(self._open)
-                      if number not in expected)
+      finished |= self._take(requests, expected)
       if not expected:
         return
-      if expected[0] not in self._open and expected[0] not in finished:
-        raise RuntimeError(
-            f"another reader has received the result of request {expected[0]}; "
-            "only one may call `step` or iterate over `results`")
-      finished |= {update.number: update.result for update in self.step()
-                   if update.result is not None}
+      self._check_open(expected[0], finished)
+      finished |= self._step_results()
       if order == "completion":
         expected = collections.deque(
             number for number in expected if number not in finished)
@@ -202,6 +187,42 @@ class Queue:
         finished = {}
       while expected and expected[0] in finished:
         yield finished.pop(expected.popleft())
+
+  def _take(self, requests: Iterator[Request],
+            expected: collections.deque[int]) -> dict[int, Result]:
+    """Submits requests for slots that become free soon.
+
+    Args:
+      requests: requests that are not submitted yet.
+      expected: numbers of the requests in order; new ones are appended.
+
+    Returns:
+      The results of refused requests by number.
+    """
+    refused = {}
+    for request in itertools.islice(
+        requests, max(self.sizes[-1] - self.waiting, 0)):
+      try:
+        expected.append(self.submit(request))
+      except ValueError as e:
+        number = next(self._numbers)
+        expected.append(number)
+        refused[number] = Result(
+            number=number, tokens=np.zeros(0, np.int32), reason="refused",
+            error=str(e))
+    expected.extend(number for number in tuple(self._open)
+                    if number not in expected)
+    return refused
+
+  def _step_results(self) -> dict[int, Result]:
+    return {update.number: update.result for update in self.step()
+            if update.result is not None}
+
+  def _check_open(self, number: int, finished: dict[int, Result]) -> None:
+    if number not in self._open and number not in finished:
+      raise RuntimeError(
+          f"another reader has received the result of request {number}; "
+          "only one may call `step` or iterate over `results`")
 
   def _drop(self) -> None:
     """Ends the cancelled requests and frees their slots."""
