@@ -180,7 +180,8 @@ class Confidence(StopRule):
   def __post_init__(self):
     check_share("threshold", self.threshold)
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     sure = seen.probs.max() if self.likeliest else seen.probs[seen.token]
     return sure < self.threshold, memory
 
@@ -224,17 +225,19 @@ class Adaptive(StopRule):
     check_share("target", self.target)
     check_share("step", self.step)
 
-  def init(self):
+  def init(self) -> Adapted:
     return Adapted(threshold=jnp.float32(self.threshold),
                    matched=jnp.float32(1))
 
-  def start(self, state):
+  def start(self, state: Adapted) -> jax.Array:
     return state.threshold
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     return seen.probs[seen.token] < memory, memory
 
-  def commit(self, state, drafted, accepted, gamma):
+  def commit(self, state: Adapted, drafted: jax.Array, accepted: jax.Array,
+             gamma: jax.Array) -> Adapted:
     share = (accepted / jnp.maximum(drafted, 1)).astype(jnp.float32)
     matched = jnp.where(
         drafted > 0, 0.5 * state.matched + 0.5 * share, state.matched)
@@ -269,7 +272,8 @@ class Entropy(Adaptive):
     if not 0 <= self.factor < math.inf:
       raise ValueError(f"factor is {self.factor}; it must be at least 0")
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     q = seen.probs
     entropy = -jnp.sum(jnp.where(q > 0, q * jnp.log(jnp.where(q > 0, q, 1)), 0))
     bound = 1 - jnp.sqrt(self.factor * jnp.maximum(entropy, 0))
@@ -312,7 +316,7 @@ class AcceptanceHead(StopRule):
     return {"blocks": [weights(block, width) for block in blocks],
             "out": weights(last, 2)}
 
-  def start(self, state):
+  def start(self, state: Any) -> jax.Array:
     return jnp.float32(1)
 
   def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -322,7 +326,8 @@ class AcceptanceHead(StopRule):
       x = x + jax.nn.silu(x @ block["kernel"] + block["bias"])
     return x @ params["out"]["kernel"] + params["out"]["bias"]
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     accept = jax.nn.softmax(self.logits(params, seen.hidden))[1]
     memory = memory * jnp.where(seen.place > 0, accept, 1)
     stop = (1 - memory > self.threshold) & (seen.place + 1 >= self.least)
@@ -375,12 +380,13 @@ class Scheduler(StopRule):
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
 
-  def start(self, state):
+  def start(self, state: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
     # a_k, the sum of a, the best Theta.
     return reach, reach, reach * self.speeds[0]
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     reach, tokens, best = memory
     reach = reach * self.confidence(params, seen)
     tokens = tokens + reach
@@ -414,7 +420,8 @@ class Threshold(StopRule):
     object.__setattr__(self, "temperatures", tuple(self.temperatures))
     _check_temperatures(self.temperatures)
 
-  def stops(self, params, seen, memory):
+  def stops(self, params: Any, seen: Seen, memory: Any
+            ) -> tuple[jax.Array, Any]:
     sure = _accepted(params, seen, self.temperatures)
     return sure < self.threshold, memory
 

@@ -61,7 +61,7 @@ def calibration_error(predicted: ArrayLike, happened: ArrayLike,
 
 def temperatures(logits: ArrayLike, accepted: ArrayLike,
                  grid: ArrayLike = _GRID, bins: int = 15) -> tuple[float, ...]:
-  """Fits the temperature of every position, for a stop rule.
+  """Fits the temperature of every position of a confidence head.
 
   >>> temperatures([[0.0], [0.0]], [[1], [0]])
   (1.0,)

@@ -29,9 +29,9 @@ RULES = ("token", "block")
 class Distillation:
   """Mean divergence of the drafter's distribution from the target's.
 
-  With `keep` below 1, only that share of a batch's tokens counts. These are the
-  tokens on which the drafter is farthest behind a reference drafter, because it
-  can still improve on them (AdaSPEC, Hu et al. 2025, arXiv:2510.19779).
+  With `keep` below 1, only that share of a batch's tokens counts: the tokens on
+  which the drafter is farthest behind a reference drafter (AdaSPEC, Hu et al.
+  2025, arXiv:2510.19779).
 
   >>> from specjax import testing
   >>> model = testing.MarkovModel(4)
@@ -99,7 +99,7 @@ class Distillation:
 class AcceptedLength:
   """-E[accepted tokens of a draft of gamma tokens], on text of the target.
 
-  The expectation over drafts x ~ q is computed over texts x ~ p of the target
+  The expectation over drafts x ~ q is computed over text x ~ p of the target
   with the weight Q(x) / P(x). The weighted probability that a rule accepts i
   tokens is bounded by 1 and needs no sampled draft:
 
@@ -114,9 +114,9 @@ class AcceptedLength:
     token  sum_i A_(i-1) sum_v min(p_i(v), q_i(v))
     block  sum_i sum_v min(A_(i-1) p_i(v), (Q / P)_(i-1) q_i(v))
 
-  A is the probability above. Rows must be text of the target at temperature 1;
-  on other text the score is that of other drafts. Windows of gamma tokens are
-  adjacent and start at a random position, so each token is read once.
+  A is the probability above. Rows must be text of the target at temperature 1.
+  Windows of gamma tokens are adjacent and start at a random position, so each
+  token is read once.
 
   >>> from specjax import testing
   >>> model = testing.MarkovModel(4)
@@ -156,9 +156,9 @@ class AcceptedLength:
     The weight of a window is the smallest weight of its tokens.
 
     Args:
-      trainable: see `Objective`.
-      frozen: see `Objective`.
-      batch: see `Objective`; S must be at least 2 gamma - 1.
+      trainable: trees of parameters that get a gradient, by name.
+      frozen: trees of other parameters, by name.
+      batch: arrays by name, with S >= 2 gamma - 1.
       key: PRNG key of the position where the windows start.
 
     Returns:

@@ -70,7 +70,7 @@ def total_variation(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def lk_alpha(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns -log alpha (arXiv:2602.23881); gradient that of TV, over alpha."""
+  """Returns -log alpha (arXiv:2602.23881); gradient of TV / alpha."""
   return -jnp.log(jnp.maximum(1 - total_variation(p_logits, logits), _LEAST))
 
 

@@ -35,12 +35,12 @@ Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 def remembered(measure: Measure, names: Sequence[str]) -> Measure:
   """Returns `measure` with a memory for the last parameters.
 
-  The final evaluation of a run and the evaluation of its saved parameters are
-  then one. Parameters with parts in other processes are measured every time.
+  It saves the second evaluation of a run's final parameters. Parameters with
+  parts in other processes are measured every time.
 
   Args:
     measure: function of named parameters.
-    names: names of the parameters that change; the others stay as they are.
+    names: names of the parameters that change.
   """
   last: dict[str, dict[str, Any]] = {}
 
@@ -63,9 +63,8 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
                   length: int, stride: int) -> Measure:
   """Returns a function that measures a model on held-out text.
 
-  Windows of `length` tokens start every `stride` tokens. Every token but the
-  first is predicted once, in the first window that contains it. It is thus
-  predicted from at least `length - stride` tokens if the text has that many.
+  Windows of `length` tokens start every `stride` tokens. Every token except the
+  first is predicted once, in the first window that contains it.
 
   >>> from specjax import testing
   >>> measure = bits_per_byte(testing.MarkovModel(4), [0, 1, 2, 3], num_bytes=3,
@@ -84,7 +83,7 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
     `params -> {"bits_per_byte", "held_out_loss"}`, the loss in nats per token.
   """
   if not 1 <= stride <= length:
-    raise ValueError(f"stride is {stride}; it must lie in [1, {length}], the "
+    raise ValueError(f"stride is {stride}; it must be in [1, {length}], the "
                      "length of a window")
   tokens = np.asarray(tokens, np.int32)
   count = len(tokens) - 1
@@ -335,13 +334,13 @@ def by_head(measured: Mapping[str, float], name: str
 def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
               first: int, k: jax.Array, logits: jax.Array, positions: jax.Array
               ) -> dict[str, jax.Array]:
-  """Returns nats, ranks, overlap with the target, and a mask, for one head.
+  """Returns nats, ranks, overlap with the target, and the mask of a head.
 
   Args:
     rows: `[B, S + 1]` tokens.
     target_probs: `[B, S, V]` probabilities of the target.
     greedy: `[B, S]` most likely tokens of the target.
-    first: see `head_accuracy`.
+    first: first position that counts.
     k: number of the head.
     logits: `[B, P, V]` logits of the head.
     positions: `[B, P]` positions of the predictions.

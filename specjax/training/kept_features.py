@@ -1,8 +1,7 @@
 """Features of a frozen target, kept in memory for rows that are read again.
 
-A pass of the target costs more than a step of the layer that reads its
-features. The result of the first pass over a row is kept as float16, in memory
-and never on disk.
+A pass of the target is more expensive than a step of the layer that reads its
+features. So the features of a row are kept as float16 after its first pass.
 """
 
 from collections.abc import Callable

@@ -64,12 +64,10 @@ class Trainer:
   than the number of steps taken, the run ends at the newest checkpoint at or
   before `steps`.
 
-  A mesh may belong to one process or to several (`utils.processes`). A run on
-  it has the same batches: every process makes the complete batch and copies
-  the rows of its devices. The result differs from a run on one device only in
-  the rounding of float32 sums. Checkpoints can be read on any other mesh. All
-  processes share one `directory`, where the first one writes the log. SIGTERM
-  to one process stops all of them after the same step, with a checkpoint.
+  A mesh may belong to one process or to several (`utils.processes`), which
+  share `directory`. Every process makes the complete batch and copies the rows
+  of its devices. The result differs from a run on one device only in the
+  rounding of float32 sums. SIGTERM to one process stops all of them.
 
   >>> import tempfile
   >>> objective = lambda trainable, frozen, batch, key: (
@@ -104,7 +102,7 @@ class Trainer:
     tokens_per_step: number of tokens in a step, for the throughput.
     log: settings of the log.
     accumulate: number of equal parts of a batch whose gradients are averaged.
-      The memory is that of one part.
+      The memory is the memory of one part.
     compute_dtype: dtype of all parameters in the objective and in `evaluate`.
       Trained parameters are updated and saved in their own dtype. None is
       `default_dtype()`.
@@ -310,9 +308,9 @@ def train_step(state: TrainState, frozen: Mapping[str, Any],
     frozen: frozen parameters.
     batch: batch of the step.
     key: PRNG key of the run; the key of the step is derived from it.
-    objective: see `Trainer`.
-    optimizer: see `Trainer`.
-    accumulate: see `Trainer`.
+    objective: objective of the `Trainer`.
+    optimizer: optax transformation of the `Trainer`.
+    accumulate: number of parts of a batch.
     dtype: the `compute_dtype` of the `Trainer`.
     layout: layout of the run on a mesh.
   """

@@ -4,7 +4,6 @@ import dataclasses
 
 import chex
 import jax
-import jax.numpy as jnp
 import optax
 
 from specjax.interfaces import Model
@@ -19,6 +18,7 @@ from specjax.training.objective import weights_of
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """Returns -log softmax(logits)[label] in nats.
 
+  >>> import jax.numpy as jnp
   >>> float(cross_entropy(jnp.zeros((1, 1)), jnp.array([0]))[0])
   0.0
 
@@ -33,28 +33,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def kl_divergence(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns KL(p || softmax(logits)) in nats.
-
-  >>> float(kl_divergence(jnp.ones(3), jnp.zeros(3)))
-  0.0
-
-  Args:
-    p_logits: `[..., V]` logits of p.
-    logits: `[..., V]` logits.
-
-  Returns:
-    `[...]` nats.
-  """
-  chex.assert_equal_shape([p_logits, logits])
-  log_p = jax.nn.log_softmax(p_logits)
-  return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(logits)), axis=-1)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextToken:
   """Mean of -log p(x_{t+1} | x_1..x_t): a model is trained on text.
 
+  >>> import jax.numpy as jnp
   >>> from specjax import testing
   >>> objective = NextToken(model=testing.MarkovModel(4))
   >>> loss, metrics = objective(

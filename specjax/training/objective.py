@@ -81,7 +81,7 @@ def check_batch(batch: Batch) -> None:
   >>> check_batch({"tokens": jnp.zeros((2, 3), jnp.int32)})
 
   Args:
-    batch: see `Objective`.
+    batch: arrays by name, see `Objective`.
   """
   tokens = batch["tokens"]
   chex.assert_rank(tokens, 2)

@@ -43,8 +43,8 @@ class Log:
 class Progress:
   """Progress bar, throughput and rows of `metrics.csv` of one run.
 
-  In a program of several processes, only the first prints and writes. A metric
-  with a slash in its name is not printed, except the accuracies of heads.
+  Only the first process prints and writes. A metric with a slash in its name is
+  not printed, except the accuracies of heads.
   """
 
   @classmethod

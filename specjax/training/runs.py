@@ -28,10 +28,10 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
   """Claims a directory for a run before anything else is written to it.
 
   A run with other data or settings is refused. A finished run may be extended:
-  it continues from its end as the rest of a run of the new length. All its
-  lengths are stored, so that the result does not depend on where it is killed.
-  A run may also end early, see `last_step`; the shorter length is not stored.
-  All processes of a run call it, and the first one does the work.
+  it continues from its end as the rest of a run of the new length. All lengths
+  are stored, so an interruption does not change the result. A run may also end
+  early, see `last_step`; the shorter length is not stored. All processes of a
+  run call this function.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -59,8 +59,8 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
 def check_claimable(directory: str | os.PathLike[str]) -> None:
   """Refuses a directory with a model that does not belong to a run.
 
-  `claim_run` does this, too. Call it before long work whose result is part of
-  the manifest.
+  `claim_run` includes this check. Call it before long work whose result is part
+  of the manifest.
 
   Args:
     directory: path of the directory.
@@ -73,8 +73,8 @@ def check_claimable(directory: str | os.PathLike[str]) -> None:
     return
   left = sorted(path.name for name in _FILES for path in directory.glob(name))
   if left:
-    raise ValueError(f"{directory} holds {left[0]} and no {MANIFEST} that says "
-                     "whose it is; choose another path, or move it")
+    raise ValueError(f"{directory} contains {left[0]} and no {MANIFEST}, so "
+                     "it belongs to no run; choose another path, or move it")
 
 
 def _claim_run(directory: pathlib.Path, manifest: Mapping[str, Any], steps: int

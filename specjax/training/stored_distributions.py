@@ -10,6 +10,7 @@ from specjax.interfaces import Model
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
+from specjax.training.objective import weighted_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,14 @@ class StoredLaws:
     """Returns the mean loss of `{"drafter"}` in nats per position.
 
     Args:
-      trainable: see `Objective`.
-      frozen: see `Objective`.
+      trainable: trees of parameters that get a gradient, by name.
+      frozen: trees of other parameters, by name.
       batch: arrays by name. `tokens [B, S]` int32 are read by the student.
         After token s, the teacher's distribution has `probs [B, S, K]` on the
         student's `ids [B, S, K]`, -1 for tokens that the student does not have.
         `drawn [B, S]` is the sampled token if it is not among the K, else -1.
-        `weights [B, S]` is 0 for positions without a distribution.
-      key: not used.
+        `weights [B, S]` is 1, or 0 for positions without a distribution.
+      key: unused key.
 
     Returns:
       `(loss, {"acceptance": sum_(v in top) min(p(v), q(v))})`. The metric is a
@@ -75,7 +76,5 @@ class StoredLaws:
     nats = -jnp.sum(probs * log_top, axis=-1) - jnp.where(
         drawn >= 0, log_drawn, 0)
     accepted = jnp.sum(jnp.minimum(probs, jnp.exp(log_top)), axis=-1)
-    weights = batch["weights"]
-    total = jnp.maximum(jnp.sum(weights), 1)
-    mean = lambda x: jnp.sum(weights * x) / total
+    mean = lambda x: weighted_mean(x, batch["weights"])
     return mean(nats), {"acceptance": mean(accepted)}

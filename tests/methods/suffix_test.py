@@ -286,7 +286,7 @@ def test_bad_settings_are_refused_in_one_line():
   for store, words in (
       (datastores.index([[1, 4]], vocab_size=5), "ids of 5 tokens.*target has"),
       ((datastores.index([[1]], _V),), "is a tuple and Suffix.*Datastore"),
-      ({}, "is a dict and Suffix needs a Datastore.*or None for")):
+      ({}, "is a dict and Suffix reads a Datastore")):
     with pytest.raises(ValueError, match=words) as e:
       decoder.prefill({"target": target, "drafter": store}, [[1]],
                       jax.random.key(0))

@@ -55,12 +55,11 @@ class Cascade(Drafter):
 
   The inner loop is the decoder's own round. It runs until every row has gamma
   tokens or has reached its limit, so at most gamma times. A round is a pass of
-  the small model over the inner draft. Rows and temperatures are those of the
-  outer round, and no uniform is used twice. The state of the inner verifier
-  starts again in every outer round.
+  the small model over the inner draft. The state of the inner verifier starts
+  again in every outer round.
 
   `params["drafter"]` is `{"target": parameters of the small model, "drafter":
-  those of the inner drafter}`. The inner drafter may be a cascade.
+  parameters of the inner drafter}`. The inner drafter may be a cascade.
 
   Attributes:
     model: draft model over the target's vocabulary.
@@ -153,7 +152,7 @@ class Cascade(Drafter):
     if not (isinstance(own, Mapping) and "target" in own):
       raise ValueError(
           "params['drafter'] of a cascade must be {'target': parameters of "
-          "the small model, 'drafter': those of its drafter}")
+          "the small model, 'drafter': parameters of its drafter}")
     prompt = prompt.replace(capacity=prompt.capacity + self.drafter.num_nodes)
     batch = prompt.lengths.shape[0]
     state = self._stage.begun(

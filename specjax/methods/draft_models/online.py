@@ -89,14 +89,18 @@ class _Corrected(AroundModel):
 
   model: Model
 
-  def init_cache(self, params, batch, capacity):
+  def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
     return self.model.init_cache(params["model"], batch, capacity)
 
-  def __call__(self, params, tokens, depths=None, ancestors=None, cache=None):
+  def __call__(self, params: Any, tokens: jax.Array,
+               depths: jax.Array | None = None,
+               ancestors: jax.Array | None = None, cache: Any = None
+               ) -> ModelOutput:
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     return out.replace(logits=params["correction"](out.logits, out.hidden))
 
-  def logits_at(self, params, output, at):
+  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+                ) -> jax.Array:
     hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
     return params["correction"](
         self.model.logits_at(params["model"], output, at), hidden)

@@ -31,8 +31,8 @@ from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
 from specjax.sampling import LogitsTransform
+from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
-from specjax.training.next_token import kl_divergence
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
@@ -299,7 +299,7 @@ class MedusaJointObjective:
     if self.distill:
       teacher = self.model(
           jax.lax.stop_gradient(params["teacher"]), tokens[:, :-1])
-      nats = kl_divergence(teacher.logits, output.logits)
+      nats = divergences.forward_kl(teacher.logits, output.logits)
     else:
       nats = cross_entropy(output.logits, tokens[:, 1:])
     lm_loss = weighted_mean(nats, weights)

@@ -123,8 +123,13 @@ class CountDrafter(_common.ModelFree):
     return dataclasses.replace(super().bind(target, transform),
                                transform=self.transform or transform)
 
-  def _check(self, store: Datastore) -> None:
-    """Raises a `ValueError` if a datastore has ids beyond the vocabulary."""
+  def _check(self, store: Datastore | None) -> None:
+    """Raises `ValueError` unless it is a datastore of known ids."""
+    if not isinstance(store, Datastore):
+      raise ValueError(
+          f"params['drafter'] is a {type(store).__name__} and "
+          f"{type(self).__name__} reads a Datastore; give "
+          "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
     if store.vocab_size > self.vocab_size:
       raise ValueError(
           f"the datastore has ids of {store.vocab_size} tokens and the "

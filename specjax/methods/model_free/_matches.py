@@ -3,7 +3,7 @@
 A *match* is a place where a sequence contains the last m tokens of a row. Its
 *following* tokens are the S next tokens, or -1 after the end of the sequence.
 
-  own_matches       in the row's own tokens, for all m at once
+  own_matches       in the row's own tokens, for all m together
   find, spread      in a datastore: two binary searches for each m, and up to K
                     matches from the range between their results
 

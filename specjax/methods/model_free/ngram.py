@@ -1,13 +1,11 @@
 """Drafts copied from an earlier occurrence of the last tokens.
 
-`NGram` searches the row's own tokens: prompt lookup, Saxena 2023
-(https://github.com/apoorvumang/prompt-lookup-decoding), also called n-gram
-speculation. `Reference` searches reference texts of the row: LLMA, Yang et al.
-2023 (arXiv:2304.04487).
+`NGram` searches the row's own tokens (prompt lookup, Saxena 2023), `Reference`
+searches documents of the row (LLMA, Yang et al. 2023, arXiv:2304.04487).
 
-A search makes T * max_ngram integer comparisons per row and round. There is no
-state. Copies are deterministic, so q is one-hot and each rule for chains
-accepts a token x with probability p(x), at any temperature.
+A search makes T * max_ngram integer comparisons per row and round. Copies are
+deterministic, so q is one-hot and each rule for chains accepts a token x with
+probability p(x), at any temperature.
 """
 
 from collections.abc import Mapping
@@ -85,9 +83,7 @@ class NGram(_Lookup):
   overlap the searched tokens. After a match d tokens before the end, the d
   tokens after it are repeated, so a loop of any length is drafted up to gamma.
   Other implementations stop at the end of the sequence, and therefore take the
-  first match.
-
-  There are no parameters: `params["drafter"]` is not read.
+  first match. `params["drafter"]` is not read.
 
   Attributes:
     gamma: number of copied tokens, at least 1.
@@ -105,14 +101,11 @@ class NGram(_Lookup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference(_Lookup):
-  """LLMA: copies from reference texts of the row, such as cited documents.
+  """LLMA: copies from documents of the row, such as retrieved passages.
 
-  The texts are `prefill(..., context={"reference": ...})`, `[B, T]` int32. -1
-  separates the texts of a row and fills the rest, see `reference_texts`. No
-  match and no copy crosses a -1. The rest of a draft after the end of its text
-  is padding.
-
-  There are no parameters: `params["drafter"]` is not read.
+  The documents are `prefill(..., context={"reference": ...})`, `[B, T]` int32,
+  with -1 after each document, see `reference_texts`. Neither a match nor a copy
+  crosses a -1; the remaining draft is padding. `params["drafter"]` is not read.
 
   Attributes:
     gamma: number of copied tokens, at least 1.
@@ -130,7 +123,7 @@ class Reference(_Lookup):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Checks that the context has reference texts."""
+    """Checks that the context has documents."""
     super().init(params, prompt, prefill_output)
     _references(prompt.context)
 
@@ -156,16 +149,16 @@ class Reference(_Lookup):
 
 def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
                     columns: int | None = None) -> np.ndarray:
-  """Returns `context["reference"]`, `[B, T]` int32, -1 between and after texts.
+  """Returns `context["reference"]`, `[B, T]` int32, with -1 after a document.
 
   Args:
-    rows: token ids of the texts of each of B prompts; a row may have none.
+    rows: token ids of the documents of each of B prompts; a row may have none.
     columns: number T of columns, equal for rows that `Decoder.insert` adds
-      later. Default: the least sufficient multiple of 128, so that calls with
-      similar texts share a program.
+      later. Default: the least sufficient multiple of 128, so that calls of
+      similar lengths share a program.
 
   Raises:
-    ValueError: `columns` is too small for the texts of a row.
+    ValueError: `columns` is too small for the documents of a row.
   """
   joined = [[token for text in row for token in (*text, -1)] for row in rows]
   longest = max(map(len, joined), default=0)
@@ -174,8 +167,8 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
   fields.check_at_least("columns", columns, 1)
   if longest > columns:
     raise ValueError(
-        f"columns is {columns} and the texts of a row need {longest}, with a "
-        "separator after each text; give more columns, or less text")
+        f"columns is {columns} and the documents of a row need {longest}, with "
+        "a separator after each; give more columns, or less text")
   texts = np.full((len(rows), columns), -1, np.int32)
   for row, tokens in zip(texts, joined):
     row[:len(tokens)] = tokens
@@ -267,7 +260,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
 
   Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), also
   called n-gram speculation. The latest match is used and its tokens are
-  repeated, see `drafters.NGram`. There are no parameters.
+  repeated, see `drafters.NGram`.
 
   >>> import jax
   >>> import specjax as sj
@@ -292,10 +285,10 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
 
 def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
          verifier: Verifier = TOKEN) -> Strategy:
-  """Copies from reference texts of the prompt, such as retrieved documents.
+  """Copies from documents of the prompt, such as retrieved passages.
 
-  Yang et al. 2023 (arXiv:2304.04487): `prefill` and `generate` take the texts
-  as `context={"reference": reference_texts(...)}`.
+  Yang et al. 2023 (arXiv:2304.04487). `prefill` and `generate` take the
+  documents as `context={"reference": reference_texts(...)}`.
 
   >>> from specjax.drafters import reference_texts
   >>> reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()

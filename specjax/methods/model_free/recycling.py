@@ -63,7 +63,7 @@ class Recycling(_common.ModelFree):
   number of children of a node. The id V is an empty entry, which is padding in
   a draft. The default tree needs 0.8 MB per row for V = 49,152. The initial
   table of each row is `params["drafter"]`, `[V, K]` int32, such as the table
-  `state.drafter[row]` of an earlier sequence. It is empty if there are no
+  `state.drafter[row]` of an earlier sequence. It is empty without
   parameters (None, (), or no entry).
 
   If several nodes of a round have the same token, the last one on the accepted
@@ -210,7 +210,7 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   """Drafts a tree of the target's earlier likely tokens.
 
-  Luo et al. 2024 (arXiv:2408.08696). There are no parameters.
+  Luo et al. 2024 (arXiv:2408.08696), without parameters.
 
   >>> from specjax import trees
   >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes

@@ -45,13 +45,8 @@ class Retrieval(_continuations.CountDrafter):
   temperature, for block verification. With `parents` it is a tree of samples,
   for traversal verification.
 
-  Capabilities:
-    chain, iid: if no node has two children.
-    conditional: the match and a deterministic draft are functions of the
-      committed tokens. A sampled token follows its row of `probs` given the
-      tokens before it. A chain ends if no match continues, which depends on
-      earlier tokens alone.
-    not autoregressive: the start of a draft decides the match.
+  The end of a chain depends on earlier tokens alone, so drafts are
+  `conditional`.
 
   Attributes:
     gamma: maximal length of a path, at least 1.
@@ -97,14 +92,9 @@ class Retrieval(_continuations.CountDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Does nothing: there is no state."""
+    """Checks the datastore."""
     del prompt, prefill_output
     store = params.get("drafter")
-    if not isinstance(store, Datastore):
-      raise ValueError(
-          f"params['drafter'] is a {type(store).__name__} and Retrieval needs "
-          "a Datastore; give "
-          "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
     self._check(store)
     if self.max_match > store.depth:
       raise ValueError(

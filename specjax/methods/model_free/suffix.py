@@ -20,7 +20,7 @@ published tree, the end of the row is itself an occurrence of its last tokens,
 so a single earlier match gives the next token probability 1/2.
 
 The published code stores trees on the host. Here a set of matches is a mask
-over K places, see `_continuations`, so that one compiled program does it all.
+over K places on the device, see `_continuations`.
 """
 
 from collections.abc import Mapping
@@ -78,23 +78,16 @@ class Suffix(_continuations.CountDrafter):
   `params["drafter"]` may be a `data.datastores.Datastore`. If it is None, () or
   missing, the row's own tokens are the only source.
 
-  There are two kinds of drafts. "deterministic" proposes the most frequent
-  path, as published. "sampled" draws each token with probability count(child) /
-  (the counts of all children) at the row's temperature, which is not published;
-  block verification profits from such a q. At temperature 0 the chains are
-  equal, unless the transform bans the likeliest child: "sampled" takes the next
-  one, and the target rejects the "deterministic" one. With `parents`, "sampled"
-  draws a tree of different siblings for traversal verification. Its paths end
-  if no match continues, and ignore `min_token_prob`.
+  "deterministic" proposes the most frequent path, as published. "sampled" draws
+  each token with probability count(child) / (the counts of all children) at the
+  row's temperature, for block verification. With `parents` it draws a tree of
+  different siblings for traversal verification, whose paths end if no match
+  continues and ignore `min_token_prob`. At temperature 0 the chains of both
+  kinds are equal, unless the transform bans the likeliest child.
 
-  Capabilities:
-    chain, iid: if no node has two children.
-    conditional: the match and a deterministic draft are functions of the
-      committed tokens. A sampled token follows its row of `probs` given the
-      tokens before it. The end of a path does not depend on the last token: the
-      path ends before the probability of the *most frequent* children along it
-      falls below `min_token_prob`, whichever child is drawn.
-    not autoregressive: the start of a draft decides the match.
+  A sampled path ends before the probability of the *most frequent* children
+  along it falls below `min_token_prob`, whichever child is drawn. So its end
+  does not depend on the last token, and drafts are `conditional`.
 
   The counts are exact if a match has at most `max_matches` occurrences.
   Otherwise, in the row's own tokens the longest and then the latest matches are
@@ -136,7 +129,7 @@ class Suffix(_continuations.CountDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Does nothing: there is no state."""
+    """Checks the datastore, if there is one."""
     del prompt, prefill_output
     store = _store(params)
     if store is not None:
@@ -215,15 +208,7 @@ class Suffix(_continuations.CountDrafter):
 def _store(params: Mapping[str, Any]) -> Datastore | None:
   """Returns the datastore in a decoder's parameters, or None."""
   store = params.get("drafter")
-  if store is None or isinstance(store, tuple) and not store:
-    return None
-  if not isinstance(store, Datastore):
-    raise ValueError(
-        f"params['drafter'] is a {type(store).__name__} and Suffix needs a "
-        "Datastore; give "
-        "jax.device_put(specjax.data.datastores.load(path, tokenizer)), or "
-        "None for the row's own tokens alone")
-  return store
+  return None if isinstance(store, tuple) and not store else store
 
 
 def suffix_decoding(gamma: int, proposal: str = "deterministic",
