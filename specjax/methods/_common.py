@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
+from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.sampling import inverse_cdf
@@ -213,7 +214,7 @@ def check_siblings(children: int, target: Model) -> None:
         "tree")
 
 
-def read_token(model: Model, params: Any, token: jax.Array, cache: Any
+def read_token(model: Model, params: Any, token: jax.Array, cache: Cache
                ) -> tuple[ModelOutput, Any]:
   """Feeds one token `[B, 1]` per row; returns the output and the cache."""
   out = model(params, token, jnp.zeros_like(token),
@@ -231,7 +232,7 @@ def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
   return step
 
 
-def feed_last(model: Model, params: Any, state: DecodeState, cache: Any,
+def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, Any]:
   """Catches up with the committed tokens by feeding the last `size` again.
 
@@ -255,7 +256,7 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Any,
   return logits, cache
 
 
-def read_last(model: Model, params: Any, state: DecodeState, cache: Any,
+def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
   """Returns `feed_last` with the hidden state `[B, F]` of the root."""
   start = jnp.maximum(state.lengths - size, 0)
@@ -270,7 +271,7 @@ def read_last(model: Model, params: Any, state: DecodeState, cache: Any,
   return logits[:, 0], hidden[:, 0], out.cache.rollback(state.lengths)
 
 
-def catch_up(model: Model, params: Any, state: DecodeState, cache: Any,
+def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
              since: jax.Array, size: int = rounds.CATCH_UP) -> Any:
   """Reads the tokens of rounds without drafts, a block at a time.
 
@@ -301,7 +302,7 @@ def catch_up(model: Model, params: Any, state: DecodeState, cache: Any,
       lambda carry: carry[0] * size < jnp.max(missing), read, carry)[1]
 
 
-def _feed(model: Model, params: Any, state: DecodeState, cache: Any,
+def _feed(model: Model, params: Any, state: DecodeState, cache: Cache,
           start: jax.Array, size: int) -> ModelOutput:
   """Runs the model on `size` committed tokens from `start [B]`."""
   batch = state.lengths.shape[0]
@@ -310,7 +311,7 @@ def _feed(model: Model, params: Any, state: DecodeState, cache: Any,
   return model(params, tokens, *topology.causal(batch, size), cache)
 
 
-def keep_path(cache: Any, slots: jax.Array, path: jax.Array, size: int,
+def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
               count: jax.Array) -> Any:
   """Keeps the keys and values of the accepted path.
 

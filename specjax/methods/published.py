@@ -75,8 +75,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   """
   if not isinstance(target, Transformer):
     raise ValueError(f"the target is a {type(target).__name__}; give a "
-                     "models.Transformer, such as the model of what "
-                     "load_pretrained returns")
+                     "models.Transformer, such as the model of a result of "
+                     "load_pretrained")
   directory = model_files.find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")

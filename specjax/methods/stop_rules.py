@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
+from specjax.methods.networks import Params
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -30,6 +31,7 @@ from specjax.utils import fields
 # Logits `[B, V]` of the next token, and the hidden states `[B, F]` that they
 # were computed from.
 Forecast = tuple[jax.Array, jax.Array]
+Memory = chex.ArrayTree  # of a rule, over rounds or in one round
 
 
 @struct.dataclass
@@ -82,21 +84,21 @@ class StopRule:
     return count_tokens(
         self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
-  def init(self) -> Any:
+  def init(self) -> Memory:
     """Returns its initial memory over rounds for one row; () by default."""
     return ()
 
-  def start(self, state: Any) -> Any:
+  def start(self, state: Memory) -> Memory:
     """Returns its memory at the start of a round."""
     del state
     return ()
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     """Returns a `[]` bool, True if the row's chain ends, and the memory."""
     raise NotImplementedError
 
-  def commit(self, state: Any, drafted: jax.Array, accepted: jax.Array,
+  def commit(self, state: Memory, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
     """Returns its memory after a round in which its own chain was verified.
 
@@ -122,9 +124,9 @@ def check_share(name: str, value: float) -> None:
     raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
 
-def count_tokens(rule: StopRule, params: Any, probs: jax.Array,
+def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
                  hidden: jax.Array, root: jax.Array, tokens: jax.Array,
-                 state: Any = None) -> jax.Array:
+                 state: Memory = None) -> jax.Array:
   """Returns the number of tokens that a rule lets a row draft, `[]` int32.
 
   >>> probs = jnp.array([[0.9, 0.1], [0.3, 0.7], [0.5, 0.5]])
@@ -163,11 +165,10 @@ def count_tokens(rule: StopRule, params: Any, probs: jax.Array,
 class Confidence(StopRule):
   """Ends the chain after a token of low draft probability.
 
-  With the sampled token it is the confidence threshold of Hugging Face's
-  assisted generation (0.4). With the likeliest token it is the rule of Kangaroo
-  (Liu et al. 2024, arXiv:2404.18911; 0.6) and SWIFT (Xia et al. 2024,
-  arXiv:2410.06916; 0.8). At temperature 0 it never ends a chain, because q_k is
-  one-hot.
+  The sampled token's probability is tested in Hugging Face's assisted
+  generation (0.4), the likeliest token's in Kangaroo (arXiv:2404.18911; 0.6)
+  and SWIFT (arXiv:2410.06916; 0.8). At temperature 0 q_k is one-hot, so no
+  chain ends.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
@@ -180,8 +181,8 @@ class Confidence(StopRule):
   def __post_init__(self):
     check_share("threshold", self.threshold)
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     sure = seen.probs.max() if self.likeliest else seen.probs[seen.token]
     return sure < self.threshold, memory
 
@@ -232,8 +233,8 @@ class Adaptive(StopRule):
   def start(self, state: Adapted) -> jax.Array:
     return state.threshold
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     return seen.probs[seen.token] < memory, memory
 
   def commit(self, state: Adapted, drafted: jax.Array, accepted: jax.Array,
@@ -254,10 +255,9 @@ class Entropy(Adaptive):
 
   Agrawal et al. 2024 (arXiv:2410.18351). 1 - sqrt(factor H(q_k)) is a lower
   bound of the acceptance rate, with H in nats. x_k is not sampled if the bound
-  is below a threshold, which is adapted as Draft & Verify's is. If the first
-  token is refused, no acceptance is observed and the threshold falls by a tenth
-  of `step`, so that drafting is tried again. At temperature 0 the rule never
-  ends a chain, because q_k is one-hot.
+  is below a threshold, adapted as in `Adaptive`. If the first token is refused,
+  the threshold falls by a tenth of `step`, so that drafting is tried again. At
+  temperature 0 q_k is one-hot, so no chain ends.
 
   Attributes:
     factor: factor of the entropy.
@@ -272,8 +272,8 @@ class Entropy(Adaptive):
     if not 0 <= self.factor < math.inf:
       raise ValueError(f"factor is {self.factor}; it must be at least 0")
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     q = seen.probs
     entropy = -jnp.sum(jnp.where(q > 0, q * jnp.log(jnp.where(q > 0, q, 1)), 0))
     bound = 1 - jnp.sqrt(self.factor * jnp.maximum(entropy, 0))
@@ -316,18 +316,18 @@ class AcceptanceHead(StopRule):
     return {"blocks": [weights(block, width) for block in blocks],
             "out": weights(last, 2)}
 
-  def start(self, state: Any) -> jax.Array:
+  def start(self, state: Memory) -> jax.Array:
     return jnp.float32(1)
 
-  def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+  def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
     """Returns logits `[..., 2]` of (reject, accept), for `hidden [..., F]`."""
     x = hidden.astype(jnp.float32)
     for block in params["blocks"]:
       x = x + jax.nn.silu(x @ block["kernel"] + block["bias"])
     return x @ params["out"]["kernel"] + params["out"]["bias"]
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     accept = jax.nn.softmax(self.logits(params, seen.hidden))[1]
     memory = memory * jnp.where(seen.place > 0, accept, 1)
     stop = (1 - memory > self.threshold) & (seen.place + 1 >= self.least)
@@ -340,9 +340,8 @@ class Scheduler(StopRule):
 
   arXiv:2607.05147 (Algorithm 1). Let c_j be confidences, a_k = prod_{j<=k} c_j
   and Theta_k = (1 + a_1 + ... + a_k) speeds[k]. The first Theta_k that does not
-  exceed the best one before it ends the chain before x_k. The search must not
-  look past a dip. c_{k+1} depends on x_k, so a search for the largest Theta of
-  all would drop x_k for its value (their Appendix A; total variation 0.15). At
+  exceed the best one before it ends the chain before x_k. To look past a dip
+  would be biased, because c_{k+1} depends on x_k (their Appendix A). At
   temperature 0 q_k is one-hot, and c_k is 1 unless it is `learned`.
 
   Attributes:
@@ -374,19 +373,19 @@ class Scheduler(StopRule):
   def has_params(self) -> bool:
     return self.learned
 
-  def confidence(self, params: Any, seen: Seen) -> jax.Array:
+  def confidence(self, params: Params, seen: Seen) -> jax.Array:
     """Returns c_k `[]`, from q_k, the hidden state and the token before x_k."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
 
-  def start(self, state: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
     # a_k, the sum of a, the best Theta.
     return reach, reach, reach * self.speeds[0]
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     reach, tokens, best = memory
     reach = reach * self.confidence(params, seen)
     tokens = tokens + reach
@@ -420,8 +419,8 @@ class Threshold(StopRule):
     object.__setattr__(self, "temperatures", tuple(self.temperatures))
     _check_temperatures(self.temperatures)
 
-  def stops(self, params: Any, seen: Seen, memory: Any
-            ) -> tuple[jax.Array, Any]:
+  def stops(self, params: Params, seen: Seen, memory: Memory
+            ) -> tuple[jax.Array, Memory]:
     sure = _accepted(params, seen, self.temperatures)
     return sure < self.threshold, memory
 
@@ -450,11 +449,11 @@ class RuleState:
     room: `[B]` int32, largest possible length of the last chain, which a
       controller may change from round to round; 0 once it is judged.
     chain: `[B]` uint32, hash of the tokens of that chain; 0 if there was none.
-      A merge or a fallback may verify another draft. The rule then learns
-      nothing, because the hashes differ.
+      If a merge or a fallback verifies another draft, the hashes differ and the
+      rule learns nothing.
   """
 
-  memory: Any
+  memory: Memory
   room: jax.Array
   chain: jax.Array
 
@@ -469,12 +468,12 @@ def init_state(rule: StopRule, rows: int) -> Any:
                    chain=jnp.zeros((rows,), jnp.uint32))
 
 
-def memory_of(state: Any) -> Any:
+def memory_of(state: Memory) -> Any:
   """Returns the rule's own memory."""
   return state.memory if isinstance(state, RuleState) else state
 
 
-def record_chains(state: Any, draft: Draft, gamma: int) -> Any:
+def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
   """Returns the state of a rule after its chains are drafted.
 
   Args:
@@ -498,8 +497,8 @@ def _hashed(draft: Draft) -> jax.Array:
                  dtype=jnp.uint32)
 
 
-def start_round(rule: StopRule, state: Any, rows: jax.Array
-                ) -> tuple[jax.Array, Any]:
+def start_round(rule: StopRule, state: Memory, rows: jax.Array
+                ) -> tuple[jax.Array, Memory]:
   """Returns `(going, memory)` of all rows at the start of a round.
 
   Args:
@@ -514,15 +513,15 @@ def start_round(rule: StopRule, state: Any, rows: jax.Array
       lambda x: jnp.broadcast_to(x, (*rows.shape, *jnp.shape(x))), memory)
 
 
-def ask(rule: StopRule, params: Any, seen: Seen, going: jax.Array, memory: Any
-        ) -> tuple[jax.Array, Any]:
+def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
+        memory: Memory) -> tuple[jax.Array, Memory]:
   """Returns the rows `[B]` whose chains continue, and the memory."""
   chex.assert_rank(going, 1)
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
   return going & ~stop, memory
 
 
-def update(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
+def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
            count: jax.Array) -> Any:
   """Returns the state of a rule after a round.
 
@@ -551,7 +550,7 @@ def update(rule: StopRule, state: Any, draft: Draft, verdict: Verdict,
                    chain=jnp.zeros_like(state.chain))
 
 
-def split_params(rule: StopRule | None, params: Any) -> tuple[Any, Any]:
+def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
   """Returns the parameters of the model and of the rule.
 
   Args:
@@ -570,7 +569,7 @@ def split_params(rule: StopRule | None, params: Any) -> tuple[Any, Any]:
   return params["model"], params["stop"]
 
 
-def draw_until(rule: StopRule, params: Any, transform: LogitsTransform,
+def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
                uniforms: jax.Array, state: DecodeState, rule_state: Any,
                first: Forecast,
                read: Callable[[jax.Array, Any], tuple[Forecast, Any]],

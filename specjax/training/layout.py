@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -18,7 +19,7 @@ from specjax.decoding.placement import named
 from specjax.utils import processes
 
 Specs = Mapping[str, Any]
-Tree = Any
+Tree = chex.ArrayTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import functools
 import pathlib
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ _CHECK_EVERY = 10  # steps between checks of the loss
 _DIVERGED = 10  # limit of the loss as a multiple of max(first loss, 1)
 _FIX = ("earlier checkpoints are unchanged: give a smaller learning rate and "
         "another directory")
-_Tree = Any  # of arrays
+_Tree = chex.ArrayTree
 
 
 @struct.dataclass

@@ -10,6 +10,7 @@ from specjax import interfaces
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _following
+from specjax.methods.networks import Params
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -60,13 +61,13 @@ class Parts(Drafter):
     """Returns itself: its parts follow."""
     return self
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> tuple[Any, ...]:
     """Returns the state unchanged: the parts catch up themselves."""
     del params, since
     return state.drafter
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
     """Returns the state of each part."""
     states = tuple(part.init(own, prompt, prefill_output) for part, own in
@@ -75,7 +76,7 @@ class Parts(Drafter):
       _following.check_follows(part, state)
     return states
 
-  def params_of_parts(self, params: Any) -> list[dict[str, Any]]:
+  def params_of_parts(self, params: Params) -> list[dict[str, Any]]:
     """Returns the parameters of each part."""
     by_part = params.get("drafter")
     if by_part is None:
@@ -88,8 +89,8 @@ class Parts(Drafter):
           "those without")
     return [{**params, "drafter": part} for part in by_part]
 
-  def asked(self, i: int, params: Any, uniforms: jax.Array, state: DecodeState
-            ) -> tuple[Draft, Any]:
+  def asked(self, i: int, params: Params, uniforms: jax.Array,
+            state: DecodeState) -> tuple[Draft, Any]:
     """Returns the draft and the state of part i.
 
     Args:
@@ -112,7 +113,7 @@ class Parts(Drafter):
     return part.propose(self.params_of_parts(params)[i], uniforms,
                         state.replace(drafter=state.drafter[i]))
 
-  def commit(self, params: Any, drafter: tuple[Any, ...], draft: Draft,
+  def commit(self, params: Params, drafter: tuple[Any, ...], draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> tuple[Any, ...]:
     """Commits each part, which receives the draft of all."""

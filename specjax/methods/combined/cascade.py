@@ -36,6 +36,7 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
+from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
@@ -145,7 +146,7 @@ class Cascade(Drafter):
     """Returns itself: it compares tokens, see `_following`."""
     return self
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> DecodeState:
     """Returns the state of the inner loop after the prompt."""
     own = params["drafter"]
@@ -168,7 +169,7 @@ class Cascade(Drafter):
     del prefill_output
     return read_prompt(self.model, own["target"], prompt)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
     """Drafts a chain per row."""
     own, before = params["drafter"], state.drafter
@@ -275,7 +276,7 @@ class Cascade(Drafter):
       return self._stage.draw_uniforms(inner, 1)[0]
     return uniforms[i]
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> DecodeState:
     """Returns the state unchanged: `propose` compares tokens."""
     del params, since

@@ -18,6 +18,7 @@ from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods.combined import _parts
+from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
@@ -30,13 +31,10 @@ from specjax.utils import fields
 class Fallback(_parts.Parts):
   """Uses the first drafter's draft in each row, or else the second's.
 
-  This is exact because the choice does not depend on a sampled token. A drafter
-  decides if a row has a draft before it samples. A minimal number of tokens is
-  allowed only if the first drafter is a function of the committed tokens.
-
-  The second drafter does not run in a round in which every row has a first
-  draft. It catches up in its next round. So a drafter with a state needs
-  `follow`, see `specjax.interfaces`. `params["drafter"]` is a pair.
+  This is exact because a drafter decides before it samples if a row has a
+  draft. The second drafter does not run in a round in which every row has a
+  first draft, and catches up later. So a drafter with a state needs `follow`,
+  see `specjax.interfaces`. `params["drafter"]` is a pair.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
@@ -90,13 +88,12 @@ class Fallback(_parts.Parts):
   def _draws_nothing_first(self) -> bool:
     return self.first.num_uniforms == 0
 
-  def lacking(self, params: Any, state: DecodeState) -> jax.Array:
+  def lacking(self, params: Params, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, the rows in which `propose` asks the second drafter.
 
-    A `Controller` calls it if the first drafter uses no uniforms and has no
-    model, because `propose` runs twice then. Finished rows are False. With a
-    shorter draft length `propose` may need fewer tokens (`min_tokens`), so the
-    result can have more rows than the second drafter will serve.
+    Finished rows are False. With a shorter draft length `propose` may need
+    fewer tokens (`min_tokens`), so the result can have more rows than the
+    second drafter will serve.
     """
     uniforms = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(
@@ -121,7 +118,7 @@ class Fallback(_parts.Parts):
           f"drafts at most {first.num_nodes - 1}; choose at most that")
     return dataclasses.replace(self, first=first, second=second)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, Any]]:
     """Drafts a chain or tree per row."""
     draft, first = self.asked(0, params, uniforms, state)

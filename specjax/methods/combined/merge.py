@@ -19,6 +19,7 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
 from specjax.methods.combined import _parts
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
@@ -34,17 +35,12 @@ class Merge(_parts.Parts):
   Children of equal prefixes become children of the first node with that prefix,
   and are tried in the order of the drafters. Later nodes with the prefix stay
   as leaves. To drop a sampled leaf would be biased: it is always rejected, but
-  it reduces the residual distribution, see `topology.prefix_tree`. A
-  deterministic leaf changes nothing.
+  it reduces the residual distribution, see `topology.prefix_tree`.
 
-  The drafters use independent uniforms. So every row of q is the distribution
-  of its token given all nodes before it, as without the other drafters. The
-  shape of the tree shows that two drafters agree, which is harmless, see
-  `Paths`.
-
-  Put sampled drafts before deterministic ones. The first child is compared with
-  all of p, and a deterministic token loses nothing by a later place (Hu et al.
-  2025, arXiv:2502.18779).
+  The drafters use independent uniforms, so every row of q is the distribution
+  of its token given all nodes before it. Put sampled drafts before
+  deterministic ones, which lose nothing by a later place (Hu et al. 2025,
+  arXiv:2502.18779).
 
   Attributes:
     drafters: two or more drafters. A drafter with a state needs `follow`, see
@@ -80,7 +76,7 @@ class Merge(_parts.Parts):
     """Returns the drafter specialised to a target."""
     return dataclasses.replace(self, drafters=self.bound(target, transform))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, ...]]:
     """Drafts a tree per row."""
     drafts, states = zip(*(self.asked(i, params, uniforms, state)

@@ -14,11 +14,13 @@ from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
 from specjax.methods import stop_rules
+from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
 from specjax.methods.strategy import Strategy
@@ -40,7 +42,7 @@ class Stopping:
     rule: state of the stop rule.
   """
 
-  cache: Any
+  cache: Cache
   rule: Any
 
 
@@ -94,7 +96,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
     """Returns a drafter that follows any sequence."""
     return _following.Following(drafter=self)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Returns the cache after the prompt and the state of the stop rule."""
     del prefill_output
@@ -104,11 +106,11 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
     return Stopping(
         cache=cache, rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
-  def _split(self, params: Any) -> tuple[Any, Any]:
+  def _split(self, params: Params) -> tuple[Any, Any]:
     """Returns the parameters of the model and of the stop rule."""
     return stop_rules.split_params(self.stop, params["drafter"])
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a chain per row."""
     if self.gamma == 0:
@@ -134,8 +136,8 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
         self.model.vocab_size)
     return draft, cache.settle()
 
-  def _propose_until(self, params: Any, uniforms: jax.Array, state: DecodeState
-                     ) -> tuple[Draft, Stopping]:
+  def _propose_until(self, params: Params, uniforms: jax.Array,
+                     state: DecodeState) -> tuple[Draft, Stopping]:
     """Drafts chains with a stop rule."""
     params, rule_params = self._split(params)
     logits, hidden, cache = _common.read_last(
@@ -151,7 +153,8 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
         state.drafter.rule, (logits, hidden), read, cache)
     return draft, Stopping(cache=cache.settle(), rule=rule)
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
+               ) -> Any:
     """Reads the tokens of rounds without drafts."""
     if self.stop is None:
       return _common.catch_up(
@@ -160,7 +163,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
                              state.drafter.cache, since)
     return state.drafter.replace(cache=cache)
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Updates the state of the stop rule; `propose` rolls the cache back."""
     del params, target_output

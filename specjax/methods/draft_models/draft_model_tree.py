@@ -20,6 +20,7 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _trees
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.sampling import LogitsTransform
@@ -63,13 +64,13 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
     # Otherwise a row also depends on the earlier siblings.
     return self.iid
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Returns the cache after the prompt."""
     del prefill_output
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts the tree per row."""
     if self.num_nodes == 1:
@@ -85,7 +86,7 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
     tokens, probs, (cache, _) = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs), cache
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Returns the cache with the accepted path compacted."""
     del params, draft, target_output

@@ -14,9 +14,11 @@ from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
@@ -35,7 +37,7 @@ class DynamicTreeState:
     slots: `[B, N]` int32, place of each node in the block that was fed.
   """
 
-  cache: Any
+  cache: Cache
   slots: jax.Array
 
 
@@ -80,7 +82,7 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
     _dynamic_trees.check_top_k(self.top_k, target.vocab_size)
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Returns the cache after the prompt, with room for all expanded nodes."""
     del prefill_output
@@ -91,7 +93,7 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
     return DynamicTreeState(
         cache=cache, slots=jnp.zeros((batch, self.num_nodes), jnp.int32))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts a tree per row."""
     del uniforms
@@ -106,7 +108,7 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Returns the cache with the accepted path compacted."""
     del params, draft, target_output

@@ -11,9 +11,8 @@ state h,
   z + c + U' A' h,   A [F, r], U [r, V], c [V],
 
 one for each row of the batch. So the tokens of a row do not depend on other
-rows, rows can move between slots, and a step needs no derivative of the model,
-whose weights are fixed. (OSD trains all weights of one drafter for all
-requests.)
+rows, and rows can move between slots. The model's weights are fixed. (OSD
+trains all weights of one drafter for all requests.)
 """
 
 from collections.abc import Callable
@@ -27,10 +26,12 @@ import optax
 
 from specjax.decoding import rounds
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.draft_models.draft_model import DraftModel
+from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.around import AroundModel
@@ -77,7 +78,7 @@ class Learner:
     since: `[B]` int32, number of committed tokens before the last draft.
   """
 
-  cache: Any
+  cache: Cache
   correction: Correction
   optimizer: Any
   since: jax.Array
@@ -94,7 +95,7 @@ class _Corrected(AroundModel):
 
   def __call__(self, params: Any, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None, cache: Any = None
+               ancestors: jax.Array | None = None, cache: Cache = None
                ) -> ModelOutput:
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     return out.replace(logits=params["correction"](out.logits, out.hidden))
@@ -167,7 +168,7 @@ class Online(_common.OneModel, _common.DrawnChain):
     rounds.check_slack(self.model, self.gamma + 2)
     return super().bind(target, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Learner:
     """Returns the cache after the prompt and a zero correction."""
     del prefill_output
@@ -201,7 +202,7 @@ class Online(_common.OneModel, _common.DrawnChain):
     return state.replace(drafter=state.drafter.replace(
         correction=learned.correction, optimizer=learned.optimizer))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Learner]:
     """Drafts a chain per row."""
     before = state.drafter
@@ -210,7 +211,7 @@ class Online(_common.OneModel, _common.DrawnChain):
         {"drafter": own}, uniforms, state.replace(drafter=before.cache))
     return draft, before.replace(cache=cache, since=state.lengths)
 
-  def commit(self, params: Any, drafter: Learner, draft: Draft,
+  def commit(self, params: Params, drafter: Learner, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Learner:
     """Takes a gradient step in rows with training positions."""

@@ -19,6 +19,7 @@ from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -35,12 +36,11 @@ from specjax.types import Verdict
 class Paths(Drafter):
   """Samples K independent chains; path k is from model k mod len(models).
 
-  The chains are packed at run time, see `topology.prefix_tree`. The draft has
-  one node for each drafted token. Given that a path visits a node, its next
-  token is sampled from its own model in that context alone. The shape of the
-  tree reveals a sampled token: two paths below an earlier sibling mean that a
-  later path has also drawn that sibling's token. This is harmless, because the
-  probability to accept a token below a node does not depend on the shape there.
+  The chains are packed at run time, see `topology.prefix_tree`, with one node
+  for each drafted token. The shape of the tree reveals sampled tokens: two
+  paths below an earlier sibling mean that a later path has also drawn that
+  sibling's token. This is harmless, because the probability to accept a token
+  below a node does not depend on the shape there.
 
   `params["drafter"]` is a tuple with an entry for each model.
 
@@ -103,7 +103,7 @@ class Paths(Drafter):
       _common.check_vocabulary(model, target)
     return _common.with_transform(self, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
     """Returns the cache of each model after the prompt."""
     del prefill_output
@@ -114,7 +114,7 @@ class Paths(Drafter):
     return tuple(read_prompt(model, own, prompt).cache
                  for model, own in zip(self.models, params))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
     """Drafts paths per row; node 1 + d * K + k is token d of path k."""
     draw = _trees.drawer("iid", self.transform, state.temperature)
@@ -151,7 +151,7 @@ class Paths(Drafter):
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
+  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Returns the caches; a single model's has the accepted path compacted."""
     del params, draft, target_output

@@ -21,6 +21,7 @@ import numpy as np
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods.model_free._matches import NOWHERE
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.types import DecodeState
@@ -66,7 +67,7 @@ class _Lookup(_common.ModelFree):
       raise ValueError(f"prefer is {self.prefer!r}; it must be one of "
                        f"{', '.join(_PREFERENCES)}")
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts a chain per row, padding in rows without a match."""
     del params, uniforms
@@ -121,7 +122,7 @@ class Reference(_Lookup):
   prefer: str = "first"
   own_text: bool = False
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
     """Checks that the context has documents."""
     super().init(params, prompt, prefill_output)

@@ -15,7 +15,6 @@ a chain with each rule for chains.
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.trees import shapes
@@ -121,7 +121,7 @@ class Recycling(_common.ModelFree):
     """Returns itself: it learns from any draft."""
     return self
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
     """Returns the table of each row, `[B, V, K]`."""
     del prefill_output
@@ -138,7 +138,7 @@ class Recycling(_common.ModelFree):
     table = jnp.tile(known, (batch, 1, 1))
     return _with_pairs(table, prompt) if self.from_prompt else table
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, jax.Array]:
     """Drafts the tree per row."""
     del params, uniforms
@@ -153,7 +153,7 @@ class Recycling(_common.ModelFree):
     return _common.deterministic(
         state, self.parents, tokens[:, 1:], self.vocab_size), state.drafter
 
-  def commit(self, params: Any, drafter: jax.Array, draft: Draft,
+  def commit(self, params: Params, drafter: jax.Array, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> jax.Array:
     """Enters the target's likeliest tokens at all nodes of the round.

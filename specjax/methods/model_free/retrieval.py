@@ -10,7 +10,6 @@ cross from one document into the next. Here neither does.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from specjax.data.datastores import DEEPEST
 from specjax.decoding import rounds
 from specjax.methods.model_free import _continuations
 from specjax.methods.model_free import _matches as matches_lib
+from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -90,7 +90,7 @@ class Retrieval(_continuations.CountDrafter):
   def num_nodes(self) -> int:
     return self.nodes or super().num_nodes
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
     """Checks the datastore."""
     del prompt, prefill_output
@@ -101,7 +101,7 @@ class Retrieval(_continuations.CountDrafter):
           f"max_match is {self.max_match} and the datastore is sorted by "
           f"{store.depth} tokens; match less, or build it with that depth")
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts a chain or tree per row, padding in rows without a match."""
     following, alive = self._matches(params["drafter"], state)

@@ -38,6 +38,7 @@ from specjax.data.datastores import Datastore
 from specjax.interfaces import Verifier
 from specjax.methods.model_free import _continuations
 from specjax.methods.model_free import _matches as matches_lib
+from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -127,7 +128,7 @@ class Suffix(_continuations.CountDrafter):
       raise ValueError(f"max_spec_offset is {self.max_spec_offset}; it must be "
                        "a finite number of tokens")
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
     """Checks the datastore, if there is one."""
     del prompt, prefill_output
@@ -135,7 +136,7 @@ class Suffix(_continuations.CountDrafter):
     if store is not None:
       self._check(store)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
     """Drafts a chain or tree per row, padding in rows without a match."""
     found, store = self._own(state), _store(params)

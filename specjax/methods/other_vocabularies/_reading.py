@@ -6,13 +6,11 @@ Used by drafters whose model has another vocabulary than the target. A round is
   caught_up the model reads unread tokens, a few per pass
   drafted   the drafted tokens are stored, with the number that was read
 
-The next `amended` compares the new tokens with the tokens that the model has
-read, and keeps the cache of the common prefix. So the number of accepted tokens
-is not needed, and the two tokenizers may split the accepted bytes differently.
+The next `amended` keeps the cache of the common prefix of new and read tokens.
+So the two tokenizers may split the accepted bytes differently.
 
 Rows have room for a fixed number of tokens. A row that exceeds it is lost: it
-drafts nothing any more. It stays lost if slots are added, because the tokens
-committed in between were not stored.
+drafts nothing any more, even if slots are added later.
 """
 
 from typing import Any
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 from specjax.caches import dense
 from specjax.decoding.prefill import padded_length
 from specjax.decoding.prefill import read_prompt
+from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.trees import topology
@@ -49,7 +48,7 @@ class Reading:
   lengths: jax.Array
   fed: jax.Array
   seen: jax.Array
-  cache: Any
+  cache: Cache
 
   def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
               seen: jax.Array, room: int) -> "Reading":
@@ -76,7 +75,8 @@ class Reading:
         lengths=jnp.where(fits, start + count, _LOST),
         fed=jnp.minimum(self.fed, start + agree.astype(jnp.int32)), seen=seen)
 
-  def drafted(self, length: jax.Array, ids: jax.Array, cache: Any) -> "Reading":
+  def drafted(self, length: jax.Array, ids: jax.Array, cache: Cache
+              ) -> "Reading":
     """Returns the reading with the drafted tokens appended.
 
     Args:

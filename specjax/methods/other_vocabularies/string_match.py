@@ -18,10 +18,8 @@ the draft, so greedy block verification is refused.
   commit      nothing
 
 Both tokenizers run on the host, in two calls per round from the compiled loop
-(`jax.pure_callback`). A call is cheap compared with a pass on a CPU or a GPU.
-On a TPU a call crosses the network to its host and may cost as much as a pass
-of a small model. The persistent compilation cache does not store programs with
-such calls.
+(`jax.pure_callback`). On a TPU a call may cost as much as a pass of a small
+model. The persistent compilation cache does not store programs with such calls.
 """
 
 import dataclasses
@@ -34,8 +32,10 @@ import jax.numpy as jnp
 from specjax import verifiers
 from specjax.data.retokenization import Retokenizer
 from specjax.decoding import rounds
+from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.methods import _common
+from specjax.methods.networks import Params
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
@@ -96,7 +96,7 @@ class StringMatch(reading_lib.Reader):
     _common.check_target_size(self.texts.target_size, target)
     return self
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
     """Reads the prompts in the drafter's tokens."""
     del prefill_output
@@ -109,7 +109,7 @@ class StringMatch(reading_lib.Reader):
         self.model, params["drafter"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.length)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
     """Drafts a chain per row."""
     del uniforms
@@ -151,7 +151,7 @@ class StringMatch(reading_lib.Reader):
     count = jnp.where(count <= width, count, room + 1)
     return reading.amended(start, ids, count, state.lengths, room)
 
-  def _write(self, params: Any, logits: jax.Array, cache: Any, room: int
+  def _write(self, params: Any, logits: jax.Array, cache: Cache, room: int
              ) -> tuple[jax.Array, jax.Array, Any]:
     """Writes the most likely tokens.
 

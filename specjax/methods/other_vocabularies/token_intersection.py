@@ -8,8 +8,7 @@ own tokens d. The proposal distribution over the target's tokens x is
   q'(x) = sum over d with the bytes of x of q(d) / q(I) for x in I, else 0.
 
 Several d can have the bytes of one x. To sample d and report the q of that d
-alone is biased (`tests/exact/planted_defects_test.py` measures the bias). Here
-x is sampled from q' itself.
+alone is biased. Here x is sampled from q' itself.
 
 The input of the draft model is a function of the target's tokens t_1..t_n,
 
@@ -17,10 +16,9 @@ The input of the draft model is a function of the target's tokens t_1..t_n,
 
 where a common token has one piece, its twin. The pieces of any other token are
 its bytes, split by the draft model's tokenizer. Drafted tokens are common, so
-drafting feeds E as well, and q' depends on the context alone: the drafter is
-`autoregressive`.
-E differs from a split of the complete string if the target splits a word more
-finely. This makes drafts worse, but not the output.
+drafting feeds E as well, and the drafter is `autoregressive`. E differs from a
+split of the complete string if the target splits a word more finely. This makes
+drafts worse, but not the output.
 
   state       tokens E(t), and a cache of a prefix, see `_reading`
   propose     E grows by the pieces of new tokens, most of which are in the
@@ -43,6 +41,7 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _following
+from specjax.methods.networks import Params
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.other_vocabularies import _translation
 from specjax.methods.strategy import BLOCK
@@ -93,7 +92,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
     _common.check_target_size(self.target_size, target)
     return super().bind(target, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
     """Reads the prompts in the drafter's tokens."""
     del prefill_output
@@ -106,7 +105,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
         self.model, own["model"], ids, count, prompt.lengths,
         self._room(prompt.capacity), self.gamma)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
+  def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
     """Drafts a chain per row."""
     model, vocabulary = (
@@ -139,7 +138,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
     return draft, reading.drafted(
         length, twin(draft.tokens[:, 1:]), cache.settle())
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array
+  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
     """Spells the committed tokens in the drafter's vocabulary.
 
