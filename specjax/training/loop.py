@@ -261,7 +261,7 @@ class Trainer:
       if name not in params:
         raise ValueError(
             f"param_shardings has {name!r} and the parameters are "
-            f"{', '.join(map(repr, params))}; name some of these")
+            f"{', '.join(map(repr, params))}; use these names")
 
   def _frozen(self, params: dict[str, _Tree]) -> dict[str, _Tree]:
     if self.mesh is None:

@@ -89,8 +89,8 @@ def _claim_run(directory: pathlib.Path, manifest: Mapping[str, Any], steps: int
   if extra := existing.keys() - manifest.keys() - _EXTRA:
     name = min(extra)
     raise files.OtherRunError(
-        directory, "run", f"{name} is {str(existing[name])[:60]} there and not "
-        "told here, as by another version of specjax or without this option")
+        directory, "run", f"{name} is {str(existing[name])[:60]} there and "
+        "missing here, as by another version of specjax or without this option")
   lengths, saved = existing["steps"], _saved(directory)
   length, done = lengths[-1], max(saved, default=0)
   if steps > length > done or steps < length and not saved:

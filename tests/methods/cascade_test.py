@@ -58,7 +58,7 @@ class _CertainlySometimes(_Sometimes):
 
 @struct.dataclass
 class _Sums(sj.interfaces.Cache):
-  """What `_Memory` keeps of every token: a number `[B, C]`."""
+  """Cache of `_Memory`: one number per token, `[B, C]`."""
 
   values: jax.Array
   lengths: jax.Array

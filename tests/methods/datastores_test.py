@@ -1,4 +1,4 @@
-"""Datastores hold what they should, and drafts come from where they say."""
+"""Contents of datastores, and drafts from them."""
 
 import collections
 import functools
@@ -42,7 +42,7 @@ def _store(depth=6):
 
 
 def _following(pattern):
-  """What comes after every place of a pattern, up to the document's end."""
+  """Returns the tokens after every match, up to the document's end."""
   size = len(pattern)
   return [d[i + size:] for d in _documents() for i in range(len(d) - size + 1)
           if d[i:i + size] == pattern]
@@ -161,7 +161,7 @@ def _propose(drafter, rows, tokens, lengths, store=None, seed=0):
 
 
 def _longest(row, sizes=range(6, 1, -1)):
-  """What follows the longest suffix that is in the datastore."""
+  """Returns the tokens after the longest suffix in the datastore."""
   for size in sizes:
     found = _following(tuple(row[-size:])) if len(row) >= size else []
     if found:
@@ -225,8 +225,8 @@ def test_a_chain_follows_the_counts(proposal):
 
 
 def test_a_file_is_what_was_written(tmp_path):
-  # Broken: what is opened is not what was built; the arrays are read, and not
-  # mapped.
+  # Broken: an opened datastore differs from the built one, or its arrays are
+  # read and not mapped.
   store, path = _store(), tmp_path / "abc.store"
   header = datastores.save(path, store, _TOKENS)
   assert path.stat().st_size == header["bytes"]

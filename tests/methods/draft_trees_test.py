@@ -1,4 +1,4 @@
-"""Wrong trees and wrong texts are refused by `testing.assert_drafter_exact`."""
+"""Wrong trees and output are refused by `testing.assert_drafter_exact`."""
 
 import dataclasses
 from typing import Any

@@ -34,7 +34,7 @@ def _state(texts, scratch, **context):
 
 
 def _drafted(drafter, state):
-  """What is drafted in every row, up to the first padding."""
+  """Returns the drafted tokens of every row, up to the first padding."""
   drafter = drafter.bind(testing.MarkovModel(_V), sj.LogitsTransform())
   draft, _ = drafter.propose({}, None, state)
   tokens, probs = (np.asarray(x)[:, 1:] for x in (draft.tokens, draft.probs))
@@ -48,7 +48,7 @@ def _drafted(drafter, state):
 
 
 def _places(text, last, longest, least):
-  """Where the longest run of last tokens ends in a text; its length."""
+  """Returns the ends of the longest match in a text, and its length."""
   for n in range(min(longest, len(last)), least - 1, -1):
     ends = [e for e in range(n - 1, len(text) - 1)
             if list(text[e - n + 1:e + 1]) == list(last[-n:])]
@@ -232,7 +232,7 @@ _LIMITS = (40, 33, 9, 40)  # the third is done early
 
 
 def _first_table(prompt, start):
-  """The pairs of a prompt in front of what a table begins with."""
+  """Returns the table with the prompt's pairs in front."""
   table = [list(row) for row in start]
   for token, after in zip(prompt, prompt[1:]):
     row = table[token]
@@ -301,7 +301,7 @@ def test_recycling_is_what_the_paper_says():
 
 
 def test_a_table_goes_from_text_to_text():
-  # Broken: what was learnt of one text is lost, or rows share what they learn.
+  # Broken: successors of one sequence are lost, or rows share their tables.
   table = np.array([[1, 2], [2, 0], [_V, _V]], np.int32)
   drafter = Recycling(parents=(-1, 0, 0, 1), from_prompt=False)
   found = _prefill(drafter, table).drafter

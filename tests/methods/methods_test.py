@@ -28,7 +28,7 @@ _TARGET = Transformer(TransformerConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Biases(networks.HiddenStateHeads):
-  """Head k adds a bias to what the LM head says: a toy of another kind."""
+  """Toy heads of another kind: head k adds a bias to the LM head's logits."""
 
   width: int
   vocab_size: int
@@ -78,7 +78,7 @@ def test_a_record_fits_together(name):
 
   params = jax.eval_shape(_TARGET.init, jax.random.key(0))
   own = jax.eval_shape(heads.init, jax.random.key(0), params)
-  # What a decoder takes; its target may differ from the one that was given.
+  # Arguments of a decoder; its target may differ from `_TARGET`.
   target, shapes = heads.attach(_TARGET, *jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype), (params, own)))
   assert set(shapes) == {"target", "drafter"}

@@ -1,6 +1,6 @@
 """A drafter that learns while it drafts.
 
-`contribution_test.py` has the law of what is written.
+`contribution_test.py` tests the distribution of the output.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def _passes(params, texts):
 
 
 def _host(state):
-  """A copy as bytes, and what it is made of again."""
+  """Returns a copy of the state through bytes."""
   raw = state.replace(keys=jax.random.key_data(state.keys))
   return jax.tree.map(np.asarray, jax.device_get(raw))
 
@@ -111,8 +111,8 @@ def test_it_learns():
 
 
 def test_two_runs_and_a_restart_give_the_same_bytes():
-  # Broken: a run cannot be repeated, or one that is stopped and goes on from
-  # what was kept forgets what its drafter had learned.
+  # Broken: a run cannot be repeated, or a resumed run loses the learned
+  # correction.
   decoder = _decoder()
   decode = lambda state: decoder.decode(_PAIR.params, state, 4)[0]
   whole = _host(decode(decode(_first(decoder))))
@@ -140,7 +140,7 @@ def test_what_was_learned_goes_on_with_other_texts():
 
 
 def _learner(batch=3, rank=8, vocab=_VOCAB, width=4, optimizer=optax.adam):
-  """What a drafter of these sizes has before the first round."""
+  """Returns the state of a drafter of these sizes before the first round."""
   correction = Correction(
       down=jnp.zeros((batch, width, rank)), bias=jnp.zeros((batch, vocab)),
       up=jnp.zeros((batch, rank, vocab)))

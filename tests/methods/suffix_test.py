@@ -1,4 +1,4 @@
-"""Suffix drafts what the published algorithm does, and draws what it says."""
+"""Suffix drafts as the published algorithm does, and samples from its q."""
 
 import functools
 import types

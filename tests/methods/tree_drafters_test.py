@@ -1,4 +1,4 @@
-"""Drafters of trees: what they draw, what they report, what they refuse."""
+"""Drafters of trees: samples, reported q, and refusals."""
 
 import dataclasses
 import functools

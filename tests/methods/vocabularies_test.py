@@ -2,7 +2,7 @@
 
 `contribution_test.py` compares their greedy and sampled text with the target's
 and `planted_defects_test.py` holds the defect. Here: the maps, the proof, and
-that what a drafter proposes is what its model says of the committed text.
+that the proposals follow the model's distribution of the committed text.
 """
 
 import dataclasses
@@ -338,7 +338,7 @@ def test_what_is_written_follows_the_committed_text():
   case, found = _rounds("StringMatch", [*_PROMPTS, [3]], 8,
                         temperature=[0, 1, 1, 0, 0])
   texts, written, longest = [], [], 0
-  both, params = case.drafter.texts, case.parameters["drafter"]
+  both, params = case.drafter.tokenizers, case.parameters["drafter"]
   for lengths, (tokens, read, size), active, draft in found:
     for row in np.flatnonzero(active & (size > 0)):
       text, new = read[row, :size[row]], read[row, size[row]:size[row] + 3]

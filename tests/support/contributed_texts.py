@@ -50,7 +50,7 @@ def string_match():
   return other_vocabulary(
       StringMatch, sj.verifiers.TargetWalk(), [2, 0, 1, 0, 3, 4],
       lambda own: own, lookback=3,
-      texts=sj.data.Retokenizer(DRAFT_TOKENS, WRITTEN_TOKENS))
+      tokenizers=sj.data.Retokenizer(DRAFT_TOKENS, WRITTEN_TOKENS))
 
 
 def vocabulary_subset():

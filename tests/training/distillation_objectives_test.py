@@ -1,4 +1,4 @@
-"""What a drafter learns from whole laws: the losses and their gradients."""
+"""Distillation losses of complete distributions, and their gradients."""
 
 import functools
 import itertools
@@ -115,7 +115,7 @@ def test_the_score_is_what_the_rule_accepts(rule, verifier):
         stop @ jnp.arange(_GAMMA + 1.0)))
 
   def by_text(drafter):
-    """Over all texts of the target."""
+    """Sums over all sequences of the target."""
     log_p, log_q = _along(target, texts), _along(drafter, texts)
     accepted = distillation_objectives.accepted_length(
         rule, log_p, log_q, texts[..., None])

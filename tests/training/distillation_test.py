@@ -1,4 +1,4 @@
-"""A drafter learns from what a target wrote, and from the laws it wrote by."""
+"""Distillation from generated text and stored probabilities of a target."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def _tables():
 
 
 def _batch(teacher, tokens, top):
-  """What `StoredLaws` reads of texts, with every token on both sides."""
+  """Returns a batch of `StoredLaws` for equal vocabularies."""
   probs = jax.nn.softmax(jax.jit(_MODEL)(teacher, tokens[:, :-1]).logits)
   values, ids = jax.lax.top_k(probs, top)
   in_top = (ids == tokens[:, 1:, None]).any(-1)
@@ -51,7 +51,7 @@ def test_all_of_a_law_is_the_cross_entropy():
 
 
 def test_the_drawn_token_stands_for_the_rest_of_a_law():
-  # Broken: what is not among the K likeliest is never learned.
+  # Broken: tokens outside of the K likeliest are never learned.
   teacher, student = _tables()
   context = jnp.full((_V, 1), 2)
   p = jax.nn.softmax(_MODEL(teacher, context).logits)[0, 0]

@@ -1,4 +1,4 @@
-"""Where the rows of a run of train_drafter.py come from."""
+"""Sources of the rows of a run of train_drafter.py."""
 
 import dataclasses
 import json
@@ -46,8 +46,8 @@ def test_what_nothing_would_read_is_refused(changes, words):
 
 
 def test_rows_of_texts_as_they_are(tmp_path):
-  # Broken: rows that heads are measured by are among those they learn from, a
-  # batch is not a function of the step, or texts are taken for the target's.
+  # Broken: held-out rows are also trained on, a batch is not a function of
+  # the step, or data is taken for the target's.
   for i in range(40):
     (tmp_path / f"{i:02}.txt").write_text(chr(97 + i % 26) * 20 + str(i))
   source = dataclasses.replace(_SOURCE, data=str(tmp_path))
@@ -112,8 +112,8 @@ def test_rows_of_conversations(tmp_path, only):
 
 
 def test_short_and_useless_conversations(tmp_path, capsys):
-  # Broken: a small file cannot be measured by, what is left out is not told,
-  # or a run begins that has nothing to learn from.
+  # Broken: a small file leaves no held-out rows, omitted rows are not
+  # reported, or a run starts without data.
   pytest.importorskip("jinja2")
   path = _chats(tmp_path / "a.jsonl", count=4)
   with open(path, "a") as f:
@@ -133,8 +133,8 @@ def test_short_and_useless_conversations(tmp_path, capsys):
 
 
 def test_conversations_that_the_target_goes_on_from(tmp_path):
-  # Broken: the target is asked what an assistant said, or a plain text is
-  # taken for messages.
+  # Broken: the target answers an assistant's turn, or plain text is read as
+  # messages.
   path = _chats(tmp_path / "a.jsonl", count=4)
   source = dataclasses.replace(
       _SOURCE, data=f"self:{path},b.jsonl", self_chat=None)

@@ -1,4 +1,4 @@
-"""How feature layers learn: as the public code does, and as they will draft."""
+"""Training of feature layers agrees with public code and with drafting."""
 
 import functools
 import pathlib
@@ -97,7 +97,7 @@ def _golden():
 
 def test_eagle3_is_that_of_the_public_code():
   # Broken: a norm, the order of the fusion, a position or a mask of the
-  # training-time test; its labels, its restricted law, or what is left out.
+  # training-time test; its labels, its restricted distribution, or its mask.
   found, heads, params = _golden()
 
   @jax.jit
@@ -240,8 +240,8 @@ def test_eagle3_by_hand(drop, normalizer):
 
 
 def test_eagle1_by_hand():
-  # Broken: the feature or the law of another place, a last row of which
-  # nothing is known, SmoothL1's bend, or noise on what is learned.
+  # Broken: the feature or the distribution of another position, a last row
+  # without a label, SmoothL1's bend, or noise on the labels.
   heads, drafter = _made(methods.Eagle1Heads)
   rows = _rows()
   seen, outs = _forecasts(heads, drafter, rows)

@@ -177,7 +177,7 @@ def test_blockwise_by_hand(tuned):
 
 
 def test_lookahead_by_hand():
-  # Broken: a look-ahead token sees another cut's, or what comes after its own.
+  # Broken: a look-ahead token sees another cut's, or tokens after its own.
   objective, params = _objective("pass")
   target, rows, key = _pair().params["target"], _rows(), jax.random.key(3)
   logits, cuts = jax.jit(lambda p, rows: objective.score(
@@ -232,7 +232,7 @@ def test_gradients_taken_head_by_head_are_the_gradients(kind):
 
 
 def _reached(objective, params, tuned):
-  """Which trained parameters the gradient of each head's loss reaches."""
+  """Returns the trained parameters with a gradient of each head's loss."""
   trainable = {"drafter": params}
   frozen = {"target": _pair().params["target"]}
   if tuned:

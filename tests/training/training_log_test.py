@@ -84,8 +84,8 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
 
 
 def test_signals_stay_as_they_are_where_a_run_may_not_hear_them(tmp_path):
-  # Broken: a thread cannot train; or Ctrl-C ends what a shell put in the
-  # background, where it is ignored.
+  # Broken: a thread cannot train; or Ctrl-C ends a background process, which
+  # must ignore it.
   found = []
   thread = threading.Thread(
       target=lambda: found.append(_trainer(tmp_path, steps=1).run(_table())))
@@ -116,7 +116,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_is_not_lost(
 
 
 def _losses_and_norms():
-  """Of every step, taken with optax alone."""
+  """Returns the loss and gradient norm of every step, by optax alone."""
   params, state = _table(), _SGD.init(_table())
   losses, norms = [], []
   for rows in _ROWS:

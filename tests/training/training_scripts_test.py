@@ -159,7 +159,7 @@ def test_train_drafter(tmp_path, target_dir):
   assert "width 256, 4096 tokens and 4 layers" in message
   # Before the target has written hours of rows.
   assert "--keep_features is set and --method=medusa does" in keeps["code"]
-  # Or has believed that it learned from what it did not.
+  # Or an option without effect is accepted.
   assert "--self_temperature requires --data=self" in unread["code"]
   assert "--rate_ratio is for a target that is trained" in alone["code"]
   assert not (tmp_path / "other").exists()
@@ -301,8 +301,7 @@ def test_a_model_learns_with_its_modules(tmp_path, target_dir):
 
 @pytest.mark.timeout(300)
 def test_a_killed_drafter_ends_bit_identical(tmp_path, target_dir):
-  # Broken: a run that was killed, or one of two stages, forgets what was
-  # before.
+  # Broken: a killed run, or the second stage of a run, loses earlier steps.
   train = ["train_drafter.py", f"--target={target_dir}",
            f"--data={target_dir}/corpus.jsonl", "--batch_size=4",
            "--held_out_rows=2", "--evaluate_every=50", "--checkpoint_every=20",

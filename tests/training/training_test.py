@@ -34,7 +34,7 @@ def test_next_token_loss_by_hand():
 
 
 def test_next_token_loss_counts_what_has_weight():
-  # Broken: a boosted drafter learns from what others propose already; or a
+  # Broken: a boosted drafter learns tokens that others propose already; or a
   # batch without anything to learn gives NaN.
   model = testing.MarkovModel(3)
   table = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7],
@@ -312,7 +312,7 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   with pytest.raises(ValueError, match="rate is 0.1 here and not told there, "
                      "as by an older version"):
     lengths(2, rate=0.1)
-  with pytest.raises(ValueError, match="seed is 1 there and not told here"):
+  with pytest.raises(ValueError, match="seed is 1 there and missing here"):
     runs.claim_run(tmp_path, {}, 2)
   assert capsys.readouterr().err == ""
   assert lengths(3) == (2, 3) == lengths(3)
@@ -324,7 +324,7 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
 
 def test_the_same_parameters_are_measured_once():
   # Broken: the held-out text is read twice at the end of a run, or a change of
-  # the parameters, such as by what they are saved in, is not seen.
+  # the parameters, such as by their saved dtype, is ignored.
   asked = []
 
   def measure(params):
@@ -348,7 +348,7 @@ def test_the_same_parameters_are_measured_once():
 def test_what_no_run_says_is_its_own_is_not_written_over(tmp_path, name):
   # Broken: a model that someone copied there is replaced after hours.
   (tmp_path / name).mkdir()
-  with pytest.raises(ValueError, match=f"holds {name} and no run.json"):
+  with pytest.raises(ValueError, match=f"contains {name} and no run.json"):
     runs.claim_run(tmp_path, {}, 1)
   assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -377,7 +377,7 @@ class _Full:
 
 
 def test_a_full_disk_is_named():
-  # Broken: what the user has to do is lost in the names of a library's files.
+  # Broken: the advice is lost among the names of a library's files.
   with pytest.raises(OSError, match="no checkpoint can be written to "
                      "out/checkpoints: No space left on device; make room"):
     checkpoints.save(_Full(), 1, {})

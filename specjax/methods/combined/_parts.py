@@ -85,8 +85,8 @@ class Parts(Drafter):
         or len(by_part) != len(self.parts)):
       raise ValueError(
           f"params['drafter'] of a {type(self).__name__} must be a tuple of "
-          f"the parameters of its {len(self.parts)} drafters, None for "
-          "those without")
+          f"the parameters of its {len(self.parts)} drafters, None for a "
+          "drafter without parameters")
     return [{**params, "drafter": part} for part in by_part]
 
   def asked(self, i: int, params: Params, uniforms: jax.Array,

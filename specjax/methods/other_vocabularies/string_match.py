@@ -58,7 +58,7 @@ class StringMatch(reading_lib.Reader):
 
   Attributes:
     model: draft model over its own vocabulary.
-    texts: tokenizers of the draft model and of the target.
+    tokenizers: tokenizers of the draft model and of the target.
     gamma: maximal draft length in target tokens, at least 1.
     length: number of tokens that the model generates per round; default: gamma.
     lookback: number of tokens before new ones that are split again with them.
@@ -66,7 +66,7 @@ class StringMatch(reading_lib.Reader):
   """
 
   model: Model
-  texts: Retokenizer
+  tokenizers: Retokenizer
   gamma: int
   length: int | None = None
   lookback: int = 10
@@ -84,16 +84,16 @@ class StringMatch(reading_lib.Reader):
     if self.length is None:
       object.__setattr__(self, "length", self.gamma)
     fields.check_fields(self, "gamma", "length", "lookback", "expansion")
-    if self.texts.draft_size != self.model.vocab_size:
+    if self.tokenizers.draft_size != self.model.vocab_size:
       raise ValueError(
           f"the drafter's model has {self.model.vocab_size} tokens and its "
-          f"tokenizer {self.texts.draft_size}; give Retokenizer draft_size="
-          f"{self.model.vocab_size}, or the model's own tokenizer")
+          f"tokenizer {self.tokenizers.draft_size}; give Retokenizer "
+          f"draft_size={self.model.vocab_size}, or the model's own tokenizer")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "StringMatch":
     """Returns the drafter specialised to a target."""
     del transform
-    _common.check_target_size(self.texts.target_size, target)
+    _common.check_target_size(self.tokenizers.target_size, target)
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -102,7 +102,7 @@ class StringMatch(reading_lib.Reader):
     del prefill_output
     width = self._columns(prompt)
     ids, count = jax.pure_callback(
-        functools.partial(self.texts.prompts, width),
+        functools.partial(self.tokenizers.prompts, width),
         _ids_and_counts(len(prompt.tokens), width), prompt.tokens,
         prompt.lengths)
     return reading_lib.begun(
@@ -122,12 +122,12 @@ class StringMatch(reading_lib.Reader):
 
     start = jnp.maximum(state.lengths - self.lookback, 0)
     chain = jax.pure_callback(
-        functools.partial(self.texts.chains, self.gamma),
+        functools.partial(self.tokenizers.chains, self.gamma),
         jax.ShapeDtypeStruct((length.shape[0], self.gamma), jnp.int32),
         _window(state.tokens, start, self.lookback), state.lengths - start,
         written, wanted)
-    probs = jax.nn.one_hot(chain, self.texts.target_size)
-    # The loop reports the row: its numbers are no longer to be seen.
+    probs = jax.nn.one_hot(chain, self.tokenizers.target_size)
+    # NaN reports the row, because the chain hides non-finite logits.
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
@@ -138,11 +138,11 @@ class StringMatch(reading_lib.Reader):
     """Returns the reading with the tokens committed since."""
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
-    # Of a text that outgrew its room nothing is read.
+    # A lost row reads nothing.
     known = reading.lengths <= room
     width = self.lookback + _PIECES * self.num_nodes
     ids, count = jax.pure_callback(
-        functools.partial(self.texts.reread, width),
+        functools.partial(self.tokenizers.reread, width),
         _ids_and_counts(batch, width),
         _window(reading.tokens, start, self.lookback),
         jnp.where(known, reading.lengths - start, 0),
@@ -199,7 +199,7 @@ def _ids_and_counts(batch: int, width: int
           jax.ShapeDtypeStruct((batch,), jnp.int32))
 
 
-def string_match(model: Model, texts: Retokenizer, gamma: int,
+def string_match(model: Model, tokenizers: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
   """Drafts the target's tokens of a string that another model generates.
 
@@ -209,11 +209,11 @@ def string_match(model: Model, texts: Retokenizer, gamma: int,
   >>> import jax
   >>> import specjax as sj
   >>> from specjax.testing import ListTokenizer, MarkovModel
-  >>> texts = sj.data.Retokenizer(
+  >>> both = sj.data.Retokenizer(
   ...     drafter=ListTokenizer((b"a", b"b")),
   ...     target=ListTokenizer((b"ab", b"ba", b"a", b"b")))
   >>> own, target = MarkovModel(2), MarkovModel(4)
-  >>> decoder = string_match(own, texts, gamma=2).decoder(target)
+  >>> decoder = string_match(own, both, gamma=2).decoder(target)
   >>> params = {"target": target.init(jax.random.key(0)),
   ...           "drafter": own.init(jax.random.key(1))}
   >>> text = decoder.generate(
@@ -223,10 +223,10 @@ def string_match(model: Model, texts: Retokenizer, gamma: int,
 
   Args:
     model: draft model over another vocabulary.
-    texts: tokenizers of the draft model and of the target.
+    tokenizers: tokenizers of the draft model and of the target.
     gamma: maximal draft length in target tokens.
     length: number of tokens that the model generates per round; default: gamma.
   """
   return Strategy(StringMatch(
-      model=model, texts=texts, gamma=gamma, length=length),
+      model=model, tokenizers=tokenizers, gamma=gamma, length=length),
       verifiers.TargetWalk())
