@@ -1,8 +1,7 @@
-"""One record for each published architecture, by its `model_type`.
+"""One record per published architecture, by `model_type`.
 
-It says which keys of a configuration make which `TransformerConfig`, what they
-are where a file leaves them out (as in transformers), and what the tensors are
-called.
+A record maps configuration keys to `TransformerConfig`, with the defaults of
+transformers, and contains the names of the tensors.
 """
 
 from collections.abc import Callable
@@ -19,16 +18,17 @@ from specjax.models.tensor_layouts import Table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-  """How a published architecture becomes a `Transformer`.
+  """Description of a published architecture.
 
   Attributes:
-    read: from the keys of its configuration to fields of `TransformerConfig`.
-    names: of its tensors.
-    transformers: the class of transformers.
-    prefix: what files may put before all names but the head's.
-    defaults: of keys that a configuration may leave out.
-    tied: whether the head is the embedding where nothing is said.
-    even_width: whether transformers wants `heads` to divide the width.
+    read: function from configuration keys to fields of `TransformerConfig`.
+    names: table of the tensor names.
+    transformers: class name in transformers.
+    prefix: optional prefix of all tensor names except the head's.
+    defaults: values of keys that a configuration may omit.
+    tied: default of `tie_word_embeddings`.
+    even_width: whether transformers requires the width to be a multiple of
+      `heads`.
   """
 
   read: Callable[[Keys], dict[str, Any]]
@@ -40,15 +40,15 @@ class Architecture:
   even_width: bool = False
 
   def config(self, keys: Keys, has_head: bool) -> TransformerConfig:
-    """The configuration that `keys` describe.
+    """Returns the model configuration.
 
     Args:
-      keys: all are looked at.
-      has_head: whether there is a tensor for the head. If nothing is said,
-        none means that the embedding is used.
+      keys: the published configuration. Every key must be understood.
+      has_head: whether the file has a tensor for the head. If not, and the
+        configuration does not say otherwise, the embedding is used.
 
     Raises:
-      ValueError: a key is missing, or is not understood.
+      ValueError: a key is missing or unknown.
     """
     fields = self.read(keys)
     tied = keys.switch("tie_word_embeddings", self.tied or not has_head)
@@ -58,9 +58,9 @@ class Architecture:
 
 
 def without_idle_windows(config: TransformerConfig) -> TransformerConfig:
-  """The same model; windows that no text can reach beyond cost time.
+  """Removes windows of at least the context length, which only cost time.
 
-  Where layers with a window rotate by another base, they keep it.
+  Windows stay if their layers use another rotary base.
   """
   if config.local_rope_theta is not None:
     return config

@@ -1,7 +1,7 @@
-"""Weights as safetensors beside a JSON configuration.
+"""Checkpoints of specjax: safetensors and a JSON configuration.
 
-A checkpoint is a directory with `config.json` and `model.safetensors`. The
-tensors' names are the paths of the parameter tree, joined by dots.
+A checkpoint is a directory with `config.json` and `model.safetensors`. Tensor
+names are the paths in the parameter tree, joined by dots.
 """
 
 from collections.abc import Mapping
@@ -30,16 +30,17 @@ from specjax.utils.files import write_json
 
 def save_model(directory: str | os.PathLike[str], model: Transformer,
                params: Mapping[str, Any], dtype: Any = None) -> None:
-  """Writes the model to `directory`; each file appears whole or not at all.
+  """Writes a checkpoint; each file is replaced atomically.
 
   Args:
-    directory: created if needed.
+    directory: directory, created if needed.
     model: the model.
-    params: its parameters; all processes call it if these are split over them.
-    dtype: to store the weights in; None keeps theirs.
+    params: parameters of the model. If they are sharded over processes, all
+      processes must call this function.
+    dtype: dtype of the stored weights. None keeps the dtype of `params`.
 
   Raises:
-    ValueError: `dtype` does not hold the weights, or one is no array.
+    ValueError: weights overflow in `dtype`, or a parameter is not an array.
   """
   dtype = dtype and float_dtype(dtype)
   flat = flax.traverse_util.flatten_dict(params, sep=".")
@@ -60,14 +61,14 @@ def load_model(directory: str | os.PathLike[str], dtype: Any = None
   """Reads a checkpoint.
 
   Args:
-    directory: where `save_model` wrote it.
-    dtype: of the parameters; None is `default_dtype()`.
+    directory: directory of `save_model`.
+    dtype: dtype of the parameters. None is `default_dtype()`.
 
   Returns:
     `(model, params)`.
 
   Raises:
-    ValueError: a file is missing or truncated, or the weights do not fit the
+    ValueError: a file is missing or truncated, or the weights do not match the
       configuration.
   """
   directory = pathlib.Path(directory)

@@ -1,11 +1,11 @@
-"""What a decoder is made of, as data."""
+"""Configuration of a `Transformer`."""
 
 import dataclasses
 
 from specjax.models.rotary import RopeScaling
 from specjax.utils import fields
 
-FINAL = "final"  # the name of the hidden state that the LM head reads
+FINAL = "final"  # name of the hidden state before the LM head
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh"),
     "norm": ("rms", "layer"),
@@ -15,54 +15,51 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """The shape of a decoder. Sizes are in units of their own axis.
+  """Sizes and variants of a decoder.
 
   Attributes:
     vocab_size: V.
-    width: D, of the residual stream.
+    width: D, width of the residual stream.
     layers: L.
-    heads: query heads.
-    kv_heads: key-value heads, a divisor of `heads`.
-    head_dim: width of one head; as much of it as is rotated must be even.
+    heads: number of query heads.
+    kv_heads: number of key-value heads, a divisor of `heads`.
+    head_dim: width of one head; its rotated part must be even.
     mlp_width: inner width of the MLP.
-    context_length: longest sequence the model was made for, in tokens.
+    context_length: longest sequence of the model, in tokens.
     rope_theta: base of the rotary frequencies.
     rope_fraction: share of a head's dimensions that is rotated, from the first.
-    rope_scaling: how the frequencies are stretched, or None.
-    local_rope_theta: base, without stretching, of the layers with a window;
-      None: as the others (Gemma 3 has two).
-    learned_positions: a table of `context_length` positions is added to the
-      embedding, and nothing is rotated (GPT-2).
-    norm: "rms", or "layer", which has a bias.
-    norm_epsilon: added to the mean square or the variance.
-    norm_plus_one: norms multiply by 1 + their scale (Gemma).
-    pre_norm: attention and MLP read a normed residual stream.
-    post_norm: what attention and MLP return is normed (Gemma 2, OLMo-2).
-    parallel_residual: the MLP reads what attention reads, and both are added
-      together (GPT-NeoX).
-    qk_norm: an RMSNorm of queries and keys before they are rotated: "head" of
-      each head alone (Qwen 3), "all" of all heads together (OLMo-2), or None.
-    qkv_bias: query, key and value have a bias.
-    out_bias: the output of attention has one.
-    mlp_bias: the products of the MLP have one.
-    gated: the MLP is down(activation(gate(x)) * up(x)), and without it
-      down(activation(up(x))).
+    rope_scaling: scaling of the frequencies for long sequences, or None.
+    local_rope_theta: base of layers with a window, without scaling. None: the
+      same as other layers (Gemma 3 has two bases).
+    learned_positions: adds a table of `context_length` positions to the
+      embedding and rotates nothing (GPT-2).
+    norm: "rms", or "layer" with a bias.
+    norm_epsilon: number added to the mean square or the variance.
+    norm_plus_one: multiplies by 1 + scale in norms (Gemma).
+    pre_norm: normalises the inputs of attention and MLP.
+    post_norm: normalises the outputs of attention and MLP (Gemma 2, OLMo-2).
+    parallel_residual: adds attention and MLP of the same input (GPT-NeoX).
+    qk_norm: RMSNorm of queries and keys before rotation: "head" per head (Qwen
+      3), "all" over all heads (OLMo-2), or None.
+    qkv_bias: bias of query, key and value.
+    out_bias: bias of the attention output.
+    mlp_bias: biases of the MLP.
+    gated: MLP down(activation(gate(x)) * up(x)), else down(activation(up(x))).
     activation: "silu", "gelu" or "gelu_tanh".
-    windows: for each layer, how many tokens back one sees, itself included; 0:
-      all. Empty: all layers see all.
-    attention_softcap: c of c tanh(x / c) on attention's scores (Gemma 2).
-    logit_softcap: the same on the logits.
-    query_scale: factor on attention's scores; None: head_dim^(-1/2).
+    windows: attention window of each layer in tokens, including the token
+      itself; 0 is unlimited. Empty: all layers are unlimited.
+    attention_softcap: c of c tanh(x / c) on attention scores (Gemma 2).
+    logit_softcap: c of c tanh(x / c) on logits.
+    query_scale: factor on attention scores; None: head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
-    tie_embeddings: the output head is the embedding table.
-    features: the hidden states that are joined, in this order, into `hidden`.
-      A number i is the residual stream before layer i, counted from 0: 0 is
-      the embedding and `layers` what the last layer returns. "final" is that
-      after the final norm, as the LM head reads it. Empty: "final" alone.
-      (This is the index of vLLM and of Hugging Face's `hidden_states`; "the
-      output of layer i" of other projects is i + 1 here.)
-    lookahead: look-ahead tokens, whose ids are V..V + lookahead - 1; they are
-      read and never predicted.
+    tie_embeddings: uses the embedding table as output head.
+    features: hidden states that are concatenated into `hidden`, in this order.
+      Number i is the residual stream before layer i, from 0; `layers` is the
+      output of the last layer, before the final norm. "final" is the input of
+      the LM head. Empty: "final" only. Hugging Face's `hidden_states` and vLLM
+      use the same index; other projects call i + 1 "the output of layer i".
+    lookahead: number of look-ahead tokens, with ids V..V + lookahead - 1. They
+      are read and never predicted.
   """
 
   vocab_size: int
@@ -123,8 +120,8 @@ class TransformerConfig:
   def _check_features(self) -> None:
     for name in self.features:
       if name != FINAL and name not in range(self.layers + 1):
-        raise ValueError(f"features holds {name!r}; it must be {FINAL!r} or a "
-                         f"whole number from 0 to the {self.layers} layers")
+        raise ValueError(f"features holds {name!r}; it must be {FINAL!r} or an "
+                         f"integer from 0 to the {self.layers} layers")
     if len(set(self.features)) < len(self.features):
       raise ValueError(f"features is {self.features}; name each state once")
     fields.check_at_least("lookahead", self.lookahead, 0,
@@ -136,7 +133,7 @@ class TransformerConfig:
                        "heads must be a multiple of kv_heads")
     if self.windows and (len(self.windows) != self.layers
                          or min(self.windows) < 0):
-      raise ValueError(f"windows is {self.windows}; it must hold a number of "
+      raise ValueError(f"windows is {self.windows}; it must have a number of "
                        f"at least 0 for each of the {self.layers} layers")
     if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
       raise ValueError(
@@ -146,15 +143,15 @@ class TransformerConfig:
 
   @property
   def rotated(self) -> int:
-    """How many dimensions of a head are rotated."""
+    """Returns the number of rotated dimensions of a head."""
     return 0 if self.learned_positions else int(
         self.head_dim * self.rope_fraction)
 
   @property
   def group(self) -> int:
-    """Query heads of a key-value head."""
+    """Returns the number of query heads per key-value head."""
     return self.heads // self.kv_heads
 
   def window(self, layer: int) -> int:
-    """How many tokens back a layer sees; 0: all."""
+    """Returns the attention window of a layer in tokens; 0 is unlimited."""
     return self.windows[layer] if self.windows else 0

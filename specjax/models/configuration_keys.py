@@ -1,4 +1,4 @@
-"""The keys of a published configuration, of which none may be overlooked."""
+"""Keys of a published configuration; unknown keys raise an error."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ import math
 import re
 from typing import Any
 
-# What training, generation, other tasks and other libraries note in it. It
-# says nothing about what the model computes.
+# Keys of training, generation, other tasks and other libraries. They do not
+# change the output of the model.
 _HARMLESS = frozenset("""
     _attn_implementation _attn_implementation_autoset _name_or_path
     _num_labels add_bos_token architectures attention_dropout
@@ -34,11 +34,11 @@ _HARMLESS = frozenset("""
     unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
-# What changes nothing only where it has this value, or that of another key.
+# Keys that change nothing only if they have this value.
 _PLAIN = {"is_causal": True, "attention.causal": True,
           "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
-# Names of one thing. A file that uses two of them must give one value.
+# Synonyms. If a file uses two of them, their values must be equal.
 _NAMES = (
     ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
     ("num_attention_heads", "n_head"), ("intermediate_size", "n_inner"),
@@ -49,7 +49,7 @@ _NAMES = (
     ("sliding_window_pattern", "_sliding_window_pattern"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}
-_OFF_BY_NULL = ("sliding_window",)  # elsewhere null says nothing
+_OFF_BY_NULL = ("sliding_window",)  # null of other keys is ignored
 _ADVICE = {
     "quantization_config": "take weights that are not quantised, or a GGUF "
                            "file",
@@ -62,15 +62,15 @@ _NUMBERS = re.compile(r"layers?_(ids|ind|num|to_)|aux_hidden|capture")
 
 
 class Keys:
-  """A configuration that remembers which of its keys were asked for.
+  """A configuration that records which keys were read.
 
   A key may have several names and places (see `outer` and `merged`). Their
   values must be equal.
 
   Attributes:
-    source: what errors call it.
-    context_length: the tokens that the caller wants to be possible, or None.
-    asked: the keys that were asked for, by the names that were asked.
+    source: name of the configuration in errors.
+    context_length: context length that the caller requires, or None.
+    asked: keys that were read, by the requested names.
   """
 
   def __init__(self, given: Mapping[str, Any], source: str,
@@ -80,12 +80,12 @@ class Keys:
     """Takes a configuration.
 
     Args:
-      given: its keys and values.
-      source: see the class.
-      defaults: values of keys that it may leave out.
-      context_length: see the class.
-      place: the key of this configuration in `outer`.
-      outer: the configuration around it, which may have its keys, too.
+      given: keys and values.
+      source: name of the configuration in errors.
+      defaults: values of keys that may be omitted.
+      context_length: context length that the caller requires, or None.
+      place: key of this configuration in `outer`.
+      outer: the enclosing configuration, which may have the same keys.
     """
     self._given, self._defaults = given, defaults or {}
     self.source = source
@@ -96,10 +96,10 @@ class Keys:
     self._place, self._outer = place, outer
 
   def __call__(self, name: str, otherwise: Any = None) -> Any:
-    """A value, that of the architecture, or `otherwise` where it is None.
+    """Returns a value, its default, or `otherwise` if both are None.
 
     Raises:
-      ValueError: the file has two values for it.
+      ValueError: the file has two values for the key.
     """
     self.asked.add(name)
     values, names = self.said(name), _SYNONYMS.get(name, (name,))
@@ -115,7 +115,7 @@ class Keys:
     return otherwise if value is None else value
 
   def said(self, name: str) -> dict[str, Any]:
-    """The values of a key in the file, by its names and places."""
+    """Returns the values of a key in the file, by names and places."""
     names = _SYNONYMS.get(name, (name,))
     self._known.update(names)
     before = f"{self._place}." if self._place else ""
@@ -125,13 +125,13 @@ class Keys:
     return values if self._outer is None else self._outer.said(name) | values
 
   def agreed(self, values: Mapping[str, Any]) -> Any:
-    """The one value of a key.
+    """Returns the common value of a key.
 
     Args:
-      values: the values by name or place, at least one.
+      values: values by name or place, at least one.
 
     Raises:
-      ValueError: they differ.
+      ValueError: the values differ.
     """
     (name, value), *others = values.items()
     for other, another in others:
@@ -144,10 +144,10 @@ class Keys:
 
   def merged(self, parts: Mapping[str, Mapping[str, Any]],
              beside: Iterable[str] = ()) -> dict[str, Any]:
-    """The keys of several objects, each by the first of its names.
+    """Returns the union of several objects, by the first name of each key.
 
     Args:
-      parts: the objects, by their places. Null values are left out.
+      parts: objects by place. Null values are omitted.
       beside: keys that may also be at the top level.
 
     Raises:
@@ -166,19 +166,20 @@ class Keys:
             if values}
 
   def ignore(self, *names: str) -> None:
-    """Lets keys pass whose values change nothing here."""
+    """Accepts keys whose values change nothing here."""
     self._known.update(names)
 
   def trust(self, name: str, value: Any) -> None:
-    """Replaces the file's value of a key, such as by one from the tensors."""
+    """Replaces the file's value of a key, for example by a size of the tensors.
+    """
     self._trusted[name] = value
     self.said(name)
 
   def size(self, name: str, otherwise: int | None = None) -> int:
-    """A whole number that must be there, unless there is another one.
+    """Returns an integer of at least 1.
 
     Raises:
-      ValueError: it is missing, or something else.
+      ValueError: the value is missing or of another type.
     """
     value = self(name, otherwise)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -187,11 +188,11 @@ class Keys:
 
   def number(self, name: str, otherwise: float | None = None, *,
              positive: bool = False) -> float:
-    """A number that must be there, unless there is another one.
+    """Returns a number.
 
     Raises:
-      ValueError: it is missing, or something else, or not above 0 where it
-        must be.
+      ValueError: the value is missing, of another type, or `positive` is set
+        and the value is not above 0.
     """
     value = self(name, otherwise)
     if not is_number(value) or (positive and value <= 0):
@@ -199,10 +200,10 @@ class Keys:
     return value
 
   def switch(self, name: str, otherwise: bool) -> bool:
-    """True or false.
+    """Returns a boolean.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is of another type.
     """
     value = self(name, otherwise)
     if not isinstance(value, bool):
@@ -210,10 +211,10 @@ class Keys:
     return value
 
   def mapping(self, name: str) -> dict[str, Any]:
-    """Keys and values, of which there may be none.
+    """Returns an object, empty if the key is missing.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is of another type.
     """
     value = self(name, {})
     if not isinstance(value, Mapping):
@@ -221,10 +222,10 @@ class Keys:
     return dict(value)
 
   def whole_numbers(self, name: str) -> tuple[int, ...] | None:
-    """Whole numbers in a list, or None where there is none.
+    """Returns a list of integers as a tuple, None if the key is missing.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is of another type.
     """
     return whole_numbers(self.source, name, self(name))
 
@@ -232,10 +233,10 @@ class Keys:
     _needs(self.source, name, value, what)
 
   def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
-    """What a value stands for.
+    """Returns the entry of `choices` for the value.
 
     Raises:
-      ValueError: it is none of `choices`.
+      ValueError: the value is not in `choices`.
     """
     value = self(name)
     if not isinstance(value, str) or value not in choices:
@@ -244,7 +245,7 @@ class Keys:
     return choices[value]
 
   def refuse(self, name: str, value: Any) -> None:
-    """Raises a `ValueError` about a value that is not understood."""
+    """Raises `ValueError` about an unknown value."""
     names = [name, *value] if isinstance(value, Mapping) else [name]
     numbers = "layer" in name and isinstance(value, list) and value and all(
         map(is_number, value))
@@ -257,10 +258,10 @@ class Keys:
         f"computes; {advice}")
 
   def refuse_others(self) -> None:
-    """Raises a `ValueError` if a key was neither asked for nor is harmless.
+    """Raises `ValueError` if a key was neither read nor is harmless.
 
-    A key that is off (null, false, 0 or empty) changes nothing, but for those
-    that must be on.
+    A key that is off (null, false, 0 or empty) is harmless, except the keys of
+    `_PLAIN`.
     """
     for name, value in self._given.items():
       if name in self._known or name in _HARMLESS:
@@ -275,15 +276,15 @@ class Keys:
 
 def whole_numbers(source: str, name: str, value: Any
                   ) -> tuple[int, ...] | None:
-  """Returns a list of whole numbers as a tuple; None stays None.
+  """Returns a list of integers as a tuple; None stays None.
 
   Args:
-    source: the configuration's name for errors.
-    name: the name of the key.
-    value: the value of the key.
+    source: name of the configuration in errors.
+    name: name of the key.
+    value: value of the key.
 
   Raises:
-    ValueError: the value is something else.
+    ValueError: the value is of another type.
   """
   if value is not None and not (isinstance(value, list) and all(
       isinstance(x, int) and not isinstance(x, bool) for x in value)):
@@ -296,7 +297,7 @@ def _needs(source: str, name: str, value: object, what: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-  """Whether a value is an int or a float, and finite."""
+  """Returns True for a finite int or float."""
   return (isinstance(value, int | float) and not isinstance(value, bool)
           and math.isfinite(value))
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories from a `Transformer`: the tables backwards."""
+"""Export of a `Transformer` as a Hugging Face directory."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -38,65 +38,76 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
                       tokenizer: Tokenizer | None = None,
                       generation: GenerationDefaults | None = None,
                       dtype: Any = None) -> str:
-  """Writes a model as a directory that transformers and others load.
+  """Writes a model as a Hugging Face directory.
 
-  Each file appears whole or not at all. One parameter at a time is copied from
-  the device.
+  Each file is replaced atomically. Parameters are copied from the device one at
+  a time.
 
   Args:
-    directory: created if needed.
-    model: the model. Which hidden states it returns is not written.
-    params: its parameters.
-    tokenizer: its tokenizer.
-    generation: how it writes; None: until the tokenizer's `eos`.
-    dtype: to store the weights in; None keeps theirs.
+    directory: directory, created if needed.
+    model: the model. `features` of its configuration is not exported.
+    params: parameters of the model.
+    tokenizer: tokenizer of the model.
+    generation: sampling settings. None: stop at the tokenizer's `eos`.
+    dtype: dtype of the stored weights. None keeps the dtype of `params`.
 
   Returns:
     The architecture, such as "llama".
 
   Raises:
-    ValueError: no published architecture computes what this model does, or
-      `dtype` does not hold its weights; a parameter is no array; the directory
-      has a tokenizer and none is given, or files that would be read with it.
+    ValueError: the configuration matches no published architecture, weights
+      overflow in `dtype`, a parameter is not an array, or the directory
+      contains files of another tokenizer.
   """
   model_type, config = express(model.config)
   architecture = ARCHITECTURES[model_type]
   directory = pathlib.Path(directory)
   if tokenizer is None and (directory / "tokenizer.json").exists():
-    raise ValueError(f"{directory} has a tokenizer.json, which would be taken "
-                     "for that of this model, and no tokenizer is given; give "
-                     "it, or choose another directory")
+    raise ValueError(f"{directory} has a tokenizer.json, which readers would "
+                     "use with this model; give tokenizer, or choose another "
+                     "directory")
   tokenizer_files.check_alone(directory)
   flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
   check_arrays(flat)
   directory.mkdir(parents=True, exist_ok=True)
   dtype = float_dtype(dtype or flat["embedding"].dtype)
-  ends = [*generation.eos] if generation else []
-  if not ends and tokenizer is not None and tokenizer.eos is not None:
-    ends = [tokenizer.eos]
-  ids = {"bos_token_id": None if tokenizer is None else tokenizer.bos,
-         "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
   _write_weights(directory / model_files.WEIGHTS, architecture, model.config,
                  flat, dtype)
   if tokenizer is not None:
     _write_tokenizer(directory, tokenizer, model.context_length)
-  sampling = {name: getattr(generation, name, None)
-              for name in ("temperature", "top_k", "top_p")}
-  sampling = {name: value for name, value in sampling.items()
-              if value is not None}
-  write_json(directory / "generation_config.json", {
-      **ids, **({"do_sample": True, **sampling} if sampling else {})}, indent=2)
+  ids = _end_ids(tokenizer, generation)
+  write_json(directory / "generation_config.json",
+             ids | _sampling(generation), indent=2)
   write_json(directory / "config.json", {
       "architectures": [architecture.transformers], "model_type": model_type,
       "torch_dtype": dtype.name, **ids, **config}, indent=2)
   return model_type
 
 
+def _end_ids(tokenizer: Tokenizer | None,
+             generation: GenerationDefaults | None) -> dict[str, Any]:
+  """Returns the keys of the tokens that begin and end a sequence."""
+  ends = list(generation.eos) if generation else []
+  if not ends and tokenizer is not None and tokenizer.eos is not None:
+    ends = [tokenizer.eos]
+  return {"bos_token_id": None if tokenizer is None else tokenizer.bos,
+          "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def _sampling(generation: GenerationDefaults | None) -> dict[str, Any]:
+  """Returns the sampling keys; none for greedy decoding."""
+  settings = {} if generation is None else {
+      "temperature": generation.temperature, "top_k": generation.top_k,
+      "top_p": generation.top_p}
+  settings = {key: x for key, x in settings.items() if x is not None}
+  return {"do_sample": True, **settings} if settings else {}
+
+
 def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
-  """The architecture and the keys that a configuration is read from.
+  """Returns the architecture and the keys of a configuration.
 
   Raises:
-    ValueError: there are none.
+    ValueError: no published architecture matches.
   """
   plain = without_idle_windows(dataclasses.replace(config, features=()))
   keys = _keys(plain)
@@ -106,18 +117,19 @@ def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
     try:
       asking = Keys(keys, "it", architecture.defaults)
       architecture.read(asking)
-      given = {key: keys[key] for key in sorted(asking.asked & keys.keys())}
-      given["tie_word_embeddings"] = plain.tie_embeddings
+      published = {
+          key: keys[key] for key in sorted(asking.asked & keys.keys())}
+      published["tie_word_embeddings"] = plain.tie_embeddings
       back = architecture.config(
-          Keys(given, "it", architecture.defaults, plain.context_length),
+          Keys(published, "it", architecture.defaults, plain.context_length),
           not plain.tie_embeddings)
     except ValueError:
       continue
     if back == plain:
-      return name, given
+      return name, published
   raise ValueError(
-      f"no published architecture computes what {plain} does; those that "
-      f"specjax writes are {', '.join(ARCHITECTURES)}")
+      f"no published architecture matches {plain}; specjax writes "
+      f"{', '.join(ARCHITECTURES)}")
 
 
 def _keys(c: TransformerConfig) -> dict[str, Any]:
@@ -177,7 +189,7 @@ def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer,
                         else tokenizer.backend.id_to_token(token))
   content = json.loads(tokenizer.backend.to_str())
   if tokenizer.adds_bos and content.get("post_processor") is None:
-    # specjax puts it before a text itself; transformers is told to do so here.
+    # specjax adds bos itself; transformers needs a post-processor for it.
     bos = name(tokenizer.bos)
     special = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = lambda place: {"Sequence": {"id": place, "type_id": 0}}

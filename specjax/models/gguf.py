@@ -180,8 +180,7 @@ class _Rows(NamedTuple):
 
   def __getitem__(self, rows: slice) -> np.ndarray:
     data = self.data[rows]
-    # As one row: the package dequantises 16 rows at a time, whatever their
-    # width.
+    # As one row, because the package dequantises 16 rows at a time.
     return self.type.dequantized(data.reshape(1, -1)).reshape(
         len(data), *self.shape[1:])
 
@@ -210,25 +209,15 @@ def _config(source: str, kind: str, model_type: str,
   config = {name: keys(key) for key, name in _KEYS.items() if key in given}
   if "token_embd.weight" in tensors:
     config.setdefault("vocab_size", tensors["token_embd.weight"].shape[0])
-  heads, width = (keys.size(name) for name in
-                  ("attention.head_count", "embedding_length"))
-  head_dim = config.get("head_dim") or width // heads
-  if keys("attention.value_length", head_dim) != head_dim:
-    keys.refuse("attention.value_length", keys("attention.value_length"))
   layers = keys.size("block_count")
-  if model_type in _SCALED_BY_WIDTH:
-    config["query_pre_attn_scalar"] = (
-        width // heads if layers == _SCALED_BY_WIDTH[model_type] else head_dim)
+  head_dim = _add_head_dim(config, keys, model_type, layers)
   if (model_type == "phi3" and layers in (32, 40)
       and keys.size("context_length") == 4096):
-    # The first files of Phi-3 mini and medium lack it; llama.cpp has added it
-    # since.
+    # Missing in the first files of Phi-3 mini and medium; llama.cpp now adds
+    # it.
     config.setdefault("sliding_window", 2047)
   config |= _layer_types(keys, layers)
-  if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
-    config["attention_bias"] = True
-  if "blk.0.ffn_up.bias" in tensors and model_type == "llama":
-    config["mlp_bias"] = True
+  config |= _biases(model_type, tensors)
   config |= _rotated_share(keys, model_type, head_dim)
   config |= _rope_scaling(keys, tensors)
   for name in ("rope.scaling.finetuned", "tensor_data_layout"):
@@ -237,6 +226,31 @@ def _config(source: str, kind: str, model_type: str,
   config["tie_word_embeddings"] = "output.weight" not in tensors
   renamed = _RENAMED.get(model_type, {})
   return {renamed.get(name, name): value for name, value in config.items()}
+
+
+def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,
+                  layers: int) -> int:
+  """Returns the width of a head; adds the query scale that depends on it."""
+  heads = keys.size("attention.head_count")
+  width = keys.size("embedding_length")
+  head_dim = config.get("head_dim") or width // heads
+  if keys("attention.value_length", head_dim) != head_dim:
+    keys.refuse("attention.value_length", keys("attention.value_length"))
+  if model_type in _SCALED_BY_WIDTH:
+    config["query_pre_attn_scalar"] = (
+        width // heads if layers == _SCALED_BY_WIDTH[model_type] else head_dim)
+  return head_dim
+
+
+def _biases(model_type: str, tensors: Mapping[str, StoredTensor]
+            ) -> dict[str, bool]:
+  """Returns the keys of biases, which GGUF files show only by tensors."""
+  biases = {}
+  if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
+    biases["attention_bias"] = True
+  if "blk.0.ffn_up.bias" in tensors and model_type == "llama":
+    biases["mlp_bias"] = True
+  return biases
 
 
 def _layer_types(keys: Keys, layers: int) -> dict[str, Any]:
@@ -265,37 +279,40 @@ def _rotated_share(keys: Keys, model_type: str, head_dim: int
 def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
                   ) -> dict[str, Any]:
   """Returns the keys of rope scaling."""
-  kind = keys("rope.scaling.type", "linear")  # as in llama.cpp
   length = keys.size("context_length")
-  numbers = [tensors[name].read().tolist() if name in tensors else None
-             for name in _FACTORS]
-  # Each branch reads only the keys that it uses; others are refused.
-  if numbers[0]:  # frequencies are divided by them, at all lengths (Llama 3)
-    if kind not in ("none", "linear"):
-      keys.refuse("rope.scaling.type", kind)
+  all_lengths, short, long = (
+      tensors[name].read().tolist() if name in tensors else None
+      for name in _FACTORS)
+  # Each branch reads only the keys that it uses; others raise an error.
+  if all_lengths:  # divisors of the frequencies at all lengths (Llama 3)
+    _scaling_type(keys, "none", "linear")
     return dict(rope_scaling=dict(
-        rope_type="longrope", short_factor=numbers[0], long_factor=numbers[0],
+        rope_type="longrope", short_factor=all_lengths, long_factor=all_lengths,
         attention_factor=1.0, original_max_position_embeddings=length))
   original = keys("rope.scaling.original_context_length")
-  if numbers[1]:
-    if kind not in ("none", "linear", "longrope"):
-      keys.refuse("rope.scaling.type", kind)
+  if short:
+    _scaling_type(keys, "none", "linear", "longrope")
     return dict(original_max_position_embeddings=original, rope_scaling=dict(
-        rope_type="longrope", short_factor=numbers[1], long_factor=numbers[2],
+        rope_type="longrope", short_factor=short, long_factor=long,
         attention_factor=keys("rope.scaling.attn_factor")))
-  if kind == "none":
+  if keys("rope.scaling.type") == "none":
     return {}
   factor = keys("rope.scaling.factor")
   if factor is None:
-    if kind != "linear":
-      keys.refuse("rope.scaling.type", kind)
+    _scaling_type(keys, "linear")
     return {}
-  if kind == "yarn":
-    return dict(rope_scaling=dict(
-        rope_type=kind, factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=keys("rope.scaling.yarn_beta_fast"),
-        beta_slow=keys("rope.scaling.yarn_beta_slow")))
-  if kind != "linear":
+  kind = _scaling_type(keys, "linear", "yarn")
+  if kind == "linear":
+    return dict(rope_scaling=dict(rope_type=kind, factor=factor))
+  return dict(rope_scaling=dict(
+      rope_type=kind, factor=factor, original_max_position_embeddings=original,
+      beta_fast=keys("rope.scaling.yarn_beta_fast"),
+      beta_slow=keys("rope.scaling.yarn_beta_slow")))
+
+
+def _scaling_type(keys: Keys, *expected: str) -> str:
+  """Returns the type of rope scaling; raises unless it is expected."""
+  kind = keys("rope.scaling.type", "linear")  # as in llama.cpp
+  if kind not in expected:
     keys.refuse("rope.scaling.type", kind)
-  return dict(rope_scaling=dict(rope_type="linear", factor=factor))
+  return kind

