@@ -194,7 +194,7 @@ def test_a_pool_refuses_what_it_cannot_hold():
   assert pool.free == 2
   with pytest.raises(ValueError, match="use Pool.insert"):
     decoder.insert(state, 0, fresh())
-  with pytest.raises(ValueError, match="call Pool.extend and decode by turns"):
+  with pytest.raises(ValueError, match="call Pool.extend"):
     decoder.decode_until(params, state)
   with pytest.raises(ValueError, match=(
       r"row 0 has pages for 32 tokens and may get 34; call Pool.extend\(sta")):
