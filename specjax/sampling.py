@@ -105,10 +105,10 @@ class LogitsTransform:
     fields.check_fields(self, "top_k", least=0, more=": 0 keeps all tokens")
     object.__setattr__(self, "top_k", int(self.top_k))
     if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]: 1 keeps "
+      raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]: 1 keeps "
                        "all tokens")
     if not 0 <= self.min_p <= 1:
-      raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1]: 0 keeps "
+      raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]: 0 keeps "
                        "all tokens")
 
   def __call__(self, logits: jax.Array,

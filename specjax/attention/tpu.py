@@ -210,7 +210,7 @@ def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
     scores = jnp.where(seen, scores, plain.MASKED)
     before = top[head, :, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    # If nothing was seen yet, the maximum is that of masked scores.
+    # If nothing was seen yet, `now` is the mask value.
     weights = jnp.where(seen, jnp.exp(scores - now), 0)
     decay = jnp.exp(before - now)
     values = v[0, head]

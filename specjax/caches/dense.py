@@ -29,7 +29,7 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                       visible: jax.Array, softcap: float = 0.0) -> jax.Array:
   """Returns softmax attention over one part, `[B, S, H * G, D]`.
 
-  Arguments are those of `attention.block_attention`; the dtype is that of `v`.
+  Arguments as for `attention.block_attention`; the result has the dtype of `v`.
   """
   out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
   return out.astype(v.dtype)
@@ -91,7 +91,7 @@ class BlockCache(Cache):
 class KVCache(Cache):
   """A preallocated cache with a length per row.
 
-  Between rounds there is no block, and the fields of the block are empty.
+  Between rounds, the fields of the block are empty.
 
   Attributes:
     k: L arrays `[B, H, C, D]`, keys of each layer (H: key-value heads).

@@ -1,4 +1,5 @@
-"""Pages that rows get as they grow, and share if their prompts begin alike.
+"""Pages that rows get as they grow, and share if their prompts have a common
+prefix.
 
 A pool has fewer pages than its rows could need. It allocates them on the host,
 between chunks of rounds:

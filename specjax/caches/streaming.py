@@ -39,7 +39,7 @@ class StreamingCache(KVCache):
   `k` and `v` are L arrays `[B, H, sinks + ring, D]`. The token at position t is
   in slot t if it is a sink, else in slot t - sinks of the ring, modulo its
   size. The ring has a few slots more than the window, so tokens can be taken
-  back without losing the ones that they replaced.
+  back without losing the tokens that they replaced.
 
   Attributes:
     first: `[B]` int32, first position in the ring.

@@ -2,7 +2,7 @@
 
   start       after the prompt             one memory per row
   along       along the draft              one memory per node, for the target
-  steered     along a growing tree         the same, for the step of a drafter
+  steered     along a growing tree         one per node, in a drafter step
   committed   after the round              one memory per row
 
 A constraint is written for one row; this module maps it over rows and nodes.

@@ -169,8 +169,8 @@ class Controller:
   def costs(self) -> np.ndarray:
     """`[D, K]`, time of a round of each length over that of one token."""
     kinds = [seconds for seconds in (self.first, self.seconds) if seconds]
-    # A longer round, or one with more drafters, is never faster: such a
-    # measurement is an error.
+    # A longer round, or one with more drafters, is never faster; a
+    # faster measurement is an error.
     ratios = np.array([np.array(one) / one[0] for one in kinds])
     return np.maximum.accumulate(
         np.maximum.accumulate(ratios, axis=1), axis=0).astype(np.float32)
@@ -293,7 +293,7 @@ class Controller:
     """Returns the state before rounds without a draft, and their number.
 
     Their result is known in advance, one token per row. So the state is updated
-    at once and does not change in these rounds.
+    at once and does not change during these rounds.
 
     Args:
       state: state before the rounds.

@@ -81,7 +81,7 @@ def continued(parts: Any, params: Any, state: DecodeState, stats: RoundStats,
 
 
 def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
-  """Returns the sum; texts of the checks may differ in the number of slots."""
+  """Returns the sum; errors of the checks may differ in the number of slots."""
   checks = stats.checks and {
       text: stats.checks.get(text, True) & more.checks.get(text, True)
       for text in {**stats.checks, **more.checks}}
@@ -118,7 +118,7 @@ def grow(parts: Any, params: Any, state: DecodeState, capacity: int
   form = jax.eval_shape(
       functools.partial(rounds.start, parts), params, prompt, state.limits,
       state.keys, state.temperature, state.eos)
-  # Static fields of caches, such as `heads_axis`, are those of the state.
+  # Static fields of caches, such as `heads_axis`, come from the state.
   form = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(form))
   return interfaces.map_caches(
       lambda cache, like: cache.grow(like, _longer), _longer, state, form)

@@ -55,9 +55,9 @@ def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
 class Placement:
   """Placement of a decoder on a mesh, in one process or several.
 
-  The output is that of one device: rows are independent, and sums over split
-  axes differ only in the last digits of float32. Several processes must make
-  the same calls with the same prompts.
+  The output equals the output of one device: rows are independent, and sums
+  over split axes differ only in the last digits of float32. Several processes
+  must make the same calls with the same prompts.
 
   Attributes:
     mesh: mesh with `axis`.
@@ -92,7 +92,7 @@ class Placement:
 
     Args:
       decoder: decoder of the state.
-      parts: its rounds.
+      parts: rounds of the decoder.
       *arguments: arguments of `rounds.start`, the parameters first.
 
     Raises:

@@ -53,7 +53,7 @@ def read_prompt(model: Model, params: Any, prompt: Prompt) -> ModelOutput:
 
   Args:
     model: model.
-    params: its parameters.
+    params: parameters of the model.
     prompt: prompts of `padded_length` columns.
 
   Returns:

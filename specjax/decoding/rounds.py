@@ -277,7 +277,7 @@ class Round:
               ) -> tuple[Draft, Any]:
     """Returns the drafts and the drafter's state, from uniforms or from keys.
 
-    Of the uniforms, see `__call__`, it uses those after the verdict's.
+    It uses the uniforms after those of the verdict, see `__call__`.
     """
     count = self.drafter.num_uniforms
     uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]

@@ -125,7 +125,7 @@ class RoundsByLength:
 
   def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
                   play: Callable[..., Any], carry: Any) -> Any:
-    """Runs the due rounds without drafts, then those with drafts.
+    """Runs the due rounds without drafts, then rounds with drafts.
 
     Rounds without drafts run in a separate loop that does not call the
     controller. Calling it before every round costs a small model a few percent.
@@ -421,7 +421,7 @@ def _blank(shapes: Any) -> Any:
 
 def _padded(stats: RoundStats, trace: Trace, like: RoundStats
             ) -> tuple[RoundStats, Trace]:
-  """Returns stats and trace in the size of those of the longest draft."""
+  """Returns stats and trace in the size of the longest draft."""
   nodes = like.survival.shape[2]
   # Texts of checks contain the draft size; all rungs have them in one order.
   checks = stats.checks and dict(zip(like.checks, stats.checks.values()))

@@ -1,8 +1,8 @@
-"""Base classes of components, and the checks of what they return.
+"""Base classes of components, and checks of their results.
 
 `Model`, `Drafter`, `Cache` and `Verifier` define all members of a component.
-Optional members have defaults and docstrings there, and nothing else is looked
-for.
+Optional members have defaults and docstrings there. The package uses no other
+members.
 """
 
 from specjax.interfaces.cache import Cache

@@ -15,9 +15,9 @@ class Cache:
   """Keys and values of the committed tokens, with a length per row.
 
   A cache is a pytree. The tokens of a pass, and of further passes that extend
-  it, form a *block*. The cache stores the block after `lengths` or beside it
-  until `commit` or `rollback`; these return the structure that the cache had
-  before the pass.
+  it, form a *block*. The cache stores it after `lengths` or separately until
+  `commit` or `rollback`; these return the structure that the cache had before
+  the pass.
 
   A subclass has `lengths` and implements `commit` and `rollback`. A cache for
   `models.Transformer` also implements `append` and `attend`, and a constructor
@@ -166,7 +166,7 @@ class CacheFactory:
   slack = math.inf
 
   def empty(self, **sizes: Any) -> Cache:
-    """Returns an empty cache; the arguments are those of `KVCache.empty`."""
+    """Returns an empty cache; arguments as for `KVCache.empty`."""
     raise NotImplementedError
 
 

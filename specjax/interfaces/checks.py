@@ -143,7 +143,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
 
   Args:
     drafter: class name of the drafter.
-    declared: its capabilities, see `interfaces.CAPABILITIES`.
+    declared: capabilities of the drafter, see `interfaces.CAPABILITIES`.
     verifier: class name of the verifier.
     state: state before the round.
     draft: drafts.

@@ -66,7 +66,7 @@ class Drafter:
     tells: True if `lacking` is known before anything is drawn. A controller
       then has separate costs for the two kinds of round.
     proposal: name of the sampling method of its tokens, for tables.
-    parts: drafters that it consists of, such as those of a `Merge`.
+    parts: components of a combination such as `Merge`.
     stop: stop rule of its chains, or None.
   """
 
@@ -135,7 +135,7 @@ class Drafter:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      drafter: its state, as `propose` returned it.
+      drafter: state of the drafter, as `propose` returned it.
       draft: verified drafts; those of the root alone in a round without drafts.
       verdict: verdicts.
       target_output: output of the verifying pass.
@@ -147,7 +147,7 @@ class Drafter:
   def with_gamma(self, gamma: int) -> "Drafter | None":
     """Returns the drafter with chains of `gamma` tokens, or None.
 
-    None means that there is no such length. The state must have the same form
+    None: the length is not supported. The state must have the same form
     for every length. The default replaces the field `gamma`.
     """
     if dataclasses.is_dataclass(self) and any(
@@ -171,7 +171,7 @@ class Drafter:
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, rows in which its second drafter will be asked.
 
-    Only for a drafter that `tells`, such as `Fallback`.
+    A drafter with `tells`, such as `Fallback`, implements it.
     """
     del params
     return jnp.zeros_like(state.done)
@@ -179,10 +179,10 @@ class Drafter:
   def follow(self) -> "Drafter":
     """Returns the drafter for sequences that others extend.
 
-    It is used inside and beside other drafters (`Cascade`, `Fallback`,
-    `Merge`): tokens are taken back, tokens of other drafts are committed, it is
-    not asked in every round, and `commit` receives drafts of others. A drafter
-    with a state must implement it.
+    It is used in combinations (`Cascade`, `Fallback`, `Merge`): tokens are
+    taken back, tokens of other drafts are committed, it is not asked in every
+    round, and `commit` receives drafts of others. A drafter with a state must
+    implement it.
     """
     return self
 
@@ -196,7 +196,7 @@ class Drafter:
     Args:
       target: target model.
       params: `{"target": ..., "drafter": ...}`.
-      drafter: its state, as `propose` returned it.
+      drafter: state of the drafter, as `propose` returned it.
       draft: drafts with N nodes per row.
       depths: `[B, N]` int32.
       ancestors: `[B, N, N]` bool.

@@ -40,7 +40,7 @@ def check_model(name: str, model: Any) -> None:
 
   Args:
     name: name of the argument or field.
-    model: its value.
+    model: value of the argument.
 
   Raises:
     ValueError: it is not.

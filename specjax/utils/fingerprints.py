@@ -46,7 +46,7 @@ class Digest:
     """Adds a one-dimensional array that is stored in a file.
 
     Args:
-      path: see `add`.
+      path: path of the leaf, see `add`.
       file: path of the file with the array's bytes.
       dtype: dtype of the array.
     """
@@ -65,7 +65,7 @@ class Digest:
 
 
 def fingerprint(*things: Any) -> str:
-  """Returns a short hash of trees of arrays, texts and settings.
+  """Returns a short hash of trees of arrays, strings and settings.
 
   Equal values have equal fingerprints in every process and on every machine.
   The hash covers the shape, dtype and bytes of an array, the characters of a
