@@ -1,4 +1,4 @@
-"""Batches of token windows, a pure function of the step."""
+"""Batches of token windows that depend only on the step."""
 
 import dataclasses
 
@@ -7,17 +7,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenWindows:
-  """Shuffled windows over one long array of tokens.
+  """Shuffled windows over an array of tokens.
 
-  Every epoch cuts the array at a new offset and visits each window once, in a
-  new order. Batch k depends on (tokens, seed, k) alone, so a run that was
-  interrupted continues with exactly the batches that it would have seen.
+  Every epoch cuts the array at a new offset and visits each window once in a
+  new order. Batch k depends only on (tokens, seed, k), so an interrupted run
+  continues with the same batches.
 
   Attributes:
-    tokens: `[T]` the corpus.
-    batch_size: B, windows of a batch.
-    length: S, predicted tokens of a window; a window holds one more.
-    seed: of the shuffle.
+    tokens: `[T]`, the corpus.
+    batch_size: B, number of windows per batch.
+    length: S, number of predicted tokens per window; a window has S + 1 tokens.
+    seed: seed of the shuffle.
   """
 
   tokens: np.ndarray
@@ -35,12 +35,12 @@ class TokenWindows:
 
   @property
   def batches_per_epoch(self) -> int:
-    """Whole batches that one pass over the corpus has."""
+    """Returns the number of full batches in one pass over the corpus."""
     windows = (len(self.tokens) - 1) // self.length - 1
     return windows // self.batch_size
 
   def batch(self, step: int) -> np.ndarray:
-    """`[B, S + 1]` int32, the batch of training step `step`."""
+    """Returns `[B, S + 1]` int32, the batch of training step `step`."""
     epoch, index = divmod(step, self.batches_per_epoch)
     rng = np.random.default_rng([self.seed, epoch])
     offset = rng.integers(self.length)
@@ -52,7 +52,7 @@ class TokenWindows:
 
 
 def spread_rows(tokens: np.ndarray, count: int, size: int) -> np.ndarray:
-  """`[count, size]` int32, rows of a stream `[T]` at equal distances.
+  """Returns `[count, size]` int32, equally spaced rows of a stream `[T]`.
 
   Raises:
     ValueError: the stream is shorter than a row.

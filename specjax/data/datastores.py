@@ -49,19 +49,18 @@ _REBUILD = "build it again with experiments/build_datastore.py"
 
 @struct.dataclass
 class Datastore:
-  """A corpus that drafters can search; `params["drafter"]` of `Retrieval`.
+  """Searchable corpus; `params["drafter"]` of `Retrieval`.
 
-  Rows share it, so it belongs in the parameters, and its arrays should be on
-  the device: `jax.device_put(store)`.
+  All batch rows share it, so it is a parameter. Move its arrays to the device
+  with `jax.device_put(store)`.
 
   Attributes:
-    tokens: `[T]` uint16 or uint32, the documents, each with the separator
-      `vocab_size` after it.
-    suffixes: `[S]` int32, where the suffixes begin that do not begin with a
-      separator, sorted by their first `depth` tokens. S is the number of
-      tokens without separators.
-    vocab_size: ids of the tokenizer that made the tokens.
-    depth: tokens by which the suffixes are sorted, and the longest pattern.
+    tokens: `[T]` uint16 or uint32, documents, each followed by the separator
+      `vocab_size`.
+    suffixes: `[S]` int32, starts of all suffixes that do not begin with a
+      separator, sorted by their first `depth` tokens.
+    vocab_size: vocabulary size of the tokenizer.
+    depth: number of sorted tokens, and length of the longest pattern.
   """
 
   tokens: jax.Array | np.ndarray
@@ -74,20 +73,19 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
           depth: int = DEPTH) -> Datastore:
   """Sorts the suffixes of a corpus.
 
-  It takes about 40 bytes of memory for a token, besides the documents, and less
-  than a microsecond.
+  Memory use is about 40 bytes per token, in addition to the documents.
 
   Args:
-    documents: token ids; empty ones are left out.
-    vocab_size: of the tokenizer, all ids are below it.
-    depth: tokens to sort by, 1 to 30.
+    documents: token ids; empty documents are skipped.
+    vocab_size: vocabulary size of the tokenizer; all ids are smaller.
+    depth: number of tokens to sort by, 1 to 30.
 
   Returns:
     A `Datastore` of numpy arrays.
 
   Raises:
-    ValueError: there are no tokens or too many, a document is no list of ids,
-      an id is out of range, or the depth is.
+    ValueError: the corpus has no tokens or too many, a document is not a list
+      of ids, or an id or the depth is out of range.
   """
   if not _is_size(depth, DEEPEST):
     raise ValueError(f"depth is {depth}; it must be a whole number from 1 to "
@@ -113,15 +111,15 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
 
 def save(path: str | os.PathLike[str], store: Datastore,
          tokenizer: ReadsText) -> dict[str, Any]:
-  """Writes a datastore, whole or not at all.
+  """Writes a datastore atomically.
 
   Args:
-    path: of the file; one that exists is replaced.
-    store: of `index`.
-    tokenizer: that made the tokens; its fingerprint is kept.
+    path: path of the file; an existing file is replaced.
+    store: datastore of `index`.
+    tokenizer: tokenizer of the tokens; its fingerprint is stored.
 
   Returns:
-    What the header says.
+    The header of the file.
 
   Raises:
     ValueError: the tokenizer has another number of tokens.
@@ -146,15 +144,15 @@ def save(path: str | os.PathLike[str], store: Datastore,
 
 
 def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
-  """Opens a datastore; its arrays are maps of the file.
+  """Opens a datastore; its arrays are mapped from the file.
 
   Args:
-    path: of a file of `save`.
-    tokenizer: of the target.
+    path: file of `save`.
+    tokenizer: tokenizer of the target.
 
   Raises:
-    ValueError: there is no such file, it is no datastore or not whole, or it
-      holds the tokens of another tokenizer.
+    ValueError: the file is missing, damaged or not a datastore, or its tokens
+      are from another tokenizer.
   """
   path = pathlib.Path(path)
   header = _header(path)
@@ -176,7 +174,8 @@ def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
 
 
 def tokenizer_fingerprint(tokenizer: ReadsText) -> str:
-  """A short hash of the bytes of every token and of the special tokens."""
+  """Returns a short hash of the bytes of all tokens and of the special tokens.
+  """
   texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
   special = getattr(tokenizer, "special_tokens", {})
   return fingerprint(

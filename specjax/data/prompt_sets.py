@@ -35,19 +35,22 @@ _TEST = re.compile(r"(^|[/_])tests?([/_.]|$)")  # test/, idle_test/, test_x.py
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSet:
-  """What a published set is called, and where in it the prompts lie.
+  """Published prompt set and the location of its prompts.
 
   Attributes:
-    name: its key in `PROMPT_SETS`.
-    title: its name in papers.
-    fields: of a record, in order of preference. A dot leads into an object; of
-      a list of turns the user's first is taken, see `prompts.users_turn`.
-    endings: of its files. JSON is one list of records or a record a line, CSV
-      has a header, and of other text a line is a prompt.
-    hf_id: of the Hugging Face dataset, with its `hf_config`, `hf_split` and
-      `hf_revision`; None if no copy is known.
-    published: where the file is, if there is no Hugging Face dataset.
-    shipped: the prompts, of a set that needs no file.
+    name: key in `PROMPT_SETS`.
+    title: name in papers.
+    fields: fields of a record, in order of preference. A dot selects a key of
+      an object. From a list of turns, the user's first turn is taken, see
+      `prompts.users_turn`.
+    endings: file endings. JSON is a list of records or one record per line, CSV
+      has a header, and other files have one prompt per line.
+    hf_id: name of the Hugging Face dataset, or None.
+    hf_config: configuration of the dataset.
+    hf_split: split of the dataset.
+    hf_revision: revision of the dataset.
+    published: location of the file if there is no Hugging Face dataset.
+    shipped: prompts of a set that needs no file.
   """
 
   name: str
@@ -114,15 +117,15 @@ EMBEDDED = tuple(_SOURCES)
 
 
 def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
-  """The prompts of a published set, in the file's order, blank ones dropped.
+  """Returns the prompts of a published set, without blank ones.
 
   Args:
-    name: a key of `PROMPT_SETS`.
-    path: of a file in the set's published format; None takes what ships with
-      specjax, or reads it from Hugging Face (needs the package `datasets`).
+    name: key in `PROMPT_SETS`.
+    path: file in the set's published format. None: the bundled prompts, or the
+      Hugging Face dataset (needs the package `datasets`).
 
   Raises:
-    ValueError: there is no such set or file, or it is not what it should be.
+    ValueError: there is no such set or file, or its format is wrong.
   """
   if name not in PROMPT_SETS:
     raise ValueError(f"no prompt set {name!r}; there are "

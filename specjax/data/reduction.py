@@ -1,4 +1,4 @@
-"""A smaller vocabulary out of a large one: its most frequent tokens."""
+"""Reduction of a vocabulary to its most frequent tokens."""
 
 import json
 from typing import Any
@@ -11,21 +11,20 @@ from specjax.data.tokenizers import Tokenizer
 
 
 def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
-  """The tokenizer with its `size` most useful tokens, and new ids.
+  """Returns the tokenizer with its `size` most frequent tokens and new ids.
 
-  Kept are the special tokens, those that no merge makes (of a byte-level
-  vocabulary, the bytes: every text can still be written), and then the most
-  frequent ones, each with the tokens that it is merged from. Ids stay in the
-  order of the old ones.
+  It contains the special tokens, the tokens that no merge produces (the bytes
+  of a byte-level vocabulary), and the most frequent others with the tokens that
+  they are merged from. The order of ids is preserved.
 
   Args:
-    tokenizer: of byte-pair encoding.
-    counts: `[V]`, how often each token was seen.
-    size: tokens to keep.
+    tokenizer: tokenizer of byte-pair encoding.
+    counts: `[V]`, count of each token.
+    size: number of tokens in the result.
 
   Raises:
     ValueError: the tokenizer is of another kind, or `size` is less than the
-      tokens that have to be kept.
+      number of required tokens.
   """
   spec = json.loads(tokenizer.backend.to_str())
   if spec["model"]["type"] != "BPE":

@@ -1,4 +1,4 @@
-"""What bytes a token stands for, read off the tokenizer's decoder."""
+"""Bytes of tokens, from the tokenizer's decoder."""
 
 from collections.abc import Callable
 from collections.abc import Container

@@ -1,8 +1,7 @@
-"""What a directory says of its tokenizer.
+"""Reader of a tokenizer directory.
 
-`tokenizer.json` has the vocabulary and the rules. Which of its tokens begin
-and end a sequence, and how a conversation is written, is told by the files
-beside it; those of Hugging Face's are read as transformers reads them.
+`tokenizer.json` has the vocabulary and the rules. Begin and end tokens and the
+chat template are in the other files, which are read as transformers does.
 """
 
 from collections.abc import Iterator
@@ -26,17 +25,17 @@ _BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # read, and never written here
 
 def read(path: str | os.PathLike[str]
          ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-  """Reads a `tokenizer.json` and what lies beside it.
+  """Reads a `tokenizer.json` and the other files of its directory.
 
   Args:
-    path: of the file, or of a directory that has it.
+    path: path of the file or its directory.
 
   Returns:
     The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
 
   Raises:
-    ValueError: there is none, a file is broken, or the others name a token
-      that it has not.
+    ValueError: there is no tokenizer, a file is damaged, or a file names an
+      unknown token.
   """
   path = pathlib.Path(path)
   file = path / "tokenizer.json" if path.is_dir() else path
@@ -87,10 +86,10 @@ def check_alone(directory: pathlib.Path) -> None:
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-  """Those of a tokenizer that `tokenizers.train` made; none of others.
+  """Returns the conventions of `tokenizers.train`; empty for other tokenizers.
 
-  Its one special token, `<|endoftext|>`, stands before every document and ends
-  every sequence.
+  The only special token, `<|endoftext|>`, begins every document and ends every
+  sequence.
   """
   special = [token for token, added
              in backend.get_added_tokens_decoder().items() if added.special]

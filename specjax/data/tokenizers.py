@@ -174,19 +174,18 @@ class Tokenizer:
 
   def encode(self, text: str, bos: bool = True, special: bool = False
              ) -> list[int]:
-    """Token ids of a text.
+    """Returns the token ids of a text.
 
     Args:
-      text: to encode.
-      bos: put the beginning-of-sequence token before it where the files do
-        (`adds_bos`). A text of no token gets it from every tokenizer that has
-        one, for no model predicts from nothing.
-      special: read special tokens from the text, for text that is trusted. One
-        `bos` that the text begins with is enough.
+      text: text to encode.
+      bos: whether to prepend the beginning-of-sequence token if the files do
+        (`adds_bos`). An empty sequence always gets it if the tokenizer has one.
+      special: whether to read special tokens from the text. Use it only for
+        trusted text. An initial `bos` in the text is not repeated.
 
     Raises:
-      ValueError: a character of the text is a special token, to the tokenizer,
-        or half of one.
+      ValueError: a character of the text is a special token, or is not valid
+        UTF-8.
     """
     token_bytes.check_text(text)
     if special:
@@ -200,7 +199,7 @@ class Tokenizer:
     return ids
 
   def decode(self, ids: ArrayLike) -> str:
-    """The text of `ids`; bytes that are not UTF-8 come out replaced."""
+    """Returns the text of `ids`; invalid UTF-8 is replaced."""
     ids = np.asarray(ids).tolist()
     return self.backend.decode(ids, skip_special_tokens=True)
 
@@ -263,7 +262,7 @@ class Tokenizer:
     return self._bytes[token] if token < self.vocab_size else b""
 
   def same_tokens(self, other: "Tokenizer") -> bool:
-    """Whether each id has the same bytes and the same special token."""
+    """Returns True if all ids have equal bytes and special tokens."""
     return (self._bytes == other._bytes
             and self.special_tokens == other.special_tokens)
 

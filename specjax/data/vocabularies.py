@@ -26,11 +26,10 @@ NO_TOKEN = -1
 
 
 class ReadsText(Protocol):
-  """What is asked of a tokenizer; `specjax.data.Tokenizer` has it.
+  """Interface of a tokenizer; `specjax.data.Tokenizer` implements it.
 
-  Optional: `adds_bos`, whether `bos` stands before every text (default: it
-  does where there is one), and `backend`, a `tokenizers.Tokenizer`, whose names
-  of special tokens are compared.
+  Optional: `adds_bos`, whether `bos` begins every sequence (default: True), and
+  `backend`, a `tokenizers.Tokenizer` with names of special tokens.
   """
 
   bos: int | None
@@ -49,12 +48,12 @@ class ReadsText(Protocol):
 
 def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
                   ) -> list[int] | None:
-  """Token ids that spell `data`, each as long as can be; None: none do.
+  """Returns ids that spell `data` by greedy longest match, or None.
 
   Args:
-    data: the text.
-    ids: from the bytes of tokens to ids.
-    longest: bytes of the longest token.
+    data: bytes to spell.
+    ids: ids by the bytes of tokens.
+    longest: number of bytes of the longest token.
   """
   found, start = [], 0
   while start < len(data):
@@ -226,17 +225,17 @@ class VocabularyMap:
 def map_vocabularies(drafter: ReadsText, target: ReadsText,
                      draft_size: int | None = None,
                      target_size: int | None = None) -> VocabularyMap:
-  """The map between the vocabularies of two tokenizers.
+  """Returns the map between the vocabularies of two tokenizers.
 
   Args:
-    drafter: the tokenizer of the drafter's model.
-    target: the target's.
-    draft_size: D, `vocab_size` of the drafter's model, which may have unused
-      ids; default: the tokenizer's.
-    target_size: V, likewise.
+    drafter: tokenizer of the draft model.
+    target: tokenizer of the target.
+    draft_size: D, `vocab_size` of the draft model, which may have unused ids;
+      default: the tokenizer's.
+    target_size: V, `vocab_size` of the target; default: the tokenizer's.
 
   Raises:
-    ValueError: they have no token in common.
+    ValueError: the vocabularies have no common token.
 
   Example:
     >>> from specjax import testing

@@ -38,18 +38,16 @@ _MATRICES = {"kernel": 0, "head": 0, "embedding": 1}  # name: axis of the inputs
 
 @struct.dataclass
 class QuantizedMatrix:
-  """`values * scales`, repeated along the groups of inputs.
+  """Matrix `values * scales`, with scales repeated along the groups of inputs.
 
-  It stands for the array where a `Transformer` reads one: `shape`, `dtype`,
-  `T`, rows by index, and `product`.
+  It replaces the array where a `Transformer` reads one: `shape`, `dtype`, `T`,
+  rows by index, and `product`.
 
   Attributes:
-    values: int8 or int4, of the matrix's shape: of a kernel `[D, *outputs]`, of
-      an embedding `[V, D]`.
-    scales: of its dtype; the axis of the inputs has one for every group.
-    axis: of the inputs D, 0 or 1.
-    turned: whether it stands for the transposed matrix, as a head that is tied
-      to an embedding does.
+    values: int8 or int4 `[D, *outputs]` of a kernel, `[V, D]` of an embedding.
+    scales: scales in the dtype of the matrix, one per group on the input axis.
+    axis: axis of the inputs D, 0 or 1.
+    turned: whether the matrix is transposed, as for a tied head.
   """
 
   values: jax.Array
@@ -68,11 +66,11 @@ class QuantizedMatrix:
 
   @property
   def T(self) -> "QuantizedMatrix":  # pylint: disable=invalid-name
-    """The transposed matrix, as it lies."""
+    """Returns the transposed matrix without copying it."""
     return self.replace(turned=not self.turned)
 
   def __getitem__(self, index: Any) -> jax.Array:
-    """Rows, or other parts, of the matrix as floats."""
+    """Returns rows, or other parts, of the matrix as floats."""
     if self.turned or self.axis == 0 or isinstance(index, tuple):
       return self.widened()[index]
     values, scales = self.values[index], self.scales[index]  # of an embedding
@@ -82,12 +80,12 @@ class QuantizedMatrix:
     return self.widened()
 
   def widened(self) -> jax.Array:
-    """The matrix as floats."""
+    """Returns the matrix as floats."""
     wide = _widened(self.values, self.scales, self.axis)
     return wide.T if self.turned else wide
 
   def product(self, x: jax.Array) -> jax.Array:
-    """`[B, S, D]` -> `[B, S, *outputs]`, summed in float32 at least."""
+    """Returns `[B, S, *outputs]` of `[B, S, D]`, summed in float32 or wider."""
     if self.axis != int(self.turned):
       return x @ self.widened()  # the inputs of an output share no scale
     values, scales = self.values, self.scales
@@ -224,11 +222,11 @@ def _divisor(number: int, most: int) -> int:
 
 def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
              ) -> dict[str, Any]:
-  """A copy of a Transformer's parameters with matrices of few bits.
+  """Returns a quantised copy of a Transformer's parameters.
 
-  Kernels, embedding and head are quantised; norms, biases, learned positions
-  and look-ahead embeddings, a few rows, are shared with the model. A tied
-  embedding has its scales as the head needs them, along its width.
+  Kernels, embedding and head are quantised. Norms, biases, learned positions
+  and look-ahead embeddings are shared with the model. The scales of a tied
+  embedding are along its width, as the head requires.
 
     >>> params = {"kernel": jnp.array([[0.1, -3.5], [0.7, 0.6]])}
     >>> copy = quantize(params, bits=4)["kernel"]
@@ -240,14 +238,14 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
      [ 0.7  0.5]]
 
   Args:
-    params: of a `models.Transformer`.
+    params: parameters of a `models.Transformer`.
     bits: 8 or 4.
-    group: inputs that share a scale; a divisor of the inputs of every matrix.
-      None: all inputs of an output channel do.
+    group: number of inputs that share a scale, a divisor of the inputs of every
+      matrix. None: one scale per output channel.
 
   Raises:
     ValueError: `bits` or `group` is out of range, there is no matrix, or the
-      parameters are quantised already.
+      parameters are already quantised.
   """
   if bits not in BITS:
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
@@ -304,14 +302,15 @@ def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
 
 
 def num_bytes(params: Any) -> int:
-  """Bytes of a tree of arrays, half of one for a number of 4 bits."""
+  """Returns the bytes of a tree of arrays; a 4-bit number counts half a byte.
+  """
   return sum(
       -(-x.size // 2) if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
       for x in jax.tree.leaves(params))
 
 
 def relative_error(params: Any, copy: Any) -> float:
-  """|copy - params| / |params| of all matrices together (Frobenius norm)."""
+  """Returns |copy - params| / |params| over all matrices (Frobenius norm)."""
   pairs = [(x, y) for x, y in zip(
       jax.tree.leaves(params), jax.tree.leaves(copy, is_leaf=_is_quantized))
            if _is_quantized(y)]

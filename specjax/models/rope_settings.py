@@ -1,8 +1,8 @@
-"""Rotary positions as published configurations describe them.
+"""Rotary positions of published configurations.
 
-The formulas are those of transformers, so that the same keys give the same
-frequencies. "dynamic" frequencies are plain ones up to the model's length, and
-longer texts are refused, so nothing is left of it.
+The formulas are from transformers, so equal keys give equal frequencies.
+"dynamic" frequencies are unscaled up to the model's length, and longer
+sequences are refused, so "dynamic" is read as unscaled.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def read_rope(keys: Keys, theta: str = "rope_theta",
               fraction: str | None = None) -> dict[str, Any]:
-  """The fields of `TransformerConfig` about positions.
+  """Returns the fields of `TransformerConfig` about positions.
 
   Args:
-    keys: of the configuration; those of transformers 5 (`rope_parameters`) and
-      before (`rope_scaling`), or both where they agree.
-    theta: the key of the base beside them.
-    fraction: that of the rotated share of a head, where there is one.
+    keys: keys of the configuration: `rope_parameters` (transformers 5),
+      `rope_scaling` (earlier), or both if they agree.
+    theta: name of the key of the base.
+    fraction: name of the key of the rotated share of a head, if there is one.
 
   Raises:
-    ValueError: a kind of scaling or one of its keys is not known, or a key has
+    ValueError: the type of scaling or one of its keys is unknown, or a key has
       two values.
   """
   given = _merged(keys, {name: keys.mapping(name) for name in (
@@ -181,7 +181,7 @@ _KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
 
 
 def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
-  """`rope_scaling` of a configuration: `read_rope` backwards."""
+  """Returns `rope_scaling` of a configuration, the inverse of `read_rope`."""
   s = c.rope_scaling
   if s is None:
     return None

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864) and their stretchings."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864) and their scaling."""
 
 import dataclasses
 import math
@@ -13,27 +13,27 @@ _KINDS = ("linear", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """How rotary frequencies are stretched for texts longer than first trained.
+  """Scaling of rotary frequencies for sequences longer than in first training.
 
   Attributes:
-    kind: "linear" divides all frequencies by `factor` (position
-      interpolation, arXiv:2306.15595); "llama3" only the slow ones, smoothly
-      (Llama 3.1); "yarn" by a ramp over the dimensions (YaRN,
-      arXiv:2309.00071, section 3.2); "longrope" each by its own number
-      (LongRoPE, arXiv:2402.13753).
-    factor: how much longer texts may be.
-    original_length: longest sequence of the first training, in tokens; of
+    kind: "linear" divides all frequencies by `factor` (position interpolation,
+      arXiv:2306.15595); "llama3" divides slow ones, smoothly (Llama 3.1);
+      "yarn" uses a ramp over the dimensions (YaRN, arXiv:2309.00071, section
+      3.2); "longrope" has a divisor per frequency (LongRoPE,
+      arXiv:2402.13753).
+    factor: ratio of the new to the original length.
+    original_length: longest sequence of the first training, in tokens, for
       "llama3" and "yarn".
-    low_frequency_factor: of "llama3": wavelengths above original_length / this
-      are divided by `factor`.
-    high_frequency_factor: of "llama3": wavelengths below original_length / this
-      stay.
-    beta_fast: of "yarn": dimensions that turn more often than this over
-      original_length stay.
-    beta_slow: of "yarn": dimensions that turn less often are divided.
-    truncate: of "yarn": whether the ends of its ramp are whole dimensions.
-    attention_factor: cosines and sines are multiplied by it.
-    factors: of "longrope": a divisor for every frequency.
+    low_frequency_factor: "llama3" divides wavelengths above original_length /
+      low_frequency_factor by `factor`.
+    high_frequency_factor: "llama3" keeps wavelengths below original_length /
+      high_frequency_factor.
+    beta_fast: "yarn" keeps dimensions with more rotations than this over
+      original_length.
+    beta_slow: "yarn" divides dimensions with fewer rotations than this.
+    truncate: whether "yarn" rounds the ends of its ramp to integers.
+    attention_factor: factor on cosines and sines.
+    factors: divisor of every frequency, for "longrope".
   """
 
   kind: str
@@ -63,12 +63,12 @@ class RopeScaling:
 
 def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
                 ) -> np.ndarray:
-  """`[dims / 2]` float64: radians a position, of each pair of dimensions.
+  """Returns `[dims / 2]` float64, radians per position of each pair.
 
   Args:
-    dims: rotated dimensions of a head, even.
-    theta: the base.
-    scaling: None: theta^(-2i / dims).
+    dims: number of rotated dimensions of a head, even.
+    theta: base.
+    scaling: scaling of the frequencies. None: theta^(-2i / dims).
 
   Raises:
     ValueError: "longrope" has another number of factors.
@@ -110,30 +110,29 @@ def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
 def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
                       scale: float = 1.0, dtype: Any = jnp.float32
                       ) -> jax.Array:
-  """`[2, B, S, half]`, of the angles of some positions: for a whole pass.
+  """Returns `[2, B, S, half]`, cosines and sines of the angles.
 
   Args:
-    positions: `[B, S]`.
+    positions: `[B, S]`, positions of the tokens.
     frequency: `[half]`, see `frequencies`.
-    scale: they are multiplied by it.
-    dtype: of the result.
+    scale: factor on the result.
+    dtype: dtype of the result.
   """
   angle = positions[..., None].astype(dtype) * jnp.asarray(frequency, dtype)
-  # By a product with a diagonal, whose result is kept: XLA has cosines computed
-  # anew by each operation that reads them, for every head and layer, which
-  # takes 5 to 8 % of a pass on a CPU.
+  # The product with a diagonal makes XLA store the result. Otherwise each
+  # operation computes the cosines again, 5 to 8 % of a pass on a CPU.
   return jnp.tensordot(jnp.stack([jnp.cos(angle), jnp.sin(angle)]),
                        scale * jnp.eye(len(frequency), dtype=dtype), 1,
                        precision=jax.lax.Precision.HIGHEST)
 
 
 def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
-  """Turns the first dimensions of every head, pair (i, i + half) together.
+  """Rotates the first dimensions of every head in pairs (i, i + half).
 
   Args:
-    x: `[B, S, H, D]`.
-    table: `[2, B, S, half]`, of `cosines_and_sines`; dimensions from 2 * half
-      on stay.
+    x: `[B, S, H, D]`, queries or keys.
+    table: `[2, B, S, half]`, see `cosines_and_sines`. Dimensions from 2 * half
+      are unchanged.
   """
   dtype, half = table.dtype, table.shape[-1]
   cos, sin = table[:, :, :, None]

@@ -1,4 +1,4 @@
-"""Safetensors files, read and written one tensor at a time."""
+"""Reader and writer of safetensors files, one tensor at a time."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -77,13 +77,12 @@ def rows_at_once(size: int) -> int:
 
 
 def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of a safetensors file.
+  """Returns the tensors of a safetensors file.
 
-  Only the header is read. A tensor is mapped into memory while it is in use,
-  and its pages are given back with it.
+  Only the header is read. A tensor is mapped into memory while it is in use.
 
   Raises:
-    ValueError: the file is truncated, a Git LFS pointer, or no safetensors
+    ValueError: the file is truncated, a Git LFS pointer, or not a safetensors
       file.
   """
   check_downloaded(path)
@@ -133,7 +132,7 @@ def _header(path: pathlib.Path, text: bytes) -> dict[str, Any]:
 
 def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
            dtype: np.dtype) -> np.ndarray:
-  """Numbers as they stand in a file; their pages go with the array."""
+  """Returns an array that is mapped from a file."""
   size = math.prod(shape) * dtype.itemsize
   if not size:
     return np.zeros(shape, dtype)
@@ -142,10 +141,10 @@ def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
 
 
 def float_dtype(dtype: Any) -> np.dtype:
-  """The dtype that weights are asked for in.
+  """Returns the dtype of weights.
 
   Raises:
-    ValueError: weights in it would be whole numbers.
+    ValueError: the dtype is not a floating-point dtype.
   """
   try:
     dtype = np.dtype(dtype)
@@ -160,15 +159,15 @@ def float_dtype(dtype: Any) -> np.dtype:
 
 
 def check_float(source: str, name: str, tensor: StoredTensor) -> None:
-  """Refuses weights of whole numbers, whose scales nobody would apply.
+  """Refuses integer weights, whose scales would be ignored.
 
   Args:
-    source: the file's name for errors.
-    name: the name of the tensor.
+    source: name of the file in errors.
+    name: name of the tensor.
     tensor: the weights.
 
   Raises:
-    ValueError: the weights are whole numbers.
+    ValueError: the weights are integers.
   """
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
@@ -177,10 +176,10 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
 
 
 def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
-  """Weights in the dtype that they are stored in; None: in theirs.
+  """Returns weights in `dtype`; None keeps their dtype.
 
   Raises:
-    ValueError: the dtype does not hold them.
+    ValueError: a weight overflows.
   """
   if dtype is None:
     return x
@@ -195,13 +194,13 @@ def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def check_arrays(params: Mapping[str, Any]) -> None:
-  """Refuses parameters that no file holds, such as those of `quantize`.
+  """Refuses parameters that are not arrays, such as those of `quantize`.
 
   Args:
-    params: by name.
+    params: parameters by name.
 
   Raises:
-    ValueError: one is no array.
+    ValueError: a parameter is not an array.
   """
   for name, x in params.items():
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -213,12 +212,12 @@ def check_arrays(params: Mapping[str, Any]) -> None:
 def write_safetensors(path: str | os.PathLike[str],
                       kinds: Mapping[str, tuple[tuple[int, ...], np.dtype]],
                       arrays: Iterable[np.ndarray]) -> None:
-  """Writes a safetensors file, whole or not at all.
+  """Writes a safetensors file atomically.
 
   Args:
-    path: of the file.
+    path: path of the file.
     kinds: shape and dtype of each tensor, by name.
-    arrays: the tensors in this order; one at a time is asked for.
+    arrays: tensors in this order, consumed one at a time.
   """
   codes = {np.dtype(value): key for key, value in DTYPES.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0

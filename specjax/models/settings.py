@@ -1,4 +1,4 @@
-"""From the keys of published configurations to those of `TransformerConfig`."""
+"""Readers from published configuration keys to `TransformerConfig` fields."""
 
 from typing import Any
 

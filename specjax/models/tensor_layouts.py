@@ -1,12 +1,11 @@
-"""Where the numbers of a parameter stand in the tensors of a file.
+"""Layouts of parameters in the tensors of files.
 
-A layout takes a parameter, as an array, to views of it: for each tensor of the
-file those that stand in it one after another, along its rows. Loading writes
-through these views, exporting reads them, and the shapes of the tensors are
-theirs, so that the three cannot differ.
+A layout maps a parameter to views of it: for each tensor of the file, the views
+that it stores one after another along its rows. Loading writes through these
+views, export reads them, and they determine the shapes of the tensors.
 
 Kernels are `[D, K, G + 2, H]` (query, key and value), `[D, 2, F]` (gate and up)
-or `[in, out]`; files have outputs along the rows, `[out, in]`.
+or `[in, out]`; files store `[out, in]`.
 """
 
 from collections.abc import Callable
@@ -28,13 +27,13 @@ Views = list[list[np.ndarray]]
 
 
 def as_it_is(c: TransformerConfig, x: np.ndarray) -> Views:
-  """One tensor like the parameter."""
+  """Stores the parameter unchanged in one tensor."""
   del c
   return [[x]]
 
 
 def turned(c: TransformerConfig, x: np.ndarray) -> Views:
-  """One tensor `[out, in]`."""
+  """Stores the transpose `[out, in]` in one tensor."""
   del c
   return [[x.T]]
 
@@ -50,24 +49,24 @@ def _query_key_value(c: TransformerConfig, x: np.ndarray
 
 
 def apart(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Query, key and value in three tensors."""
+  """Stores query, key and value in three tensors."""
   return [[part] for part in _query_key_value(c, x)]
 
 
 def stacked(c: TransformerConfig, x: np.ndarray) -> Views:
-  """All queries, all keys and all values in one tensor."""
+  """Stores all queries, keys and values in one tensor."""
   return [[*_query_key_value(c, x)]]
 
 
 def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
-  """For each head its query, key and value, in one tensor (GPT-NeoX)."""
+  """Stores query, key and value per head in one tensor (GPT-NeoX)."""
   if x.ndim == 1:
     return [[x]]
   return [[np.moveaxis(x, 0, -1)]]
 
 
 def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Like `apart`, but rotated pairs stand side by side (GGUF of Llama)."""
+  """Stores as `apart`, with rotated pairs interleaved (GGUF of Llama)."""
   def pairs(part: np.ndarray) -> np.ndarray:
     halves = part.reshape(*part.shape[:2], 2, c.head_dim // 2, *part.shape[3:])
     return halves.swapaxes(2, 3)
@@ -83,24 +82,24 @@ def _gate_and_up(c: TransformerConfig, x: np.ndarray
 
 
 def gate_apart(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Gate and up in two tensors."""
+  """Stores gate and up in two tensors."""
   return [[part] for part in _gate_and_up(c, x)]
 
 
 def gate_stacked(c: TransformerConfig, x: np.ndarray) -> Views:
-  """All of the gate and then all of up, in one tensor."""
+  """Stores gate, then up, in one tensor."""
   return [[*_gate_and_up(c, x)]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """How a file holds a module's parameters.
+  """Storage of a module's parameters in a file.
 
   Attributes:
-    names: of the tensors, with `{i}` for the layer, without `.weight`.
-    layout: what stands where in them.
-    inputs_first: its matrices are `[in, out]` (GPT-2).
-    offset: what was added before it was stored.
+    names: names of the tensors without `.weight`, with `{i}` for the layer.
+    layout: layout of the parameter in the tensors.
+    inputs_first: whether matrices are `[in, out]` (GPT-2).
+    offset: number that was added before storing.
   """
 
   names: tuple[str, ...]
@@ -111,7 +110,7 @@ class Stored:
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
              ) -> list[tuple[int, ...]]:
-    """Of the tensors that hold a parameter of `shape`."""
+    """Returns the shapes of the tensors of a parameter of `shape`."""
     stand_in = np.broadcast_to(np.zeros((), np.bool_), shape)
     return [self._shape(views, len(shape) > 1)
             for views in self.layout(config, stand_in)]
@@ -144,7 +143,7 @@ class Stored:
 
   def split(self, config: TransformerConfig, x: np.ndarray
             ) -> list[np.ndarray]:
-    """The tensors that hold the parameter `x`: `join` backwards."""
+    """Returns the tensors of the parameter `x`, the inverse of `join`."""
     tensors = []
     for views in self.layout(config, x):
       columns = (-1, views[0].shape[-1]) if x.ndim > 1 else (-1,)

@@ -1,8 +1,8 @@
-"""What the tensors of each architecture are called, and how they are stored.
+"""Tables of tensor names per architecture.
 
-The tables go from the path of a module of `Transformer`, with `{i}` for the
-layer, to a `Stored`. Hugging Face's names are those without the prefix of the
-base model (`model.`, `transformer.`, `gpt_neox.`), which not all files have.
+A table maps the path of a module of `Transformer`, with `{i}` for the layer, to
+a `Stored`. Hugging Face names omit the prefix of the base model (`model.`,
+`transformer.`, `gpt_neox.`), which some files lack.
 """
 
 import dataclasses

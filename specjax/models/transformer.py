@@ -1,8 +1,8 @@
-"""One decoder in Flax Linen for many published architectures.
+"""Decoder in Flax Linen for many published architectures.
 
-What differs between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
-OLMo-2 is data of its `TransformerConfig`; the defaults are Llama's. The cache
-is passed in and out; the module holds no state.
+Differences between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
+OLMo-2 are fields of `TransformerConfig`; the defaults are Llama's. The cache is
+an argument and a result; the module has no state.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.utils.fields import check_divisible
 
-# How a mesh splits a matrix: which of its axes.
+# Axes of each matrix that a mesh splits.
 _SPLITS = {
     "embedding": (True, False), "head": (False, True),
     "qkv": (False, True, False, False),
@@ -36,7 +36,7 @@ _REPLICATED = ("scale", "bias", "positions", "lookahead")  # a few rows
 
 
 class TransformerModule(nn.Module):
-  """The Linen module; `Transformer` is the callable that the loop takes."""
+  """Linen module behind `Transformer`."""
 
   config: TransformerConfig
   sublayers: Sublayers | None = None  # None: a whole pass
@@ -77,10 +77,10 @@ class TransformerModule(nn.Module):
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
                 ) -> jax.Array:
-    """`[B, S, D]`, the residual stream before the first layer."""
+    """Returns `[B, S, D]`, the residual stream before the first layer."""
     c = self.config
     if c.lookahead:
-      # A table of its own: nothing of the large one is copied.
+      # A separate table avoids a copy of the large one.
       extra = layers.parameter(
           self, "lookahead", nn.initializers.normal(0.02),
           (c.lookahead, c.width))
@@ -100,12 +100,12 @@ class TransformerModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Transformer(Model):
-  """A decoder as a `Model`: hashable by value, weights are an argument.
+  """Decoder as a `Model`, hashable by value; weights are an argument.
 
   Attributes:
-    config: the shape of the decoder.
-    cache: the class of its cache, with a constructor like `KVCache.empty` and
-      the methods of `specjax.interfaces.Cache`.
+    config: configuration of the decoder.
+    cache: class of the cache, with a constructor like `KVCache.empty` and the
+      methods of `specjax.interfaces.Cache`.
   """
 
   config: TransformerConfig
@@ -124,13 +124,13 @@ class Transformer(Model):
     return self.cache.slack
 
   def init(self, key: jax.Array) -> dict[str, Any]:
-    """Random float32 parameters."""
+    """Returns random float32 parameters."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     return TransformerModule(self.config).init(key, tokens)["params"]
 
   def init_cache(self, params: Any, batch: int, capacity: int,
                  layers: int | None = None) -> Cache:
-    """An empty cache in the parameters' dtype, of all layers or as many."""
+    """Returns an empty cache in the dtype of the parameters."""
     c = self.config
     return self.cache.empty(
         layers=c.layers if layers is None else layers, batch=batch,
@@ -141,7 +141,7 @@ class Transformer(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: Cache | None = None) -> ModelOutput:
-    """One pass, as in `Model`.
+    """Runs one pass, see `Model`.
 
     Without `depths` and `ancestors` the tokens are a chain; without a cache
     they have no past.
@@ -154,38 +154,35 @@ class Transformer(Model):
           ancestors: jax.Array | None = None, cache: Cache | None = None, *,
           hidden: jax.Array | None = None, keep: jax.Array | None = None
           ) -> ModelOutput:
-    """A pass through some of the layers, as if there were no others.
+    """Runs some sublayers, as if there were no others.
 
-    Several such passes make a whole one: what one of them returns as `hidden`
-    and `cache`, the next one takes. A cache may have a block of keys and values
-    in some layers and none, or a shorter one, in others; before it commits the
-    block every layer must have all of it.
+    Several such passes form a full one: `hidden` and `cache` of one pass are
+    arguments of the next. Before the cache commits a block, every layer must
+    have all of its keys and values.
 
     Args:
-      params: of the whole model.
-      sublayers: what is run, `Sublayers.between(a, b)` for whole layers.
-      tokens: `[B, S]` int32; None where `hidden` is given.
-      depths: as in `Model`.
-      ancestors: as in `Model`.
-      cache: as in `Model`.
-      hidden: `[B, S, D]`, the residual stream to go on with, before any norm,
-        in place of the tokens.
-      keep: `[L, 2]` or `[L, 2, B]`, factors of what each attention and each MLP
-        adds to the stream. A factor of 0 leaves it out as data: one program
-        serves all choices, and no time is saved.
+      params: parameters of the full model.
+      sublayers: sublayers to run, `Sublayers.between(a, b)` for full layers.
+      tokens: `[B, S]` int32; None if `hidden` is given.
+      depths: depths of the tokens, see `Model`.
+      ancestors: ancestor mask, see `Model`.
+      cache: cache, see `Model`.
+      hidden: `[B, S, D]`, residual stream before any norm, in place of tokens.
+      keep: `[L, 2]` or `[L, 2, B]`, factors on the outputs of attention and
+        MLP. A factor of 0 skips a sublayer without saving time.
 
     Returns:
-      `logits` of the final norm and the LM head on what the last layer
-      returned; `hidden` is that, `[B, S, D]` and not normed.
+      `logits` from final norm and LM head on the output of the last layer;
+      `hidden` is this output, `[B, S, D]`, without the norm.
     """
     return TransformerModule(self.config, sublayers).apply(
         {"params": params}, tokens, depths, ancestors, cache, hidden, keep)
 
   def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
-    """`[B, K, V]`, the rows `at [B, K]` of the logits of a pass.
+    """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass.
 
-    Where no other row is used, no other row is computed.
+    Other positions are not computed if nothing else reads them.
     """
     if FINAL not in (self.config.features or (FINAL,)):
       return jnp.take_along_axis(output.logits, at[..., None], axis=1)
@@ -196,17 +193,17 @@ class Transformer(Model):
     return layers.logits(hidden, head, self.config)
 
   def feature(self, hidden: jax.Array, name: int | str = FINAL) -> jax.Array:
-    """One of the hidden states that `config.features` joins.
+    """Returns one of the hidden states in `config.features`.
 
     Args:
-      hidden: `[..., F]`, of a `ModelOutput`.
-      name: an entry of `config.features`.
+      hidden: `[..., F]`, `hidden` of a `ModelOutput`.
+      name: entry of `config.features`.
 
     Returns:
       `[..., D]`.
 
     Raises:
-      ValueError: the model does not return it.
+      ValueError: the model does not return this state.
     """
     names = self.config.features or (FINAL,)
     if name not in names:
@@ -216,29 +213,27 @@ class Transformer(Model):
     return hidden[..., start:start + self.config.width]
 
   def param_specs(self, axis: str, size: int = 1) -> dict[str, Any]:
-    """How the parameters are split over a mesh axis (arXiv:1909.08053).
+    """Returns the sharding of the parameters on a mesh axis (arXiv:1909.08053).
 
     Query, key and value are split along the key-value heads, gate and up along
     the inner width of the MLP, out and down on their input, embedding and head
-    on the vocabulary, so that a layer needs two all-reduces of the residual
-    stream. Norms, biases, positions and look-ahead embeddings are replicated.
+    on the vocabulary. A layer needs two all-reduces of the residual stream.
+    Norms, biases, positions and look-ahead embeddings are replicated.
 
-    Where there are fewer key-value heads than devices, each device has the
-    keys and values of all: the product that makes them is then split on its
-    input, for one more all-reduce of query, key and value.
+    With fewer key-value heads than devices, every device has all keys and
+    values. Their product is then split on its input, which adds one all-reduce.
 
     Args:
       axis: name of the mesh axis.
-      size: its devices.
+      size: number of devices on the axis.
 
     Returns:
       A tree of `PartitionSpec` like the parameters.
 
     Raises:
-      ValueError: heads, kv_heads, mlp_width or vocab_size is no multiple of
-        `size`; of kv_heads, a divisor of it will do.
-      KeyError: the model has a parameter that this method does not know;
-        replicating it in silence could fill a device.
+      ValueError: heads, kv_heads, mlp_width or vocab_size is not a multiple of
+        `size`; kv_heads may also be a divisor.
+      KeyError: a parameter is unknown.
     """
     few = self.config.kv_heads < size and size % self.config.kv_heads == 0
     for name in ("heads", "width" if few else "kv_heads", "mlp_width",
@@ -261,5 +256,6 @@ class Transformer(Model):
 
 
 def default_dtype() -> Any:
-  """float32 on CPU, whose bfloat16 matrix products are slow; else bfloat16."""
+  """Returns float32 on a CPU, where bfloat16 products are slow, else bfloat16.
+  """
   return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
