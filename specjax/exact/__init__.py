@@ -1,13 +1,11 @@
-"""The exact output law of a verifier, by enumeration of the code that ships.
+"""Proof that a verifier is lossless: its exact output distribution.
 
-A verifier returns the law of its outcome, so nothing has to be sampled: the
-law is evaluated on every draft of a small context-dependent model pair and
-summed, sum_x q(x) * stop * next_token, which is the joint law of everything
-that decoding emits. A rule is lossless on these models iff that equals the
-target's; `Certificate` says what that means for others. Linear programs over
-all couplings and over all valid verifiers give the largest values in one round
-(`optima`) and over several rounds (`several_rounds`). `rounds` has the expected
-number of rounds that a sequence takes, and `duals` has exact bounds.
+A verifier returns the `Law` of its outcome, so no sampling is necessary. The
+law is evaluated on every draft of a small context-dependent pair of models. The
+sum over the drafts, sum_x q(x) * stop * next_token, is the joint distribution
+of all tokens that decoding emits. A rule is lossless on these models iff this
+sum equals the target's distribution. `Certificate` describes the consequences
+for other models.
 """
 
 from specjax.exact import schemes

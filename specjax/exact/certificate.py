@@ -17,7 +17,7 @@ from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
 from specjax.exact.drafts import Drafts
 from specjax.exact.drafts import ended_by
-from specjax.exact.drafts import Kept
+from specjax.exact.drafts import Stop
 from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import KINDS
 from specjax.exact.pairs import random_pair
@@ -134,7 +134,7 @@ def certify(verifier: Verifier | Compiled, *,
             trees: Sequence[Sequence[int]] | None = None,
             schemes: Sequence[str | schemes_lib.Scheme] | None = None,
             thorough: bool = True, at: Sequence[tuple[int, int]] = (),
-            stop: Kept | None = None) -> Certificate:
+            stop: Stop | None = None) -> Certificate:
   """Proves a verifier lossless on small models, or shows a counterexample.
 
   Use at least two vocabularies of 3 or more tokens. With V = 2, or with models
@@ -217,7 +217,7 @@ def certify(verifier: Verifier | Compiled, *,
 
 
 def _is_chain_only(rule: Verifier, drafting: str | None,
-                   stop: Kept | None) -> bool:
+                   stop: Stop | None) -> bool:
   """Returns True if no trees are enumerated by default."""
   return ("chain" in rule.requires or stop is not None
           or drafting not in (None, "autoregressive"))
@@ -342,7 +342,7 @@ def _check_sizes(**sizes: tuple[Sequence[int], int]) -> None:
 
 def _check_settings(kinds: Sequence[str], dtype: str, drafting: str | None,
                     trees: Sequence[Sequence[int]] | None,
-                    stop: Kept | None) -> None:
+                    stop: Stop | None) -> None:
   """Raises `ValueError` if a word is unknown or two settings conflict."""
   if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
     raise ValueError(f"kinds is {kinds!r}; give one or more of "

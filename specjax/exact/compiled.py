@@ -1,5 +1,7 @@
-"""A rule compiled for many drafts, and one draft printed for readers."""
+"""Rules compiled for many drafts, and drafts printed for readers."""
 
+from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -13,17 +15,16 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
-# Compiled once and called thousands of times, whatever XLA_FLAGS says.
+# A program is called thousands of times, so XLA_FLAGS must not slow it down.
 _OPTIMISED = {"xla_backend_optimization_level": "2"}
-_FEW = 8  # a chunk of a small enumeration is so many times smaller
+_FEW = 8  # divisor of the chunk of a small enumeration
 
 
 class Compiled:
-  """A rule as it is now, compiled once for several enumerations.
+  """A rule compiled once for several enumerations.
 
-  Whatever enumerates a rule takes a `Compiled` in its place. Nothing else
-  keeps compiled code: a rule that was changed, or whose class was edited in a
-  notebook, is compiled again.
+  Every function that enumerates a rule also takes a `Compiled`. A bare rule is
+  compiled at each call, so edits of its class in a notebook take effect.
 
   Attributes:
     rule: the verification rule.
@@ -52,38 +53,40 @@ class Compiled:
 
   @classmethod
   def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
-    """The rule itself if it is compiled already."""
+    """Returns the compiled rule."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
 
   def initial_state(self, gamma: int, dtype: str) -> Any:
-    """The state before the first round, or None; floats in `dtype`."""
+    """Returns the state before the first round, or None."""
     return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
                         self.rule.init(gamma))
 
-  def laws(self, drafts, chunk: int, dtype: str
+  def laws(self, drafts: tuple, chunk: int, dtype: str
            ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Returns `stop [n, N]`, `next_token [n, N, V]` and `survival [n, N]`.
 
-    `survival` is None for a rule without its own.
+    `survival` is None unless the rule computes it.
 
     Args:
-      drafts: tokens, parents `[n, N]`, q, p `[n, N, V]`, and the states.
-      chunk: drafts of one call: each size is compiled for itself.
-      dtype: of the numbers handed to the law.
+      drafts: tuple of tokens, parents `[n, N]`, q, p `[n, N, V]` and states.
+      chunk: number of drafts per call; each number compiles one program.
+      dtype: dtype of the numbers passed to the law.
     """
     return _in_chunks(self._law, drafts, chunk, dtype)
 
-  def commits(self, drafts, verdicts: Verdict, chunk: int, dtype: str) -> Any:
-    """The states after the rounds; arguments as in `laws`."""
+  def commits(self, drafts: tuple, verdicts: Verdict, chunk: int, dtype: str
+              ) -> Any:
+    """Returns the states after the rounds; arguments as in `laws`."""
     return _in_chunks(self._commit, (*drafts, verdicts), chunk, dtype)
 
 
-def _in_dtype(x, dtype):
+def _in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
   is_float = jnp.issubdtype(x.dtype, jnp.floating)
   return x.astype(dtype, copy=False) if is_float else x
 
 
-def _in_chunks(function, arguments, chunk, dtype):
+def _in_chunks(function: Callable, arguments: tuple, chunk: int, dtype: str
+               ) -> Any:
   tokens, parents, q, p, *rest = arguments
   arguments = (tokens.astype(np.int32), parents.astype(np.int32),
                q.astype(dtype, copy=False), p.astype(dtype, copy=False), *rest)
@@ -91,8 +94,8 @@ def _in_chunks(function, arguments, chunk, dtype):
   if count <= chunk // _FEW:  # most enumerations are small
     chunk //= _FEW
 
-  def rows(start):
-    """A whole chunk, the last one filled up with the first row."""
+  def rows(start: int) -> tuple:
+    """Returns one chunk; the last one is padded with copies of row 0."""
     missing = max(start + chunk - count, 0)
     return jax.tree.map(lambda x: np.concatenate(
         [x[start:], np.repeat(x[:1], missing, axis=0)]) if missing
@@ -103,19 +106,20 @@ def _in_chunks(function, arguments, chunk, dtype):
     return jax.tree.map(lambda *x: np.concatenate(x)[:count], *results)
 
 
-_TOKENS = 8  # of a large vocabulary that are printed
+_TOKENS = 8  # most tokens printed per row
 
 
 class Example(NamedTuple):
-  """One draft, the two distributions, and the law that the rule returned.
+  """One draft, both distributions, and the rule's law.
 
   Attributes:
-    draft: of N nodes.
-    target_probs: `[N, V]`.
-    law: what the rule returned.
-    node: the node after whose text `obtained` was seen, or None.
-    obtained: `[V]`, the law of the token after that text that decoding emits,
-      over all drafts; the target's is the node's row of `target_probs`.
+    draft: draft tree of N nodes.
+    target_probs: `[N, V]` target distribution after each node.
+    law: the rule's law of this draft.
+    node: node whose context shows the error, or None.
+    obtained: `[V]` distribution of the next token that decoding emits after
+      this context, over all drafts. It should be the node's row of
+      `target_probs`.
   """
 
   draft: Draft
@@ -125,45 +129,48 @@ class Example(NamedTuple):
   obtained: np.ndarray | None = None
 
   def __str__(self):
-    draft, p, law = self.draft, self.target_probs, self.law
-    nodes, vocab = np.shape(p)
-    shown = self._shown(nodes, vocab)
-    row = lambda x: "  ".join(f"{float(x[t]):<9.4g}" for t in shown)
+    nodes, vocab = np.shape(self.target_probs)
+    shown = self._shown(vocab)
     lines = [f"witness: a draft of {nodes - 1} tokens below root "
-             f"{int(draft.tokens[0])}, V = {vocab}",
+             f"{int(self.draft.tokens[0])}, V = {vocab}",
              f"  {'node':36s}{'token':8s}"
              + "  ".join(f"{t:<9d}" for t in shown)]
     for node in range(nodes):
-      token, parent = int(draft.tokens[node]), int(draft.parents[node])
-      name = "root" if not node else f"node {node} below {parent}"
-      q, rows = np.asarray(draft.probs[node]), []
-      if node:
-        padding = not q.any()
-        rows.append(("padding" if padding else "q, drawn from", q))
-      rows.append(("p, the target after it", p[node]))
-      rows.append((f"law: stops with {float(law.stop[node]):.4g}",
-                   law.next_token[node]))
-      for i, (what, values) in enumerate(rows):
-        head = f"{name}: {what}" if not i else f"  {what}"
-        lines.append(f"  {head:36s}{token if not i else '':<8}{row(values)}")
+      lines += self._node(node, shown)
     if self.obtained is not None:
-      text = self._text(self.node)
-      where = "first" if not text else f"after {' '.join(map(str, text))}"
+      tokens = self._path(self.node)
+      where = f"after {' '.join(map(str, tokens))}" if tokens else "first"
       lines += [f"the token that decoding emits {where}, over all drafts:",
-                f"  {'expected, the target':36s}{'':8s}{row(p[self.node])}",
-                f"  {'obtained with the rule':36s}{'':8s}{row(self.obtained)}"]
+                _line("expected, the target", "",
+                      self.target_probs[self.node], shown),
+                _line("obtained with the rule", "", self.obtained, shown)]
     return "\n".join(line.rstrip() for line in lines)
 
-  def _text(self, node):
-    """The tokens on the path to a node, without the root."""
+  def _node(self, node: int, shown: Sequence[int]) -> list[str]:
+    """Returns the lines of one node."""
+    law, rows = self.law, []
+    if node:
+      q = np.asarray(self.draft.probs[node])
+      rows.append(("q, drawn from" if q.any() else "padding", q))
+    rows += [("p, the target after it", self.target_probs[node]),
+             (f"law: stops with {float(law.stop[node]):.4g}",
+              law.next_token[node])]
+    (head, values), *others = rows
+    name = f"node {node} below {int(self.draft.parents[node])}"
+    return [_line(f"{name if node else 'root'}: {head}",
+                  str(int(self.draft.tokens[node])), values, shown),
+            *(_line(f"  {head}", "", x, shown) for head, x in others)]
+
+  def _path(self, node: int) -> list[int]:
+    """Returns the tokens on the path to a node, without the root."""
     tokens = []
     while node > 0:
       tokens.insert(0, int(self.draft.tokens[node]))
       node = int(self.draft.parents[node])
     return tokens
 
-  def _shown(self, nodes, vocab):
-    """The tokens that are printed: all, or those of the draft and farthest."""
+  def _shown(self, vocab: int) -> Sequence[int]:
+    """Returns the printed tokens: all, or the drafted and the farthest ones."""
     if vocab <= _TOKENS:
       return range(vocab)
     drafted = {int(t) for t in self.draft.tokens[1:] if t < vocab}
@@ -174,3 +181,9 @@ class Example(NamedTuple):
     return sorted([*dict.fromkeys([*far[:_TOKENS // 2].tolist(), *drafted,
                                    *far[_TOKENS // 2:_TOKENS].tolist()])
                    ][:_TOKENS])
+
+
+def _line(head: str, token: str, values: np.ndarray, shown: Sequence[int]
+          ) -> str:
+  row = "  ".join(f"{float(values[t]):<9.4g}" for t in shown)
+  return f"  {head:36s}{token:8s}{row}"

@@ -1,8 +1,8 @@
-"""Every draft that may be drawn from some contexts, as arrays.
+"""All possible drafts from some contexts, as arrays.
 
-Contexts of all lengths are numbered in one row: the empty one is 0, and
-context c followed by token x is c V + 1 + x. So q `[contexts, V]`, the rows
-of a `Pair`'s tables one below the other, is indexed by them.
+Contexts of all lengths have one numbering: the empty context is 0, and context
+c followed by token x is c V + 1 + x. These numbers index q `[contexts, V]`, the
+concatenated tables of a `Pair`.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,25 @@ import jax
 import numpy as np
 
 
-def longer(contexts, tokens, vocab_size: int):
-  """The contexts that follow `contexts` with one more token."""
+def longer(contexts: np.ndarray, tokens: np.ndarray, vocab_size: int
+           ) -> np.ndarray:
+  """Returns the numbers of contexts extended by one token."""
   return contexts * vocab_size + 1 + tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-  """Drafts of N nodes, n of them, grown node by node.
+  """Batch of n drafts of N nodes, grown node by node.
 
   A scheme starts from `Drafts.roots` and calls `grow` for every node.
 
   Attributes:
-    starts: `[n]`, which of the given contexts each draft begins at.
-    weights: `[n]`, its probability given that.
-    tokens: `[n, N]`.
-    parents: `[n, N]`, data: they may differ from draft to draft.
-    probs: `[n, N, V]`, the laws that are reported, see `Draft`.
-    contexts: `[n, N]`, the number of every node's context.
+    starts: `[n]` index of the context in which each draft begins.
+    weights: `[n]` probability of each draft in this context.
+    tokens: `[n, N]` token ids.
+    parents: `[n, N]` parents, which can differ between drafts.
+    probs: `[n, N, V]` draft distributions, see `Draft`.
+    contexts: `[n, N]` number of every node's context.
   """
 
   starts: np.ndarray
@@ -42,10 +43,10 @@ class Drafts:
   contexts: np.ndarray
 
   @classmethod
-  def roots(cls, contexts, vocab_size: int) -> "Drafts":
-    """A root at each of `contexts [n]` and nothing below it.
+  def roots(cls, contexts: np.ndarray, vocab_size: int) -> "Drafts":
+    """Returns drafts with a root at each of `contexts [n]` and no other node.
 
-    Its token is the context's last; V - 1, say, is before the empty one.
+    The root's token is the context's last; the empty context has V - 1.
     """
     count = len(contexts)
     last = (np.asarray(contexts) - 1) % vocab_size
@@ -55,17 +56,17 @@ class Drafts:
                probs=np.zeros((count, 1, vocab_size)),
                contexts=np.asarray(contexts)[:, None])
 
-  def rows(self, index) -> "Drafts":
-    """The drafts that `index` picks."""
+  def rows(self, index: np.ndarray) -> "Drafts":
+    """Returns the drafts selected by `index`."""
     return Drafts(**{field.name: getattr(self, field.name)[index]
                      for field in dataclasses.fields(self)})
 
-  def at(self, node):
-    """`[n]`, the contexts of a node; `node` is one number or `[n]`."""
+  def at(self, node: int | np.ndarray) -> np.ndarray:
+    """Returns the contexts `[n]` of a node; `node` is a number or `[n]`."""
     return self.contexts[np.arange(len(self.weights)), node]
 
-  def seen(self, parent):
-    """`[n, V]` bool: tokens that the children of `parent` carry already."""
+  def seen(self, parent: int | np.ndarray) -> np.ndarray:
+    """Returns a mask `[n, V]` of the tokens of the children of `parent`."""
     count, _, vocab_size = self.probs.shape
     child = self.parents == np.reshape(parent, (-1, 1))
     draft, node = np.nonzero(child & self.probs.any(-1))
@@ -73,19 +74,20 @@ class Drafts:
     seen[draft, self.tokens[draft, node]] = True
     return seen
 
-  def first(self, node: int):
-    """`[n]`, the first child of `node`'s parent that carries its token."""
+  def first(self, node: int) -> np.ndarray:
+    """Returns the first siblings `[n]` of `node` with the same token."""
     same = ((self.parents == self.parents[:, node, None])
             & (self.tokens == self.tokens[:, node, None]))
     return np.argmax(same, axis=-1)
 
-  def grow(self, parent, law, probs=None) -> "Drafts":
-    """One more node: every draft becomes one for each token that it may get.
+  def grow(self, parent: int | np.ndarray, law: np.ndarray,
+           probs: np.ndarray | None = None) -> "Drafts":
+    """Adds a node; each draft becomes one draft per possible token.
 
     Args:
-      parent: the new node's parent, one number or `[n]`.
-      law: `[n, V]`, what its token is drawn from; an all-zero row is padding.
-      probs: `[n, V]`, what is reported as its law, where that differs.
+      parent: parent of the new node, a number or `[n]`.
+      law: `[n, V]` distribution of its token; an all-zero row is padding.
+      probs: `[n, V]` row of `probs` if it differs from `law`.
     """
     probs = law if probs is None else probs
     padding = ~law.any(-1)
@@ -103,13 +105,13 @@ class Drafts:
 
   def padded(self, nodes: int, token: int | None = 0, chain: bool = False
              ) -> "Drafts":
-    """Padding up to N = `nodes`.
+    """Appends padding.
 
     Args:
-      nodes: N.
-      token: the id that padding carries; it may be V or more. None: ids of all
-        kinds, others in every draft.
-      chain: each is below the node before it; else all are below the root.
+      nodes: number of nodes N afterwards.
+      token: token id of padding, which can exceed V. None draws arbitrary ids.
+      chain: True if the parent of padding is the previous node, False if it is
+        the root.
     """
     drafts, law = self, np.zeros_like(self.probs[:, 0])
     real = drafts.tokens.shape[1]
@@ -120,11 +122,11 @@ class Drafts:
     return drafts
 
   def scattered(self, nodes: int) -> "Drafts":
-    """Padding before and between the real nodes, up to N = `nodes`.
+    """Inserts padding before and between the real nodes, up to N = `nodes`.
 
-    Padding is a child of the next real node's parent, of the padding before it,
-    or of any earlier node. It never has real nodes below it, and it carries ids
-    of all kinds. The unused row 0 of `probs` is filled.
+    Padding is a child of the next real node's parent, of the previous padding,
+    or of any earlier node. It has arbitrary token ids and no real nodes below
+    it. The unused row 0 of `probs` is filled.
     """
     count, real, vocab_size = self.probs.shape
     rng = np.random.default_rng([nodes, *(self.parents[0] + 1)])
@@ -154,30 +156,31 @@ class Drafts:
     return dataclasses.replace(new, tokens=tokens)
 
   def any_tokens(self) -> np.ndarray:
-    """`[n, N]`, arbitrary ids, some beyond the vocabulary."""
+    """Returns arbitrary token ids `[n, N]`, some outside the vocabulary."""
     rng = np.random.default_rng(self.tokens.shape)
     return rng.integers(self.probs.shape[-1] + 2, size=self.tokens.shape)
 
-  def cut(self, kept) -> "Drafts":
-    """Chains of which `kept [n]` tokens stay; what follows is padding.
+  def cut(self, lengths: np.ndarray) -> "Drafts":
+    """Replaces all tokens of chains after `lengths [n]` tokens by padding.
 
-    A draft stays as many times as there were chains that end as it does, with
-    the weight of each.
+    Chains that become equal are not merged.
     """
-    stays = np.arange(self.tokens.shape[1]) <= np.reshape(kept, (-1, 1))
+    stays = np.arange(self.tokens.shape[1]) <= np.reshape(lengths, (-1, 1))
     return dataclasses.replace(
         self, tokens=np.where(stays, self.tokens, 0),
         probs=np.where(stays[..., None], self.probs, 0))
 
 
-def chains(q, contexts, gamma: int, product: bool = False) -> Drafts:
-  """Every chain of gamma tokens from every context.
+def chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
+           product: bool = False) -> Drafts:
+  """Returns all chains of gamma tokens from every context.
 
   Args:
-    q: `[contexts, V]`.
-    contexts: `[n]`.
+    q: `[contexts, V]` draft distributions.
+    contexts: `[n]` numbers of contexts.
     gamma: draft length.
-    product: every position follows its marginal given the start alone.
+    product: if True, positions are drawn independently from their marginals
+      under q.
   """
   drafts = Drafts.roots(contexts, q.shape[-1])
   laws = _marginals(q, contexts, gamma) if product else None
@@ -187,8 +190,9 @@ def chains(q, contexts, gamma: int, product: bool = False) -> Drafts:
   return drafts
 
 
-def _marginals(q, contexts, gamma):
-  """The law `[n, V]` of each position given the start alone."""
+def _marginals(q: np.ndarray, contexts: np.ndarray, gamma: int
+               ) -> list[np.ndarray]:
+  """Returns the marginal `[n, V]` of each position."""
   vocab_size = q.shape[-1]
   reach, at, laws = np.ones((len(contexts), 1)), contexts[:, None], []
   for _ in range(gamma):
@@ -202,17 +206,20 @@ def _marginals(q, contexts, gamma):
 
 _CHUNK = 1024  # chains of one call: one compiled shape for each length
 
-Kept = Callable[[jax.Array, jax.Array], jax.Array]
+Stop = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def ended_by(stop: Kept) -> Callable[[Drafts], Drafts]:
-  """A function that ends chains as `stop` says; see `certify`.
+def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
+  """Returns a function that shortens chains by a stop rule.
+
+  Args:
+    stop: the stop rule, see `certify`.
 
   Raises:
-    ValueError: it is neither a rule nor a function.
+    ValueError: `stop` is a class or cannot be called.
   """
   if isinstance(stop, type) or not callable(stop):
-    raise ValueError(f"stop is {stop!r}; it must be a drafters.stop_rules."
+    raise ValueError(f"stop is {stop!r}; it must be a methods.stop_rules."
                      "StopRule, or a function (probs, tokens) -> length")
   compiled = jax.jit(jax.vmap(stop))
 
@@ -230,16 +237,16 @@ def ended_by(stop: Kept) -> Callable[[Drafts], Drafts]:
   return ended
 
 
-_DENSE = 1 << 22  # contexts of one length that are counted without sorting
+_DENSE = 1 << 22  # most contexts of one length to count without sorting
 
 
 class Starts(NamedTuple):
-  """Where rounds start: n contexts of one length, each with a state.
+  """Starts of rounds: n contexts of one length, each with a state.
 
   Attributes:
-    contexts: `[n]` int64, rows of the models' tables.
-    states: the rule's states, leaves `[n, ...]`; None without one.
-    weights: `[n]`, probabilities.
+    contexts: `[n]` int64 index of each context among those of its length.
+    states: states of the rule, leaves `[n, ...]`, or None.
+    weights: `[n]` probabilities.
   """
 
   contexts: np.ndarray
@@ -248,49 +255,55 @@ class Starts(NamedTuple):
 
 
 def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
-  """The number of the first context of every length up to `depth`."""
+  """Returns the number of the first context of each length up to `depth`."""
   return np.cumsum([0, *(vocab_size**k for k in range(depth))])
 
 
 def dense(starts: Starts, size: int) -> np.ndarray:
+  """Returns the weights of all contexts of one length, `[size]`."""
   return np.bincount(starts.contexts, starts.weights, minlength=size)
 
 
-def _counted(contexts, weights, size):
-  """Each of `contexts`, numbers below `size`, once, with all of its weight."""
+def merged(outcomes: list[dict[int, Starts]], vocab: int) -> dict[int, Starts]:
+  """Merges starts with equal contexts and states.
+
+  Args:
+    outcomes: starts by length.
+    vocab: vocabulary size V.
+  """
+  lengths = sorted({length for starts in outcomes for length in starts})
+  return {length: _merged([starts[length] for starts in outcomes
+                           if length in starts], vocab**length)
+          for length in lengths}
+
+
+def _merged(parts: list[Starts], size: int) -> Starts:
+  """Merges starts of one length, which has `size` contexts."""
+  contexts = np.concatenate([part.contexts for part in parts])
+  weights = np.concatenate([part.weights for part in parts])
+  columns = zip(*(jax.tree.leaves(part.states) for part in parts))
+  leaves = [np.concatenate(column) for column in columns]
+  if not leaves:
+    contexts, weights = _counted(contexts, weights, size)
+    return Starts(contexts, parts[0].states, weights)
+  rows = np.concatenate([
+      np.ascontiguousarray(x).reshape(len(contexts), -1).view(np.uint8)
+      for x in (contexts, *leaves)], axis=1)
+  _, first, which = np.unique(
+      rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1),
+      return_index=True, return_inverse=True)
+  states = jax.tree.unflatten(jax.tree.structure(parts[0].states),
+                              [x[first] for x in leaves])
+  return Starts(contexts[first], states,
+                np.bincount(which.reshape(-1), weights))
+
+
+def _counted(contexts: np.ndarray, weights: np.ndarray, size: int
+             ) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the distinct contexts and their total weights."""
   if size > _DENSE:
     contexts, which = np.unique(contexts, return_inverse=True)
     return contexts, np.bincount(which.reshape(-1), weights)
-  dense = np.bincount(contexts, weights, minlength=size)
-  contexts = np.flatnonzero(dense)
-  return contexts, dense[contexts]
-
-
-def merged(outcomes: list[dict[int, Starts]], vocab: int
-            ) -> dict[int, Starts]:
-  """The starts of all `outcomes`, equal (context, state) as one."""
-  lengths = sorted({length for found in outcomes for length in found})
-  merged = {}
-  for length in lengths:
-    parts = [found[length] for found in outcomes if length in found]
-    contexts = np.concatenate([part.contexts for part in parts])
-    weights = np.concatenate([part.weights for part in parts])
-    leaves = [jax.tree.leaves(part.states) for part in parts]
-    structure = jax.tree.structure(parts[0].states)
-    leaves = [np.concatenate(column) for column in zip(*leaves)]
-    if not leaves:
-      contexts, weights = _counted(contexts, weights, vocab**length)
-      merged[length] = Starts(contexts, parts[0].states, weights)
-      continue
-    columns = [contexts, *leaves]
-    rows = np.concatenate([
-        np.ascontiguousarray(x).reshape(len(contexts), -1).view(np.uint8)
-        for x in columns], axis=1)
-    _, first, which = np.unique(
-        rows.view(np.dtype((np.void, rows.shape[1]))).reshape(-1),
-        return_index=True, return_inverse=True)
-    merged[length] = Starts(
-        contexts[first],
-        jax.tree.unflatten(structure, [x[first] for x in leaves]),
-        np.bincount(which.reshape(-1), weights))
-  return merged
+  counts = np.bincount(contexts, weights, minlength=size)
+  contexts = np.flatnonzero(counts)
+  return contexts, counts[contexts]

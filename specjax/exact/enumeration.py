@@ -22,6 +22,7 @@ from specjax.interfaces import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
+from specjax.utils import fields
 
 CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
 TREE_CHUNK = 256  # most trees have few drafts
@@ -100,8 +101,8 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
                      f"{', '.join(DRAFTING)}")
-  pairs.check_depth(gamma, "gamma", 0)
-  pairs.check_depth(rounds, "rounds")
+  fields.check_at_least("gamma", gamma, 0)
+  fields.check_at_least("rounds", rounds, 1)
   pairs.check_pair(pair)
   check_size(pair.vocab_size, gamma, gamma + 1)
   nodes = max(nodes, gamma + 1)
@@ -137,7 +138,7 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
   if nodes < len(parents):
     raise ValueError(f"nodes is {nodes}; the tree alone has {len(parents)}")
   pairs.check_pair(pair)
-  pairs.check_depth(rounds, "rounds")
+  fields.check_at_least("rounds", rounds, 1)
   check_size(pair.vocab_size, len(parents) - 1, nodes)
   scheme = schemes.named(scheme)
   drafting = lambda q, contexts: schemes.draw(
@@ -253,8 +254,8 @@ def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   Raises:
     ValueError: as for `enumerate_chains`.
   """
-  pairs.check_depth(gamma, "gamma", 0)
-  pairs.check_depth(rounds, "rounds", 0)
+  fields.check_at_least("gamma", gamma, 0)
+  fields.check_at_least("rounds", rounds, 0)
   pairs.check_pair(pair)
   check_size(pair.vocab_size, gamma, gamma + 1)
   scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)

@@ -1,26 +1,31 @@
-"""The exact law of a round on models that are too large for all of their texts.
+"""Exact laws of a round on models with too many sequences to enumerate.
 
-After every context q puts its mass on two tokens, so that the drafts of a long
-chain, or of a tree, are few; p is positive everywhere, or nearly. The texts
-that a rule can emit are then few beside the V**H that exist. Of all other
-texts it is enough to know how much mass leaves each of these few: from there on
-the target continues, in the rule's law and in its own.
+After every context q has two tokens of positive probability, so that a long
+chain or a tree has few drafts; p is positive almost everywhere. A rule can
+then leave only a few contexts of the V**H. After each of them the target
+continues in both distributions, so the mass that leaves it is sufficient.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 
 from specjax.exact import enumeration
 from specjax.exact.compiled import Compiled
+from specjax.exact.drafts import Starts
+from specjax.exact.pairs import Pair
+from specjax.interfaces import Verifier
 
-_ROWS = 211  # laws that the contexts of one model share, by a hash
+_ROWS = 211  # rows of a model, selected by a hash of the context
 CHUNK = 128
 
 
 class SparseOutcome(NamedTuple):
-  """What `enumerate_sparse` finds; see `enumeration.Outcome`."""
+  """Result of `enumerate_sparse`, see `enumeration.Outcome`."""
 
   total_variation: float
   defects: frozenset[str]
@@ -29,27 +34,27 @@ class SparseOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Hashed:
-  """`[contexts, V]`, of which a few rows stand for all."""
+  """Array `[contexts, V]` with few different rows."""
 
   rows: np.ndarray
 
   @property
-  def shape(self):
+  def shape(self) -> tuple[int, ...]:
     return self.rows.shape
 
-  def __getitem__(self, contexts):
+  def __getitem__(self, contexts: np.ndarray) -> np.ndarray:
     mixed = np.asarray(contexts).astype(np.uint64) * np.uint64(
         0x9E3779B97F4A7C15)
     return self.rows[(mixed >> np.uint64(32)) % np.uint64(len(self.rows))]
 
 
 class SparsePair(NamedTuple):
-  """A pair whose drafter knows two tokens at most after every context.
+  """Pair whose draft model has at most two tokens after every context.
 
   Attributes:
-    p: the target, `[contexts, V]`.
-    q: the drafter, likewise.
-    depth: as of a `Pair`.
+    p: `[contexts, V]` target distributions.
+    q: `[contexts, V]` draft distributions.
+    depth: number of tokens of the longest context, plus one.
   """
 
   p: _Hashed
@@ -61,21 +66,22 @@ class SparsePair(NamedTuple):
     return self.p.shape[-1]
 
   def tables(self) -> tuple[_Hashed, _Hashed]:
-    """See `Pair.tables`."""
+    """Returns p and q, see `Pair.tables`."""
     return self.p, self.q
 
 
 def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
                 single: float | None = None) -> SparsePair:
-  """A random `SparsePair`.
+  """Returns a random `SparsePair`.
 
   Args:
     vocab_size: V, at least 3.
-    depth: longest context plus one, in tokens; `V**depth` fits into 62 bits.
-    seed: of the random numbers.
-    narrow: p too knows two tokens at most, and most contexts know one: few
-      texts are left, through many rounds.
-    single: the share of contexts after which q knows one token.
+    depth: number of tokens of the longest context, plus one. `V**depth` fits
+      into 62 bits.
+    seed: random seed.
+    narrow: if True, p also has at most two tokens, and one after most contexts,
+      so that few sequences remain through many rounds.
+    single: share of the contexts after which q has one token.
   """
   if vocab_size**(depth + 1) >= 2**62:
     raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
@@ -85,30 +91,44 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
     single = 0.6 if narrow else 0.2
   eye = np.eye(vocab_size)
   p, q = [], []
-  for _ in range(_ROWS):
+  for i in range(_ROWS):
+    # Row 0 belongs to the empty context. If the target rejected all of its
+    # drafts, no other row would be used.
+    is_first = not i
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
-    two = lambda pair=pair: rng.dirichlet([0.8, 0.8]) @ pair
-    # The first row is that of the empty context. If the target rejected all of
-    # its drafts, no other row would matter.
-    first, choice = not p, rng.random()
-    q.append(pair[0] if choice < single and not first else two())
-    if narrow:
-      p.append(two() if first or rng.random() < 0.3 else pair[rng.integers(2)])
-      continue
-    weight = rng.random()
-    row = weight * two() + (1 - weight) * rng.dirichlet(
-        np.full(vocab_size, 0.5))
-    if rng.random() < 0.2 and not first:  # what q likes is impossible
-      row = row * (1 - pair[0])
-    if rng.random() < 0.3:  # ties of several tokens, as logits of few bits have
-      row = 2.0**np.ceil(np.log2(np.where(row > 0, row, 1))) * (row > 0)
-    p.append(row / row.sum())
+    is_single = rng.random() < single and not is_first
+    q.append(pair[0] if is_single else _mixture(pair, rng))
+    if not narrow:
+      p.append(_wide_row(pair, is_first, rng))
+    elif is_first or rng.random() < 0.3:
+      p.append(_mixture(pair, rng))
+    else:
+      p.append(pair[rng.integers(2)])
   return SparsePair(_Hashed(np.array(p)), _Hashed(np.array(q)), depth)
 
 
-def enumerate_sparse(verifier, pair: SparsePair, scheme, nodes: int,
-                     longest: int, rounds: int, dtype: str) -> SparseOutcome:
-  """`enumerate_drafts` for a `SparsePair`; the arguments are the same."""
+def _mixture(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  return rng.dirichlet([0.8, 0.8]) @ pair
+
+
+def _wide_row(pair: np.ndarray, is_first: bool, rng: np.random.Generator
+              ) -> np.ndarray:
+  """Returns a row of p that is positive almost everywhere."""
+  weight = rng.random()
+  row = weight * _mixture(pair, rng) + (1 - weight) * rng.dirichlet(
+      np.full(pair.shape[1], 0.5))
+  if rng.random() < 0.2 and not is_first:  # a likely draft is impossible
+    row = row * (1 - pair[0])
+  if rng.random() < 0.3:  # ties of several tokens, as from quantised logits
+    row = 2.0**np.ceil(np.log2(np.where(row > 0, row, 1))) * (row > 0)
+  return row / row.sum()
+
+
+def enumerate_sparse(verifier: Verifier | Compiled, pair: SparsePair,
+                     scheme: Callable[[np.ndarray, np.ndarray], Any],
+                     nodes: int, longest: int, rounds: int, dtype: str
+                     ) -> SparseOutcome:
+  """Enumerates a `SparsePair`; the arguments are those of `enumerate_drafts`."""
   plan = enumeration.Plan(Compiled.of(verifier), pair, scheme, nodes, longest,
                           rounds, dtype, CHUNK)
   run, starts, _ = plan.run()
@@ -117,13 +137,13 @@ def enumerate_sparse(verifier, pair: SparsePair, scheme, nodes: int,
 
 
 class Deviation(NamedTuple):
-  """How the law of an enumeration differs from the target's.
+  """Difference between an enumerated distribution and the target's.
 
   Attributes:
-    total_variation: of the two joint laws.
-    context: the context after which the next token's law is farthest off,
-      weighted by the context's probability; None without one.
-    obtained: `[V]`, the law of the token after it.
+    total_variation: total variation of the joint distributions.
+    context: context with the largest error of the next token's distribution,
+      weighted by the context's probability, or None.
+    obtained: `[V]` distribution of the token after this context.
   """
 
   total_variation: float
@@ -131,19 +151,23 @@ class Deviation(NamedTuple):
   obtained: np.ndarray | None
 
 
-def deviation(starts, pair) -> Deviation:
-  """Half the sum of |law - target| over the texts, told apart where it counts.
+def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
+  """Returns the total variation from the target, and the worst context.
 
-  With W(c) the mass that stands at context c, from where the target goes on,
-  and U(c) that of c and all that begin with it, a text that begins with c has
-  probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
+  W(c) is the mass that stops at context c, after which the target continues.
+  U(c) is the mass that stops at c or at an extension of c. A sequence begins
+  with c with probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
+
+  Args:
+    starts: weights of the contexts after the last round, by length.
+    pair: the models.
   """
   if not starts:  # no law was finite
     return Deviation(0.5, None, None)
   vocab_size, p = pair.vocab_size, pair.tables()[0]
   longest = max(starts)
   offsets = enumeration.first_contexts(vocab_size, longest + 1)
-  # Upwards: every context at which, or below which, mass stands, with W and U.
+  # Upwards: every context with mass at it or below it, with W and U.
   after, below, levels = np.zeros(0, np.int64), np.zeros(0), []
   for length in range(longest, -1, -1):
     start = starts.get(length)
@@ -157,7 +181,7 @@ def deviation(starts, pair) -> Deviation:
     np.add.at(under, np.searchsorted(contexts, parents), below)
     levels.append((contexts, standing, under))
     after, below = contexts, under
-  # Downwards: texts that begin with a context, less those told apart below it.
+  # Downwards: sequences that begin with a context but with no listed extension.
   from_above, target, distance = np.zeros(1), np.ones(1), 0.0
   farthest, where, obtained = 1e-15, None, None
   while levels:
@@ -171,7 +195,7 @@ def deviation(starts, pair) -> Deviation:
       wanted = p[contexts][above, token]
       from_above = stays[above] * wanted
       law = below + from_above
-      # Of the next token: at those with mass of their own, and at all others.
+      # Error of the next token: tokens with mass below them, and all others.
       gap = np.abs(stays - reached) * np.maximum(
           1 - np.bincount(above, wanted, minlength=len(contexts)), 0)
       np.add.at(gap, above, np.abs(law - reached[above] * wanted))
@@ -191,13 +215,13 @@ _FEW_ROWS, _DENSE_ROWS = 41, 12
 
 
 class Pool(NamedTuple):
-  """Rows of p and q, of which a text's hash picks one.
+  """Rows of p and q, selected by the hash of a context.
 
   Attributes:
-    p: `[K, V]` float32, the target.
-    q: `[K, V]` float32, the drafter.
-    two: `[K, 2]`, the tokens that the drafter knows, or None if it knows all.
-    shares: `[K, 2]`, their probabilities.
+    p: `[K, V]` float32 target distributions.
+    q: `[K, V]` float32 draft distributions.
+    two: `[K, 2]` tokens of the draft model, or None if it has all.
+    shares: `[K, 2]` probabilities of these tokens.
   """
 
   p: np.ndarray
@@ -205,13 +229,13 @@ class Pool(NamedTuple):
   two: np.ndarray | None = None
   shares: np.ndarray | None = None
 
-  def rows(self, hashes):
-    """The row numbers of texts."""
+  def rows(self, hashes: np.ndarray) -> np.ndarray:
+    """Returns the row numbers of contexts."""
     return ((hashes >> np.uint64(32)) % np.uint64(len(self.p))).astype(np.int64)
 
 
 class Drafts(NamedTuple):
-  """n drafts of N nodes: weights `[n]`, and arrays `[n, N]`."""
+  """Batch of n drafts of N nodes: weights `[n]`, other arrays `[n, N]`."""
 
   weights: np.ndarray
   tokens: np.ndarray
@@ -220,10 +244,10 @@ class Drafts(NamedTuple):
 
 
 def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
-  """Returns models whose drafter knows one or two tokens after a context.
+  """Returns models whose draft model has one or two tokens after a context.
 
-  They prefer token ids at which programs break: the first and the last ones,
-  and those around powers of 2.
+  Half of them are ids at which programs often fail: the first and the last ids
+  and those near powers of 2.
   """
   rng = np.random.default_rng([vocab_size, nodes, seed])
   ids = [0, 1, 2, vocab_size - 2, vocab_size - 1, vocab_size // 128 * 128,
@@ -238,20 +262,20 @@ def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
       two[1] = (two[0] + rng.integers(1, vocab_size)) % vocab_size
     share = rng.dirichlet([1, 1]) if rng.random() < branching else np.eye(2)[0]
     pairs[row], shares[row], q[row, two] = two, share, share
-    # Close to q as a rule, so that the ends of long drafts are reached too.
+    # Mostly close to q, so that the ends of long drafts are reached.
     other = 10**rng.uniform(-3, -0.2)
     dense = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
     dense *= other / dense.sum()
     dense[two] += (1 - other) * (
         share * rng.dirichlet([8, 8]) + [1e-3, 1e-3])
-    if rng.random() < 0.1:  # q's token is impossible
+    if rng.random() < 0.1:  # the draft token is impossible
       dense[two[0]] = 0
     p[row] = dense / dense.sum(dtype=np.float64)
   return Pool(p, q, pairs, shares)
 
 
 def dense_pool(vocab_size: int, seed: int) -> Pool:
-  """Returns models that know all tokens and resemble each other."""
+  """Returns similar models, both positive at all tokens."""
   rng = np.random.default_rng([vocab_size, seed])
   logits = 3 * rng.standard_normal((_DENSE_ROWS, vocab_size))
   other = logits + 1.2 * rng.standard_normal(logits.shape)
@@ -259,14 +283,15 @@ def dense_pool(vocab_size: int, seed: int) -> Pool:
   return Pool(*(softmax(x).astype(np.float32) for x in (logits, other)))
 
 
-def roots_of(vocab_size, count, rng):
-  """Root tokens: the first, the last, and others at random."""
+def roots_of(vocab_size: int, count: int, rng: np.random.Generator
+             ) -> np.ndarray:
+  """Returns root tokens: the first id, the last id, and random ones."""
   return np.concatenate([[0, vocab_size - 1], rng.integers(
       vocab_size, size=max(count - 2, 0))])[-count:]
 
 
-def drawn(laws, rng):
-  """`[n]` tokens, one drawn from each of `laws [n, V]`, normalised."""
+def drawn(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Draws one token from each row of `laws [n, V]`, normalised."""
   sums = np.cumsum(laws, axis=-1, dtype=np.float64)
   u = rng.random(len(laws)) * sums[:, -1]
   return np.array([min(np.searchsorted(row, x, side="right"),
@@ -274,17 +299,25 @@ def drawn(laws, rng):
                    for row, x, law in zip(sums, u, laws)])
 
 
-def extended(hashes, tokens):
-  """Hashes of texts with one more token."""
+def extended(hashes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+  """Returns the hashes of contexts with one more token."""
   mixed = (hashes ^ (np.asarray(tokens).astype(np.uint64)
                      + np.uint64(0x51ED270B))) * np.uint64(0x9E3779B97F4A7C15)
   return mixed ^ (mixed >> np.uint64(29))
 
 
-def grow(pool, parents, roots, salt, most=None, rng=None) -> Drafts | None:
-  """All drafts below `roots`, or with `rng` one drawn below each.
+def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
+         most: int | None = None, rng: np.random.Generator | None = None
+         ) -> Drafts | None:
+  """Returns all drafts below `roots`, or with `rng` one random draft per root.
 
-  None if there are more than `most`. Another `salt` is another model.
+  Args:
+    pool: rows of the models.
+    parents: `[N]` parents of the drafts.
+    roots: `[n]` root tokens.
+    salt: seed of the hash; each seed is another model.
+    most: largest number of drafts; the result is None if there are more.
+    rng: random generator.
   """
   count = len(roots)
   hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]

@@ -1,4 +1,4 @@
-"""Small context-dependent models as tables, to enumerate over."""
+"""Pairs of small context-dependent models, stored as tables."""
 
 import functools
 import threading
@@ -7,22 +7,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-# The place of a kind seeds its random numbers: new kinds come last.
+from specjax.utils import fields
+
+# The index of a kind is part of its random seed, so new kinds come last.
 KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",
          "disjoint", "mixed", "ties", "nearly_one_hot", "heavy_tails",
          "uniform", "varied")
 _MIXED = KINDS[:6]
 _VARIED = tuple(kind for kind in KINDS if kind not in ("mixed", "varied"))
-_ROUNDING = 1e-5  # by which rows in float32 miss a sum of 1
+_ROUNDING = 1e-5  # tolerated error of the sum of a float32 row
 
 
 class Pair(NamedTuple):
   """A context-dependent pair of tabular models.
 
   Attributes:
-    p: the target: p[d] is `[V**d, V]`, its law after each of the V**d contexts
-      of d tokens, contexts in lexicographic order.
-    q: the drafter, likewise.
+    p: tables of the target model. p[d] is `[V**d, V]`: the distribution after
+      each context of d tokens, contexts in lexicographic order.
+    q: tables of the draft model, in the same format.
   """
 
   p: list[np.ndarray]
@@ -34,29 +36,34 @@ class Pair(NamedTuple):
 
   @property
   def depth(self) -> int:
-    """The longest context plus one, in tokens."""
+    """Number of tokens of the longest context, plus one."""
     return min(len(self.p), len(self.q))
 
   def tables(self) -> tuple[np.ndarray, np.ndarray]:
-    """p and q, indexed by the numbers of contexts; see `exact.drafts`."""
+    """Returns p and q as `[contexts, V]`, see `exact.drafts`."""
     return np.concatenate(self.p), np.concatenate(self.q)
 
 
 def iid_pair(p: ArrayLike, q: ArrayLike, depth: int) -> Pair:
-  """Returns the pair that draws every token from p and q in any context.
+  """Returns a pair of models that ignore their context.
 
   Args:
-    p: `[V]`, the target. Both are normalised in float64, so float32 rows are
-      accepted.
-    q: `[V]`, the drafter.
-    depth: longest context plus one, in tokens.
+    p: `[V]` target distribution. It and q are normalised in float64, so float32
+      rows are accepted.
+    q: `[V]` draft distribution.
+    depth: number of tokens of the longest context, plus one.
 
   Raises:
     ValueError: p or q is not a distribution, their lengths differ, or depth is
       not a whole number of at least 1.
+
+  Example:
+    >>> pair = iid_pair([1/3, 2/3], [2/3, 1/3], depth=3)
+    >>> round(full_information_optimum(pair, gamma=2), 6)
+    1.333333
   """
   p, q = (np.asarray(x, np.float64) for x in (p, q))
-  check_depth(depth)
+  fields.check_at_least("depth", depth, 1)
   if p.ndim != 1 or p.shape != q.shape:
     raise ValueError(f"p has shape {p.shape} and q {q.shape}; give two vectors "
                      "[V] of the same length")
@@ -68,12 +75,7 @@ def iid_pair(p: ArrayLike, q: ArrayLike, depth: int) -> Pair:
 
 
 def check_rows(name: str, rows: np.ndarray) -> None:
-  """Checks that every row of `rows [..., V]` is a distribution.
-
-  Raises:
-    ValueError: a row is negative, not finite, or does not sum to 1 within
-      1e-5; the message has the first such row.
-  """
+  """Raises `ValueError` unless each row of `[..., V]` is a distribution."""
   off = ~(np.abs(rows.sum(-1) - 1) <= _ROUNDING) | ~(rows >= 0).all(-1)
   if off.any():
     row = rows[tuple(np.argwhere(off)[0])]
@@ -83,21 +85,8 @@ def check_rows(name: str, rows: np.ndarray) -> None:
                      "and sums to 1: normalise it")
 
 
-def check_depth(depth: int, name: str = "depth", least: int = 1) -> None:
-  """Checks that a length is a whole number of at least `least`."""
-  if (not isinstance(depth, (int, np.integer)) or isinstance(depth, bool)
-      or depth < least):
-    raise ValueError(f"{name} is {depth!r}; it must be a whole number of at "
-                     f"least {least}")
-
-
 def check_pair(pair: Pair) -> None:
-  """Checks the tables of a pair, which may come from a user.
-
-  Raises:
-    ValueError: a table has another shape than `[V**d, V]`, or a row of it is
-      not a distribution.
-  """
+  """Raises `ValueError` unless p[d] and q[d] are distributions `[V**d, V]`."""
   for name, tables in (("p", pair.p), ("q", pair.q)):
     for d, table in enumerate(tables[:pair.depth]):
       want = (pair.vocab_size**d, pair.vocab_size)
@@ -108,10 +97,10 @@ def check_pair(pair: Pair) -> None:
 
 
 def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
-  """Returns a random pair with another conditional after every context.
+  """Returns a random pair of models that depend on their context.
 
-  A shallower pair is the beginning of a deeper one; both share their tables,
-  which cannot be written to. The last few pairs are cached.
+  A shallower pair is the beginning of a deeper one. Both share their tables,
+  which are read-only. The last few pairs are cached.
 
   Args:
     kind: one of `KINDS`:
@@ -120,43 +109,43 @@ def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
       one_hot_target, one_hot_draft: one of the two is deterministic.
       equal: p = q.
       disjoint: no common token.
-      mixed: each context is of one of these kinds, drawn at random.
-      ties: multiples of 1/4 (of a smaller power of 2 where V > 4), so that
+      mixed: each context has one of these kinds, drawn at random.
+      ties: multiples of 1/4 (of a smaller power of 2 if V > 4), so that
         entries are equal and p / q is exactly 1/2, 1 or 2.
       nearly_one_hot: p, q or both have one entry of 1 - 10^-k, k = 2 to 7.
       heavy_tails: entries down to 1e-12.
       uniform: q is uniform, or sometimes p.
-      varied: p and q of each context are of any of these kinds, drawn apart.
+      varied: the kinds of p and of q are drawn for each context.
     vocab_size: V, at least 2.
-    depth: longest context plus one, in tokens.
-    seed: of the random numbers.
+    depth: number of tokens of the longest context, plus one.
+    seed: random seed.
 
   Raises:
     ValueError: the kind is unknown, or a size is too small.
+
+  Example:
+    >>> pair = random_pair("dense", vocab_size=3, depth=2, seed=0)
+    >>> [table.shape for table in pair.p]
+    [(1, 3), (3, 3)]
   """
   if kind not in KINDS:
     raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
-  check_depth(vocab_size, "vocab_size", 2)
-  check_depth(depth)
-  check_depth(seed, "seed", 0)
+  fields.check_at_least("vocab_size", vocab_size, 2)
+  fields.check_at_least("depth", depth, 1)
+  fields.check_at_least("seed", seed, 0)
   return _tables(kind, vocab_size, seed).up_to(depth)
 
 
-@functools.lru_cache(maxsize=32)  # all kinds, at two sizes
-def _tables(kind, vocab_size, seed):
-  return _Tables(kind, vocab_size, seed)
-
-
 class _Tables:
-  """Tables of a random pair, drawn level by level when they are asked for."""
+  """Tables of a random pair, drawn level by level on demand."""
 
-  def __init__(self, kind, vocab_size, seed):
+  def __init__(self, kind: str, vocab_size: int, seed: int):
     self._rng = np.random.default_rng([KINDS.index(kind), vocab_size, seed])
     self._kind, self._vocab_size = kind, vocab_size
     self._levels, self._lock = [], threading.Lock()
 
   def up_to(self, depth: int) -> Pair:
-    """The pair of this depth."""
+    """Returns the pair of a depth."""
     with self._lock:
       while len(self._levels) < depth:
         level = _random_rows(
@@ -169,45 +158,67 @@ class _Tables:
     return Pair([p for p, _ in levels], [q for _, q in levels])
 
 
-def _random_rows(kind, rng, rows, vocab_size):
-  if kind == "mixed":
-    made = [_random_rows(k, rng, rows, vocab_size) for k in _MIXED]
-    choice = (rng.integers(len(made), size=rows), np.arange(rows))
-    return tuple(np.stack(side)[choice] for side in zip(*made))
-  if kind == "varied":
-    made = [_random_rows(k, rng, rows, vocab_size) for k in _VARIED]
-    return tuple(
-        np.stack(side)[rng.integers(len(made), size=rows), np.arange(rows)]
-        for side in zip(*made))
+_tables = functools.lru_cache(maxsize=32)(_Tables)  # all kinds, at two sizes
+
+
+def _random_rows(kind: str, rng: np.random.Generator, rows: int,
+                 vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns rows of p and q, each `[rows, V]`."""
+  if kind in ("mixed", "varied"):
+    return _drawn_kinds(kind, rng, rows, vocab_size)
   if kind in _SIDES:
     p, q = (_SIDES[kind](rng, rows, vocab_size) for _ in "pq")
-    if kind == "uniform":  # of the two sides one has the rows of `_SIDES`
-      other = rng.dirichlet(np.full(vocab_size, 0.7), size=rows)
-      draft = rng.random((rows, 1)) < 0.75
-      return np.where(draft, other, p), np.where(draft, q, other)
-    return p, q
-  p, q = (rng.dirichlet(np.full(vocab_size, 0.7), size=rows) for _ in "pq")
-  eye = np.eye(vocab_size)
+    return _one_replaced(p, q, rng) if kind == "uniform" else (p, q)
+  p, q = (_dense(rng, rows, vocab_size) for _ in "pq")
+  if kind in ("zeros", "disjoint"):
+    return _with_zeros(p, q, rng, kind == "disjoint")
+  if kind == "equal":
+    return p, p
+  one_hot = np.eye(vocab_size)
   if kind == "one_hot_target":
-    p = eye[rng.integers(vocab_size, size=rows)]
-  elif kind == "one_hot_draft":
-    q = eye[rng.integers(vocab_size, size=rows)]
-  elif kind == "equal":
-    q = p
-  elif kind in ("zeros", "disjoint"):
-    # A random order of the tokens; each side keeps some, at least one.
-    order = lambda: np.argsort(rng.random((rows, vocab_size)), axis=-1)
-    some = lambda: rng.integers(1, vocab_size, size=(rows, 1))
-    rank, cut = order(), some()
-    others = rank >= cut if kind == "disjoint" else order() < some()
-    p, q = (np.where(keep, x + 1e-3, 0) for keep, x in (
-        (rank < cut, p), (others, q)))
-    p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+    p = one_hot[rng.integers(vocab_size, size=rows)]
+  if kind == "one_hot_draft":
+    q = one_hot[rng.integers(vocab_size, size=rows)]
   return p, q
 
 
-def _ties(rng, rows, vocab_size):
-  """Multiples of 1/4, or of a smaller power of 2 for more than 4 tokens."""
+def _drawn_kinds(kind: str, rng: np.random.Generator, rows: int,
+                 vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns rows of random kinds: one kind for p and q, or two."""
+  kinds = _MIXED if kind == "mixed" else _VARIED
+  sides = zip(*(_random_rows(k, rng, rows, vocab_size) for k in kinds))
+  p, q = (np.stack(side) for side in sides)
+  of_p = rng.integers(len(kinds), size=rows)
+  of_q = of_p if kind == "mixed" else rng.integers(len(kinds), size=rows)
+  return p[of_p, np.arange(rows)], q[of_q, np.arange(rows)]
+
+
+def _one_replaced(p: np.ndarray, q: np.ndarray, rng: np.random.Generator
+                  ) -> tuple[np.ndarray, np.ndarray]:
+  """Replaces p by a dense row, or q in a quarter of the rows."""
+  other = _dense(rng, *p.shape)
+  in_p = rng.random((len(p), 1)) < 0.75
+  return np.where(in_p, other, p), np.where(in_p, q, other)
+
+
+def _with_zeros(p: np.ndarray, q: np.ndarray, rng: np.random.Generator,
+                disjoint: bool) -> tuple[np.ndarray, np.ndarray]:
+  """Sets random tokens of both to 0; at least one token remains in each."""
+  order = lambda: np.argsort(rng.random(p.shape), axis=-1)
+  size = lambda: rng.integers(1, p.shape[-1], size=(len(p), 1))
+  rank, cut = order(), size()
+  in_q = rank >= cut if disjoint else order() < size()
+  p, q = (np.where(keep, x + 1e-3, 0) for keep, x in (
+      (rank < cut, p), (in_q, q)))
+  return p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+
+
+def _dense(rng: np.random.Generator, rows: int, vocab_size: int) -> np.ndarray:
+  return rng.dirichlet(np.full(vocab_size, 0.7), size=rows)
+
+
+def _ties(rng: np.random.Generator, rows: int, vocab_size: int) -> np.ndarray:
+  """Returns rows of multiples of 1/4, or of 2^-k if V > 4."""
   parts = 4
   while vocab_size > parts:
     parts *= 2
@@ -215,23 +226,26 @@ def _ties(rng, rows, vocab_size):
       parts, np.full(vocab_size, 1 / vocab_size), size=rows) / parts
 
 
-def _nearly_one_hot(rng, rows, vocab_size):
-  """One entry of 1 - 10^-k; a fourth of the rows are dense."""
-  rest = rng.dirichlet(np.full(vocab_size, 0.7), size=rows)
+def _nearly_one_hot(rng: np.random.Generator, rows: int, vocab_size: int
+                    ) -> np.ndarray:
+  """Returns rows with one entry of 1 - 10^-k; a quarter are dense."""
+  rest = _dense(rng, rows, vocab_size)
   small = 10.0**-rng.integers(2, 8, size=(rows, 1))
   small = np.where(rng.random((rows, 1)) < 0.25, 1, small)
-  # Of few tokens, so that p and q often agree in a large vocabulary as well.
+  # Only three tokens, so that p and q often agree in a large vocabulary.
   top = np.eye(vocab_size)[rng.integers(min(vocab_size, 3), size=rows)]
   return (1 - small) * top + small * rest
 
 
-def _heavy_tails(rng, rows, vocab_size):
-  """Entries whose logarithms are uniform."""
+def _heavy_tails(rng: np.random.Generator, rows: int, vocab_size: int
+                 ) -> np.ndarray:
+  """Returns rows of which the logarithms are uniform before normalisation."""
   weights = 10**rng.uniform(-12, 0, size=(rows, vocab_size))
   return weights / weights.sum(-1, keepdims=True)
 
 
-def _uniform(rng, rows, vocab_size):
+def _uniform(rng: np.random.Generator, rows: int, vocab_size: int
+             ) -> np.ndarray:
   del rng
   return np.full((rows, vocab_size), 1 / vocab_size)
 
@@ -241,23 +255,27 @@ _SIDES = {"ties": _ties, "nearly_one_hot": _nearly_one_hot,
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """Returns the most draft tokens that any coupling accepts in one round.
+  """Returns the largest expected number of tokens that a coupling accepts.
 
-  sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)): Lemma 8. Greedy block
+  It is sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)) (Lemma 8). Greedy block
   verification attains it in its first round (Theorem 3).
+
+  Args:
+    pair: models of at least gamma contexts deep.
+    gamma: draft length.
   """
   p, q = (joint(tables, gamma) for tables in (pair.p, pair.q))
   return float(sum(np.minimum(a, b).sum() for a, b in zip(p[1:], q[1:])))
 
 
-def joint(tables, length):
-  """Joint laws `[V**i]` of the first i tokens, for i = 0..length."""
-  check_depth(length, "gamma", 0)
+def joint(tables: list[np.ndarray], length: int) -> list[np.ndarray]:
+  """Returns the joint distributions `[V**i]` of i = 0..length tokens."""
+  fields.check_at_least("gamma", length, 0)
   laws = [np.ones(1)]
   for d in range(length):
     check_rows(f"table {d} of the pair", tables[d])
     error = np.abs(tables[d].sum(-1) - 1).max()
-    if error > 1e-12:  # the programs would have no solution
+    if error > 1e-12:  # linear programs would have no solution
       raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "
                        "1e-12 is needed: normalise the rows in float64")
     laws.append((laws[-1][:, None] * tables[d]).reshape(-1))

@@ -1,10 +1,10 @@
-"""How the tokens of a tree are drawn.
+"""Schemes that draw the tokens of a tree.
 
-A scheme is a function `(drafts, q, parents) -> Drafts`: it gets the roots,
-the drafter's laws q `[contexts, V]`, and the shape of the tree, and grows one
-node for every entry of `parents` after the first, in order. Siblings are
-tried in that order. Any function of this form will do, with further drafters
-in its closure.
+A scheme is a function `(drafts, q, parents) -> Drafts`. Its arguments are the
+roots, the draft distributions q `[contexts, V]` and the shape of the tree. It
+grows one node for every entry of `parents` after the first, in this order,
+which is also the order in which siblings are verified. A user can write other
+schemes; further draft models can be variables of the closure.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,20 @@ from specjax.trees import shapes
 Scheme = Callable[[Drafts, np.ndarray, tuple[int, ...]], Drafts]
 
 
-def iid(drafts: Drafts, q, parents) -> Drafts:
-  """Children are independent draws from q."""
+def iid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+        ) -> Drafts:
+  """Draws children independently from q."""
   for parent in parents[1:]:
     drafts = drafts.grow(parent, q[drafts.at(parent)])
   return drafts
 
 
-def paths(drafts: Drafts, q, parents) -> Drafts:
-  """Paths of independent draws, packed into a prefix tree (SpecInfer).
+def paths(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+          ) -> Drafts:
+  """Draws independent paths, packed into a prefix tree (SpecInfer).
 
-  Nodes with the same text share one, the first: what the others would have
-  had below them goes there, and they stay as leaves.
+  Of siblings with equal tokens the first gets the children of all; the others
+  remain as leaves.
   """
   for parent in parents[1:]:
     parent = drafts.first(parent)
@@ -40,30 +42,33 @@ def paths(drafts: Drafts, q, parents) -> Drafts:
   return drafts
 
 
-def without_replacement(drafts: Drafts, q, parents) -> Drafts:
-  """Children are drawn from what q leaves after their earlier siblings.
+def without_replacement(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+                        ) -> Drafts:
+  """Draws children from q without the tokens of their earlier siblings.
 
-  After the last token of q's support they are uniform over the others
-  (Sequoia), and after the last of all they are padding.
+  When q's support is exhausted, children are uniform over the unused tokens
+  (Sequoia). When all tokens are used, they are padding.
   """
   for parent in parents[1:]:
     free = ~drafts.seen(parent)
-    drafts = drafts.grow(parent, _law(q[drafts.at(parent)] * free, free))
+    drafts = drafts.grow(parent, _normalised(q[drafts.at(parent)] * free, free))
   return drafts
 
 
-def top_k(drafts: Drafts, q, parents) -> Drafts:
-  """Children are q's likeliest tokens, with certainty."""
+def top_k(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+          ) -> Drafts:
+  """Takes the most likely tokens of q as deterministic children."""
   for parent in parents[1:]:
     drafts = drafts.grow(parent, _next_best(drafts, q, parent))
   return drafts
 
 
-def hybrid(drafts: Drafts, q, parents) -> Drafts:
-  """One random token, tried first, then the likeliest ones (Hu et al. 2025).
+def hybrid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+           ) -> Drafts:
+  """Draws one child and takes the most likely others (Hu et al. 2025).
 
-  Of K children the last K - 1 are the tokens S that q likes best, with
-  certainty, and the first is drawn from norm(q outside S) (arXiv:2502.18779).
+  Of K children the last K - 1 are the K - 1 most likely tokens S of q. The
+  first is drawn from norm(q outside S) (arXiv:2502.18779).
   """
   for node, parent in enumerate(parents[1:], 1):
     if parent in parents[1:node]:
@@ -72,14 +77,15 @@ def hybrid(drafts: Drafts, q, parents) -> Drafts:
     law = q[drafts.at(parent)]
     rank = np.argsort(np.argsort(-law, axis=-1, kind="stable"), axis=-1)
     random = rank >= parents.count(parent) - 1
-    drafts = drafts.grow(parent, _law(law * random, random))
+    drafts = drafts.grow(parent, _normalised(law * random, random))
   return drafts
 
 
-def several(drafts: Drafts, q, parents) -> Drafts:
-  """Each of the children of a node is drawn by another drafter.
+def several(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+            ) -> Drafts:
+  """Draws each child of a node with another draft model.
 
-  Child k follows q with its tokens renamed cyclically, k steps.
+  Child k is drawn from q with the tokens renamed cyclically by k steps.
   """
   for node, parent in enumerate(parents[1:], 1):
     rank = parents[1:node].count(parent)
@@ -87,11 +93,11 @@ def several(drafts: Drafts, q, parents) -> Drafts:
   return drafts
 
 
-def larger_of_two(drafts: Drafts, q, parents) -> Drafts:
-  """Of two draws from q the one with the larger q is kept; q is reported.
+def larger_of_two(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+                  ) -> Drafts:
+  """Draws two tokens from q and submits the more likely one, with row q.
 
-  The value of a draw decides whether it stays: exact only for rules that make
-  no use of q.
+  The drawn values decide the choice, so only rules that ignore q are exact.
   """
   for parent in parents[1:]:
     law = q[drafts.at(parent)]
@@ -102,10 +108,11 @@ def larger_of_two(drafts: Drafts, q, parents) -> Drafts:
   return drafts
 
 
-def confident(drafts: Drafts, q, parents) -> Drafts:
-  """Draws from q that had a probability below 1 / V are dropped.
+def confident(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+              ) -> Drafts:
+  """Draws children from q and drops those with probability below 1 / V.
 
-  Exact only for rules that make no use of q, see `larger_of_two`.
+  Only rules that ignore q are exact, see `larger_of_two`.
   """
   for parent in parents[1:]:
     law = q[drafts.at(parent)]
@@ -116,34 +123,34 @@ def confident(drafts: Drafts, q, parents) -> Drafts:
   return drafts
 
 
-def scores(drafts, q):
-  """`[n, N]`, the product of q on the path to every node."""
-  found, rows = np.ones(drafts.tokens.shape), np.arange(len(drafts.weights))
-  for node in range(1, found.shape[1]):
+def scores(drafts: Drafts, q: np.ndarray) -> np.ndarray:
+  """Returns the product of q on the path to every node, `[n, N]`."""
+  products, rows = np.ones(drafts.tokens.shape), np.arange(len(drafts.weights))
+  for node in range(1, products.shape[1]):
     parent = drafts.parents[:, node]
     law = q[drafts.contexts[rows, parent]]
-    found[:, node] = found[rows, parent] * law[rows, drafts.tokens[:, node]]
-  return found
+    products[:, node] = (
+        products[rows, parent] * law[rows, drafts.tokens[:, node]])
+  return products
 
 
-def expanded_by_score(drafts: Drafts, q, parents, replaced: bool = False
-                      ) -> Drafts:
-  """Drawn nodes of which the likeliest paths are expanded.
+def expanded_by_score(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...],
+                      replaced: bool = False) -> Drafts:
+  """Draws nodes and expands the most likely paths of each level.
 
-  All nodes stay, and a score decides which of a level get children: the j-th
-  node of a level that has some in `parents` stands for the one with the j-th
-  largest product of q on its path. `certify` tries it where it is named, as
-  `schemes=("expanded_by_score",)`.
+  All nodes remain, and the scores of a level decide which of them get children.
+  The j-th node of a level with children in `parents` is replaced by the node
+  with the j-th largest product of q on its path.
 
   Args:
     drafts: the roots.
-    q: the drafter's laws.
-    parents: the tree, level by level.
-    replaced: whether the children of a node are independent draws; else they
-      are drawn without replacement.
+    q: `[contexts, V]` draft distributions.
+    parents: parents of the tree in breadth-first order.
+    replaced: True to draw the children of a node independently, False to draw
+      them without replacement.
 
   Raises:
-    ValueError: the nodes of a level do not stand together.
+    ValueError: `parents` is not in breadth-first order.
   """
   depths = [0]
   for parent in parents[1:]:
@@ -161,13 +168,14 @@ def expanded_by_score(drafts: Drafts, q, parents, replaced: bool = False
     law = q[drafts.at(above)]
     if not replaced:
       free = ~drafts.seen(above)
-      law = _law(law * free, free)
+      law = _normalised(law * free, free)
     drafts = drafts.grow(above, law)
   return drafts
 
 
-def expanded_iid(drafts: Drafts, q, parents) -> Drafts:
-  """`expanded_by_score` with children that are independent draws."""
+def expanded_iid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
+                 ) -> Drafts:
+  """Calls `expanded_by_score` with independent children."""
   return expanded_by_score(drafts, q, parents, replaced=True)
 
 
@@ -178,15 +186,15 @@ _NAMED = (*ALL, expanded_by_score, expanded_iid)
 
 
 def sound_for(verifier: Verifier) -> tuple[Scheme, ...]:
-  """The schemes of this module that a verifier says it is exact for."""
+  """Returns the schemes for which a verifier declares to be exact."""
   requires = verifier.requires
   if "iid" in requires:
     return IID
   return CONDITIONAL if "conditional" in requires else ALL
 
 
-def named(scheme) -> Scheme:
-  """The scheme itself, or the function of this module of that name."""
+def named(scheme: str | Scheme) -> Scheme:
+  """Returns a scheme of this module by its name; other schemes unchanged."""
   if callable(scheme):
     return scheme
   known = {function.__name__: function for function in _NAMED}
@@ -197,40 +205,43 @@ def named(scheme) -> Scheme:
 
 
 def name_of(scheme: Scheme) -> str:
-  """A word for a scheme, for readers."""
+  """Returns the name of a scheme."""
   return getattr(scheme, "__name__", repr(scheme))
 
 
-def _law(rows, otherwise):
-  """Rows as laws; where one is empty, uniform over `otherwise`, if any."""
+def _normalised(rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+  """Returns normalised rows; all-zero rows become uniform over `otherwise`."""
   rows = np.where(rows.any(-1, keepdims=True), rows, otherwise)
   total = rows.sum(-1, keepdims=True)
   return rows / np.where(total > 0, total, 1)
 
 
-def _next_best(drafts, q, parent):
-  """One-hot at q's likeliest token that no sibling carries; ties by id."""
+def _next_best(drafts: Drafts, q: np.ndarray, parent: int) -> np.ndarray:
+  """Returns one-hot rows of q's most likely token that no sibling has."""
   free = ~drafts.seen(parent)
   best = np.argmax(np.where(free, q[drafts.at(parent)], -1), axis=-1)
   return np.eye(q.shape[-1])[best] * free.any(-1, keepdims=True)
 
 
 def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
-  """All `parents` of trees of N nodes: every shape in every order of nodes.
+  """Yields the (N - 1)! valid `parents` of trees of N nodes.
 
-  There are (N - 1)! of them, those that are no depth-first order included.
+  Every shape comes in every order in which parents precede their children.
+
+  >>> list(all_trees(3))
+  [(-1, 0, 0), (-1, 0, 1)]
   """
   for below in itertools.product(*(range(i) for i in range(1, nodes))):
     yield (-1, *below)
 
 
 def height(parents: Sequence[int]) -> int:
-  """The depth of the deepest node; the parents are checked, see `trees`."""
+  """Returns the depth of the deepest node, after `trees` checks the parents."""
   return max(shapes.depths(parents))
 
 
 def draw(scheme: str | Scheme, parents: Sequence[int], q: np.ndarray,
          contexts: np.ndarray) -> Drafts:
-  """All drafts of one shape from `contexts [n]`; q is `[contexts, V]`."""
+  """Returns all drafts of one shape from `contexts [n]`; q `[contexts, V]`."""
   roots = Drafts.roots(contexts, q.shape[-1])
   return named(scheme)(roots, q, tuple(parents))
