@@ -1,24 +1,24 @@
 """Audits of sizes at which the drafts of dense models cannot be enumerated.
 
-Both audits evaluate the rule in float32, as the decoding loop does, on models
-whose rows are picked from a small pool by a hash of the text. So every context
-has its own pair of distributions, and only the rows along a draft are needed.
+Both audits evaluate the rule in float32, the precision of the decoding loop. A
+hash of the context selects its row in a small pool of distributions, so only
+the rows along a draft are needed.
 
-* `enumerate_few`: the drafter knows at most two tokens after a context and the
-  target all of them. The drafts are few and are summed over: no chance is
-  involved, and the total variation is exact.
-* `sample_dense`: the drafter knows all tokens; drafts are drawn. Let d_t be any
-  function of the text with mean 0 under p given the tokens before t, and D_i
+* `enumerate_few`: after each context at most two tokens are positive in q and
+  all in p. The drafts are few, so the total variation is an exact sum.
+* `sample_dense`: q is positive at all tokens; drafts are drawn. Let d_t be a
+  function of the sequence with mean 0 under p given the tokens before t. D_i is
   the sum of d_1..d_i along a path. For a valid rule the sum over nodes i of
   stop_i (D_i + sum_y next_i(y) d(y | x^i)) has mean 0 over the drafts, because
-  the emitted tokens follow p. The mean over independent drafts is compared with
-  `LIMIT` standard errors. A normal mean exceeds them with probability 3e-12, so
-  all functions at all sizes together raise a false alarm with probability below
-  1e-9. The standard error is at least a tenth of that of the sum of d over the
-  emitted tokens, whose variance is known, so that a few equal terms cannot make
-  it 0.
+  the emitted tokens have distribution p. The limit of the mean over independent
+  drafts is `LIMIT` standard errors. A normal mean exceeds it with probability
+  3e-12, so all functions at all sizes together raise a false alarm with
+  probability below 1e-9. The standard error is at least a tenth of that of the
+  sum of d over the emitted tokens, which has a known variance. This prevents a
+  standard error of 0 from a few equal terms.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,11 +34,11 @@ from specjax.types import Law
 from specjax.types import Verdict
 
 LIMIT = 7.0  # standard errors
-TOLERANCE = 1e-4  # of float32 sums over a whole vocabulary
-_BATCH = 8  # drafts of one call
-_ENTRIES = 1 << 26  # of the masses of all contexts
-_LAWS = 1 << 27  # numbers of all laws of one audit: sets how many are drawn
-_DRAWN = 96, 240  # the fewest and the most drafts
+TOLERANCE = 1e-4  # error of float32 sums over a vocabulary
+_BATCH = 8  # drafts per call
+_ENTRIES = 1 << 26  # most entries of the masses of all contexts
+_LAWS = 1 << 27  # entries of all laws of one audit, which set the sample size
+_DRAWN = 96, 240  # the smallest and the largest sample size
 _ROOTS = 4
 _GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))  # depths, first to last
 
@@ -47,10 +47,10 @@ class Audited(NamedTuple):
   """Result of an audit, with the fields of an `Outcome` that `certify` reads.
 
   Attributes:
-    total_variation: on the few drafts; 0 where drafts were drawn.
-    defects: ways in which a law was wrong.
-    laws: laws evaluated.
-    example: a draft that shows the fault, or None.
+    total_variation: total variation of the enumeration; 0 for drawn drafts.
+    defects: reasons why the audit failed.
+    laws: number of laws evaluated.
+    example: a draft that shows the error, or None.
   """
 
   total_variation: float
@@ -61,26 +61,17 @@ class Audited(NamedTuple):
 
 def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
                   seed: int = 0) -> Audited:
-  """The exact total variation on models with few drafts, see the module.
+  """Returns the exact total variation on models with few drafts.
 
   Args:
-    compiled: the rule. Of a rule that remembers earlier rounds only the first
-      emitted token is compared: later ones depend on its next rounds.
-    parents: `[N]`, the shape of the drafts; children are independent draws.
-    vocab_size: V.
-    seed: of the models.
+    compiled: the rule. If it has state, only the first emitted token is
+      compared, because later tokens depend on its next rounds.
+    parents: `[N]` parents of the drafts, whose children are independent draws.
+    vocab_size: vocabulary size V.
+    seed: seed of the models.
   """
-  nodes = len(parents)
-  most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
-  rng = np.random.default_rng([vocab_size, nodes, seed, 1])
-  pool, drafts = larger.few_pool(vocab_size, nodes, seed), None
-  roots = larger.roots_of(vocab_size, _ROOTS, rng)
-  for salt in range(100):  # in most models the drafts are too many or too few
-    new = larger.grow(pool, parents, roots, salt, most)
-    if new and (drafts is None or len(new.weights) > len(drafts.weights)):
-      drafts = new
-    if drafts and len(drafts.weights) > most // 2:
-      break
+  pool = larger.few_pool(vocab_size, len(parents), seed)
+  drafts = _few_drafts(pool, parents, vocab_size, seed)
   run = _Evaluation(compiled, pool, parents)
   texts, which = np.unique(drafts.hashes, return_inverse=True)
   which = which.reshape(drafts.hashes.shape)
@@ -95,21 +86,36 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
       pool, parents, drafts, which, mass, compiled.rule.remembers)
   example = run.example
   if distance > TOLERANCE and not run.defects:
-    here = (which == worst)
-    draft, node = np.argwhere(here)[0]
+    draft, node = np.argwhere(which == worst)[0]
     example = run.shown(drafts, draft)._replace(node=node, obtained=obtained)
   return Audited(distance, frozenset(run.defects), len(drafts.weights), example)
 
 
+def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
+                seed: int) -> larger.Drafts:
+  """Returns all drafts of a model with enough, but not too many of them."""
+  nodes = len(parents)
+  most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
+  rng = np.random.default_rng([vocab_size, nodes, seed, 1])
+  roots, drafts = larger.roots_of(vocab_size, _ROOTS, rng), None
+  for salt in range(100):
+    new = larger.grow(pool, parents, roots, salt, most)
+    if new and (drafts is None or len(new.weights) > len(drafts.weights)):
+      drafts = new
+    if drafts and len(drafts.weights) > most // 2:
+      break
+  return drafts
+
+
 def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
                  seed: int = 0) -> Audited:
-  """Draws drafts and compares means with the target's, see the module.
+  """Draws drafts and compares means with the target's.
 
   Args:
-    compiled: the rule; it must not remember earlier rounds.
-    parents: `[N]`, the shape of the drafts; children are independent draws.
-    vocab_size: V.
-    seed: of the models and of the drafts.
+    compiled: the rule, without state.
+    parents: `[N]` parents of the drafts, whose children are independent draws.
+    vocab_size: vocabulary size V.
+    seed: seed of the models and of the drafts.
   """
   nodes = len(parents)
   count = int(np.clip(_LAWS // (nodes * vocab_size), *_DRAWN))
@@ -159,11 +165,11 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 
 class Functions:
-  """The functions of a token whose means are compared, centred under p.
+  """F functions of a token, centred under p.
 
   Attributes:
-    names: for readers.
-    variances: `[K, F]`, under p.
+    names: names of the functions.
+    variances: `[K, F]` variances under p.
   """
 
   def __init__(self, pool: larger.Pool, rng: np.random.Generator):
@@ -192,22 +198,17 @@ class Functions:
   def count(self) -> int:
     return len(self.names)
 
-  def at(self, row, token):
-    """`[F]`, their values at a token after a context of this row."""
+  def at(self, row: int, token: int) -> np.ndarray:
+    """Returns the values `[F]` at a token after a context of this row."""
     return self._centred[row, :, token]
 
-  def mean(self, row, law):
-    """`[F]`, their means under `law [V]`."""
+  def mean(self, row: int, law: np.ndarray) -> np.ndarray:
+    """Returns the means `[F]` under `law [V]`."""
     return self._centred[row] @ law
 
 
 class _Evaluation:
-  """Evaluates laws at drafts and checks that they are laws.
-
-  Attributes:
-    defects: ways in which some law was not a law.
-    example: a draft of the first defect.
-  """
+  """Evaluates laws at drafts and checks that they are distributions."""
 
   def __init__(self, compiled: Compiled, pool: larger.Pool,
                parents: Sequence[int]):
@@ -216,7 +217,7 @@ class _Evaluation:
     self._gaps, self.defects, self.example = {}, set(), None
     self._state = compiled.initial_state(len(parents) - 1, "float32")
 
-  def laws(self, drafts):
+  def laws(self, drafts: larger.Drafts) -> Iterator[tuple]:
     """Yields a slice, `stop`, `next_token` and `survival` or None."""
     for start in range(0, len(drafts.weights), _BATCH):
       batch = slice(start, start + _BATCH)
@@ -240,7 +241,7 @@ class _Evaluation:
                             for x in (stop, next_token))
       yield batch, stop, next_token, survival
 
-  def _law(self, drafts, batch):
+  def _law(self, drafts: larger.Drafts, batch: slice) -> tuple:
     p, q = self._inputs(drafts, batch)
     tokens = drafts.tokens[batch]
     state = self._state
@@ -251,22 +252,24 @@ class _Evaluation:
         (tokens, np.tile(self._parents, (len(tokens), 1)), q, p, state),
         _BATCH, "float32")
 
-  def _inputs(self, drafts, batch):
+  def _inputs(self, drafts: larger.Drafts, batch: slice
+              ) -> tuple[np.ndarray, np.ndarray]:
     rows = drafts.rows[batch]
     q = self._pool.q[rows[:, self._parents]]
     q[:, 0] = 0
     return self._pool.p[rows], q
 
-  def shown(self, drafts, draft) -> Example:
-    """One draft with its law, for readers."""
+  def shown(self, drafts: larger.Drafts, draft: int) -> Example:
+    """Returns one draft with its law."""
     one = slice(draft, draft + 1)
     p, q = self._inputs(drafts, one)
     stop, next_token, *_ = self._law(drafts, one)
     return Example(Draft(drafts.tokens[draft], self._parents, q[0]), p[0],
                    Law(stop[0], next_token[0]))
 
-  def check_survival(self, texts, weights, stop, survival):
-    """Adds up survival - P(tau >= i) by prefix; chains alone."""
+  def check_survival(self, texts: np.ndarray, weights: np.ndarray,
+                     stop: np.ndarray, survival: np.ndarray | None) -> None:
+    """Sums survival - P(tau >= i) by prefix, for chains."""
     if survival is None or (
         self._parents != np.arange(-1, len(self._parents) - 1)).any():
       return
@@ -274,62 +277,85 @@ class _Evaluation:
     for text, value in zip(texts.ravel(), (weights[:, None] * gap).ravel()):
       self._gaps[text] = self._gaps.get(text, 0.0) + value
 
-  def check_survival_sums(self):
-    """Reports a survival that is not P(tau >= i)."""
+  def check_survival_sums(self) -> None:
+    """Adds a defect unless the sums of survival are those of P(tau >= i)."""
     if self._gaps and not max(map(abs, self._gaps.values())) <= TOLERANCE:
       self.defects.add("survival is not P(tau >= i)")
 
 
-def _compared(pool, parents, drafts, which, mass, first):
-  """Total variation, the worst context, and the law of the token after it.
+class _Contexts(NamedTuple):
+  """Contexts in the tree of all drafts.
 
-  `mass [T, V]` is what stops at a text and emits a token. From there the target
-  continues, so a text that leaves the tree of drafts after context c with token
-  y has probability mass[c, y] + continued[c] p(y | c), where `continued` is the
-  mass that stopped above c and was continued to c by the target. With `first`
-  only the law of the first token is compared.
+  Attributes:
+    order: contexts, parents first.
+    rows: row of the pool by context.
+    children: `(token, context)` of the children of every context.
+  """
+
+  order: list[int]
+  rows: dict[int, int]
+  children: list[list[tuple[int, int]]]
+
+
+def _contexts(parents: Sequence[int], drafts: larger.Drafts, which: np.ndarray,
+              count: int) -> _Contexts:
+  """Returns the tree of `count` contexts; `which [n, N]` is each node's."""
+  tree = _Contexts([], {}, [[] for _ in range(count)])
+  for node, parent in enumerate(parents):
+    for draft, context in enumerate(which[:, node]):
+      if context in tree.rows:
+        continue
+      tree.rows[context] = drafts.rows[draft, node]
+      tree.order.append(context)
+      if node:
+        tree.children[which[draft, parent]].append(
+            (drafts.tokens[draft, node], context))
+  return tree
+
+
+def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
+              which: np.ndarray, mass: np.ndarray, only_first: bool
+              ) -> tuple[float, int, np.ndarray]:
+  """Returns the total variation, the worst context and its next token's law.
+
+  `mass [T, V]` is the mass that stops at a context and emits a token. The
+  target continues from there. So a sequence that leaves the tree of drafts
+  after context c with token y has probability mass[c, y] + continued[c]
+  p(y | c). Here `continued` is the mass that stopped above c and that the
+  target continued to c. With `only_first` only the first token is compared.
   """
   count = len(mass)
+  tree = _contexts(parents, drafts, which, count)
   target, continued, under = np.zeros(count), np.zeros(count), mass.sum(-1)
-  known, children = {}, [[] for _ in range(count)]
-  order = []
-  for node in range(len(parents)):
-    above = which[:, max(parents[node], 0)]
-    for draft, text in enumerate(which[:, node]):
-      if text in known:
-        continue
-      known[text] = drafts.rows[draft, node]
-      order.append(text)
-      if node:
-        children[above[draft]].append((drafts.tokens[draft, node], text))
   roots, where = np.unique(which[:, 0], return_inverse=True)
   target[roots] = np.bincount(where.reshape(-1), drafts.weights)
-  below = [(text, child) for text in order for _, child in children[text]]
-  for text, child in reversed(below):
-    under[text] += under[child]
+  below = [(context, child) for context in tree.order
+           for _, child in tree.children[context]]
+  for context, child in reversed(below):
+    under[context] += under[child]
   distance, farthest, worst, obtained = 0.0, -1.0, None, None
   queue = list(roots)
   while queue:
-    text = queue.pop()
-    p = pool.p[known[text]].astype(np.float64)
+    context = queue.pop()
+    p = pool.p[tree.rows[context]].astype(np.float64)
     p /= p.sum()
-    here = mass[text] + continued[text] * p
-    whole = here.copy()
-    gap = here - target[text] * p
-    for token, child in children[text]:
-      continued[child], target[child] = here[token], target[text] * p[token]
-      whole[token] += under[child]
+    here = mass[context] + continued[context] * p
+    law, wanted = here.copy(), target[context] * p
+    gap = here - wanted
+    for token, child in tree.children[context]:
+      continued[child], target[child] = here[token], wanted[token]
+      law[token] += under[child]
       gap[token] = 0
-      queue.append(child)
-    if first:
-      gap, queue = whole - target[text] * p, queue[:len(queue) - len(
-          children[text])]
+    if only_first:
+      gap = law - wanted
+    else:
+      queue += [child for _, child in tree.children[context]]
     distance += np.abs(gap).sum()
-    total = whole.sum()
-    off = np.abs(whole - total * p).sum()
+    total = law.sum()
+    off = np.abs(law - total * p).sum()
     if off > farthest:
-      farthest, worst = off, text
-      obtained = whole / total if total > 0 else whole
+      farthest, worst = off, context
+      obtained = law / total if total > 0 else law
   return 0.5 * float(distance), worst, obtained
 
 
@@ -338,18 +364,18 @@ _STRETCH = 16
 
 def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
          rows: int, seed: int = 0) -> Audited:
-  """Decodes `rows` sequences of random models and compares means, see above.
+  """Decodes sequences with random models and compares means.
 
   Args:
     compiled: the rule.
     gamma: draft length of the chains.
-    vocab_size: V.
-    tokens: tokens that every row writes.
-    rows: sequences, with models of their own contexts.
-    seed: of the models and of all samples.
+    vocab_size: vocabulary size V.
+    tokens: number of tokens per sequence.
+    rows: number of sequences, each with other models.
+    seed: seed of the models and of all samples.
 
   Returns:
-    An `Audited`; its total variation is 0, because nothing is enumerated.
+    An `Audited`. Its total variation is 0, because it enumerates no drafts.
   """
   rng = np.random.default_rng([vocab_size, gamma, seed, 3])
   pool = larger.dense_pool(vocab_size, seed)
@@ -397,8 +423,10 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
   return _deviation(functions, sums[:, :tokens], laws)
 
 
-def _draft_chains(pool, hashes, gamma, rng):
-  """Drafted tokens `[n, gamma]`, rows and hashes `[n, gamma + 1]`."""
+def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
+                  rng: np.random.Generator
+                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns tokens `[n, gamma]`, rows and hashes `[n, gamma + 1]`."""
   tokens, texts = [], [hashes]
   for _ in range(gamma):
     new = larger.drawn(pool.q[pool.rows(texts[-1])], rng)
@@ -408,8 +436,8 @@ def _draft_chains(pool, hashes, gamma, rng):
   return np.stack(tokens, axis=1).astype(np.int32), pool.rows(texts), texts
 
 
-def _deviation(functions, sums, laws):
-  # Every stretch, and all tokens from its start on.
+def _deviation(functions: Functions, sums: np.ndarray, laws: int) -> Audited:
+  # Compares the tokens of every stretch, and all tokens after its start.
   starts = range(0, sums.shape[1], _STRETCH)
   ends = [(a, min(b, sums.shape[1])) for a in starts
           for b in (a + _STRETCH, sums.shape[1])]

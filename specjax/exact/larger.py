@@ -128,7 +128,7 @@ def enumerate_sparse(verifier: Verifier | Compiled, pair: SparsePair,
                      scheme: Callable[[np.ndarray, np.ndarray], Any],
                      nodes: int, longest: int, rounds: int, dtype: str
                      ) -> SparseOutcome:
-  """Enumerates a `SparsePair`; the arguments are those of `enumerate_drafts`."""
+  """Enumerates a `SparsePair`; arguments as in `enumerate_drafts`."""
   plan = enumeration.Plan(Compiled.of(verifier), pair, scheme, nodes, longest,
                           rounds, dtype, CHUNK)
   run, starts, _ = plan.run()
@@ -181,7 +181,7 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
     np.add.at(under, np.searchsorted(contexts, parents), below)
     levels.append((contexts, standing, under))
     after, below = contexts, under
-  # Downwards: sequences that begin with a context but with no listed extension.
+  # Downwards: sequences that begin with a context but no listed extension.
   from_above, target, distance = np.zeros(1), np.ones(1), 0.0
   farthest, where, obtained = 1e-15, None, None
   while levels:

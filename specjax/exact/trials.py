@@ -1,6 +1,8 @@
-"""The models and drafts that `certify` tries, kind by kind."""
+"""Trials of `certify`: models and drafts of every kind."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
 import itertools
 import math
@@ -17,6 +19,7 @@ from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
+from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
 from specjax.types import Draft
 
@@ -25,7 +28,7 @@ _ALL_TREES, _SOME_TREES = 81, 729  # drafts of a tree, V**(N - 1), at most
 _SEVERAL_ROUNDS = 27  # drafts of a tree, at most, for more than one round
 _TELLING_KINDS = ("dense", "mixed", "varied")
 
-# What is tried beside the small models, see `certify`.
+# Trials other than the small models, see `certify`.
 _LARGER_CHAINS = (  # V, gamma; a rule for trees takes every second one
     (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12), (33, 10),
     (257, 3), (20, 11), (13, 13), (11, 14), (128, 4), (9, 15))
@@ -48,20 +51,20 @@ _PRODUCTION_TREES = (  # parents, V
 
 
 class Found(NamedTuple):
-  """One enumeration or audit.
+  """Result of one enumeration or audit.
 
   Attributes:
-    trial: which kind of trial it belongs to.
-    outcome: an `Outcome`, a `SparseOutcome` or an `Audited`.
-    dtype: of the numbers.
-    witness: what to repeat it with.
+    trial: name of the kind of trial.
+    outcome: result with a total variation, defects and the number of laws.
+    dtype: dtype of the numbers.
+    witness: settings that reproduce it.
     sizes: `(gamma, V, N)`; N is 0 for a chain.
-    tolerance: the largest total variation that is rounding.
-    plan: an enumeration, to run it again, or None.
+    tolerance: largest total variation that rounding explains.
+    plan: plan of an enumeration, or None.
   """
 
   trial: str
-  outcome: Any
+  outcome: enumeration.Outcome | larger.SparseOutcome | audit.Audited
   dtype: str
   witness: dict[str, Any]
   sizes: tuple[int, int, int]
@@ -74,7 +77,7 @@ class Found(NamedTuple):
             or bool(self.outcome.defects))
 
   def example(self) -> Example | None:
-    """A draft that shows what is wrong."""
+    """Returns a draft that shows the error, or None."""
     if self.plan is None:
       return self.outcome.example
     run, starts, _ = self.plan.run()
@@ -87,14 +90,20 @@ class Found(NamedTuple):
     return example and example._replace(obtained=found.obtained)
 
 
-def _found(trial, outcome, dtype, witness, sizes, plan=None):
+def _found(trial: str, outcome: audit.Audited | larger.SparseOutcome
+           | enumeration.Outcome, dtype: str, witness: dict[str, Any],
+           sizes: tuple[int, int, int], plan: enumeration.Plan | None = None
+           ) -> Found:
   tolerance = (audit.TOLERANCE if plan is None
                else enumeration.TOLERANCE[dtype])
   return Found(trial, outcome, dtype, witness, sizes, tolerance, plan)
 
 
-def _enumerated(trial, compiled, pair, scheme, nodes, longest, rounds, dtype,
-                witness, tree=0, chunk=enumeration.CHUNK) -> Found:
+def _enumerated(trial: str, compiled: Compiled, pair: Pair | larger.SparsePair,
+                scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts],
+                nodes: int, longest: int, rounds: int, dtype: str,
+                witness: dict[str, Any], tree: int = 0,
+                chunk: int = enumeration.CHUNK) -> Found:
   plan = enumeration.Plan(compiled, pair, scheme, nodes, longest, rounds, dtype,
                           chunk)
   enumerate_drafts = (enumeration.enumerate_drafts
@@ -104,14 +113,17 @@ def _enumerated(trial, compiled, pair, scheme, nodes, longest, rounds, dtype,
                 (longest, pair.vocab_size, tree), plan)
 
 
-def telling(kinds):
-  """The kinds of models that are tried where not all of them are."""
+def telling(kinds: Sequence[str]) -> Sequence[str]:
+  """Returns the kinds of models that most often show a defect."""
   return tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
 
 
-def on_chains(compiled, vocab_size, gammas, kinds, seeds, rounds, dtype,
-              drafting, padded_to=0, ended=None) -> Iterator[Found]:
-  """Small models, all drafts of every length, or `ended` by a rule."""
+def on_chains(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
+              kinds: Sequence[str], seeds: Sequence[int], rounds: int,
+              dtype: str, drafting: str, padded_to: int = 0,
+              ended: Callable[[drafts.Drafts], drafts.Drafts] | None = None
+              ) -> Iterator[Found]:
+  """Enumerates small models with chains, which `ended` can shorten."""
   for gamma, kind, seed in itertools.product(gammas, kinds, seeds):
     depth = enumeration.depth_of(compiled.rule, gamma, rounds)
     nodes = max(padded_to, gamma + 1)
@@ -127,9 +139,10 @@ def on_chains(compiled, vocab_size, gammas, kinds, seeds, rounds, dtype,
         rounds, dtype, witness)
 
 
-def padded(compiled, vocab_size, gammas, seeds, kinds, dtype
+def padded(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
+           seeds: Sequence[int], kinds: Sequence[str], dtype: str
            ) -> Iterator[Found]:
-  """Chains of which the first `real` tokens are drawn."""
+  """Enumerates chains that end in padding."""
   gamma = max(gammas)
   for real, token, chain, kind, seed in itertools.product(
       range(gamma), (0, vocab_size, None), (True, False), kinds, seeds):
@@ -147,9 +160,11 @@ def padded(compiled, vocab_size, gammas, seeds, kinds, dtype
             real=real, padding="any" if token is None else token))
 
 
-def in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
-               ) -> Iterator[Found]:
-  """The same in the precision of the loop, on fewer models."""
+def in_float32(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
+               seeds: Sequence[int], kinds: Sequence[str],
+               trees: Sequence[Sequence[int]] | None,
+               schemes: Sequence[str | schemes_lib.Scheme]) -> Iterator[Found]:
+  """Enumerates a few small models in the precision of the decoding loop."""
   if trees is None:
     trees = list(default_trees(vocab_size))
   if not trees:
@@ -160,9 +175,12 @@ def in_float32(compiled, vocab_size, gammas, seeds, kinds, trees, schemes
                       seeds, 1, "float32")
 
 
-def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
-             dtype, scattered=False) -> Iterator[Found]:
-  """Small models, all drafts of every tree; trees None is the default."""
+def on_trees(compiled: Compiled, vocab_size: int,
+             trees: Sequence[Sequence[int]] | None,
+             schemes: Sequence[str | schemes_lib.Scheme], kinds: Sequence[str],
+             seeds: Sequence[int], rounds: int, dtype: str,
+             scattered: bool = False) -> Iterator[Found]:
+  """Enumerates small models with trees; None is the default trees."""
   if trees is None:
     trees = list(default_trees(vocab_size))
   largest = max(map(len, trees), default=1) + 3 * scattered
@@ -185,13 +203,15 @@ def on_trees(compiled, vocab_size, trees, schemes, kinds, seeds, rounds,
         times, dtype, witness, len(parents), enumeration.TREE_CHUNK)
 
 
-def _drawn_tree(scheme, parents, nodes, scattered, q, contexts):
-  found = schemes_lib.draw(scheme, parents, q, contexts)
-  return found.scattered(nodes) if scattered else found.padded(nodes)
+def _drawn_tree(scheme: schemes_lib.Scheme, parents: Sequence[int], nodes: int,
+                scattered: bool, q: np.ndarray, contexts: np.ndarray
+                ) -> drafts.Drafts:
+  trees = schemes_lib.draw(scheme, parents, q, contexts)
+  return trees.scattered(nodes) if scattered else trees.padded(nodes)
 
 
-def default_trees(vocab_size):
-  """All trees of up to 5 nodes and some of up to 7, fewer for larger V."""
+def default_trees(vocab_size: int) -> Iterator[tuple[int, ...]]:
+  """Yields trees of up to 5 nodes and some of up to 7, fewer for larger V."""
   for nodes in range(2, _MOST_NODES + 1):
     drafted = vocab_size**(nodes - 1)
     if drafted <= _SOME_TREES:
@@ -203,9 +223,11 @@ def default_trees(vocab_size):
         yield (-1, *[0] * (nodes - 1))
 
 
-def on_special_trees(compiled, vocab_size, schemes, kinds, seeds, dtype
+def on_special_trees(compiled: Compiled, vocab_size: int,
+                     schemes: Sequence[str | schemes_lib.Scheme],
+                     kinds: Sequence[str], seeds: Sequence[int], dtype: str
                      ) -> Iterator[Found]:
-  """Trees with padding before real nodes, and trees expanded by score."""
+  """Enumerates trees with padding before real nodes or expanded by score."""
   few = [tree for tree in default_trees(3) if len(tree) in (3, 4, 5)][::4]
   yield from on_trees(compiled, vocab_size, few, schemes, kinds, seeds, 1,
                       dtype, scattered=True)
@@ -217,59 +239,84 @@ def on_special_trees(compiled, vocab_size, schemes, kinds, seeds, dtype
   yield from on_trees(compiled, 3, _EXPANDED, expanded, kinds, seeds, 1, dtype)
 
 
-def on_larger_models(compiled, seeds, dtype, schemes) -> Iterator[Found]:
-  """Long chains, large vocabularies, large trees, many rounds."""
-  def one(trial, seed, vocab_size, scheme, parents, witness, rounds=1,
-          narrow=False, nodes=0, single=None):
-    longest, nodes = schemes_lib.height(parents), nodes or len(parents)
-    depth = enumeration.depth_of(compiled.rule, longest, rounds)
-    draw = lambda q, contexts: schemes_lib.draw(
-        scheme, parents, q, contexts).padded(nodes)
-    return _enumerated(
-        f"{trial}, {dtype}", compiled,
-        larger.sparse_pair(vocab_size, depth, seed, narrow, single), draw,
-        nodes, longest, rounds, dtype, dict(
-            kind="sparse", vocab_size=vocab_size, seed=seed, rounds=rounds,
-            **witness), len(parents) if schemes else 0, larger.CHUNK)
-
-  def chain(seed, vocab_size, gamma, rounds=1, narrow=False):
-    trial = (f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
-             if rounds > 1 else f"chains of (gamma, V) = {listed}")
-    # Of long chains many tokens are deterministic, so that the drafts stay few.
-    single = 0.6 if gamma > 8 and not narrow else None
-    return one(trial, seed, vocab_size, "iid", range(-1, gamma),
-               dict(gamma=gamma), rounds, narrow, single=single)
-
+def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
+                     schemes: Sequence[str | schemes_lib.Scheme]
+                     ) -> Iterator[Found]:
+  """Enumerates long chains, large vocabularies, large trees, many rounds."""
+  functions = tuple(map(schemes_lib.named, schemes))
   chains = (_LARGER_WITH_STATE if compiled.rule.remembers
             else _LARGER_CHAINS[::2 if schemes else 1])
   listed = ", ".join(str((gamma, vocab_size)) for vocab_size, gamma in chains)
+  chain = functools.partial(_larger_chain, compiled, dtype, bool(schemes),
+                            f"chains of (gamma, V) = {listed}")
   for seed in seeds:
     if compiled.rule.remembers:
-      yield chain(seed, *_LONG_MEMORY, narrow=True)
-      for vocab_size, gamma in chains:
-        yield chain(seed, vocab_size, gamma, narrow=True)
-      continue
-    for vocab_size, gamma in chains:
-      yield chain(seed, vocab_size, gamma)
-    vocab_size, parents = _LARGER_TREE
-    for scheme in map(schemes_lib.named, schemes):
-      yield one(f"trees of {len(parents)} nodes, V = {vocab_size}", seed,
-                vocab_size, scheme, parents, dict(
-                    parents=parents, scheme=schemes_lib.name_of(scheme)))
-    vocab_size, trees = _LARGEST_TREES
-    largest = max(map(len, trees))
-    # Without replacement all tokens come up once those of q are used.
-    few = (schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)
-    for scheme, parents in itertools.product(
-        [s for s in map(schemes_lib.named, schemes) if s in few], trees):
-      yield one(f"trees of up to {largest} nodes, V = {vocab_size}", seed,
-                vocab_size, scheme, parents, dict(
-                    parents=parents, scheme=schemes_lib.name_of(scheme)),
-                nodes=largest, single=_SINGLE)
+      yield chain(seed, *_LONG_MEMORY)
+      for size in chains:
+        yield chain(seed, *size)
+    else:
+      for size in chains:
+        yield chain(seed, *size)
+      yield from _larger_trees(compiled, dtype, functions, seed)
 
 
-def audits(compiled: Compiled, is_tree: bool, seeds) -> Iterator[Found]:
-  """Production sizes, and for a rule that remembers many rounds."""
+def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
+                  seed: int, vocab_size: int, gamma: int, rounds: int = 1
+                  ) -> Found:
+  """Enumerates a long chain, with narrow models for a rule with state."""
+  if rounds > 1:
+    trial = f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
+  narrow = compiled.rule.remembers
+  # Long chains have many deterministic tokens, so that the drafts stay few.
+  single = 0.6 if gamma > 8 and not narrow else None
+  parents = tuple(range(-1, gamma))
+  pair = larger.sparse_pair(
+      vocab_size, enumeration.depth_of(compiled.rule, gamma, rounds), seed,
+      narrow, single)
+  return _on_sparse(trial, compiled, pair, "iid", parents, seed, dtype,
+                    dict(gamma=gamma), rounds, has_trees)
+
+
+def _larger_trees(compiled: Compiled, dtype: str,
+                  schemes: Sequence[schemes_lib.Scheme], seed: int
+                  ) -> Iterator[Found]:
+  """Enumerates trees of 10 and of up to 17 nodes."""
+  # Without replacement all tokens are drawn once those of q are used.
+  few = [scheme for scheme in schemes if scheme in (
+      schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)]
+  (vocab_size, parents), (largest_vocab, largest) = (
+      _LARGER_TREE, _LARGEST_TREES)
+  for schemes_, vocab, trees, single in (
+      (schemes, vocab_size, (parents,), None),
+      (few, largest_vocab, largest, _SINGLE)):
+    nodes = max(map(len, trees))
+    upto = "up to " if single else ""
+    for scheme, tree in itertools.product(schemes_, trees):
+      depth = enumeration.depth_of(compiled.rule, schemes_lib.height(tree), 1)
+      yield _on_sparse(
+          f"trees of {upto}{nodes} nodes, V = {vocab}", compiled,
+          larger.sparse_pair(vocab, depth, seed, single=single), scheme, tree,
+          seed, dtype, dict(parents=tree, scheme=schemes_lib.name_of(scheme)),
+          nodes=nodes)
+
+
+def _on_sparse(trial: str, compiled: Compiled, pair: larger.SparsePair,
+               scheme: str | schemes_lib.Scheme, parents: Sequence[int],
+               seed: int, dtype: str, witness: dict[str, Any], rounds: int = 1,
+               has_trees: bool = True, nodes: int = 0) -> Found:
+  """Enumerates one large model."""
+  nodes = nodes or len(parents)
+  draw = functools.partial(_drawn_tree, scheme, parents, nodes, False)
+  return _enumerated(
+      f"{trial}, {dtype}", compiled, pair, draw, nodes,
+      schemes_lib.height(parents), rounds, dtype, dict(
+          kind="sparse", vocab_size=pair.vocab_size, seed=seed, rounds=rounds,
+          **witness), len(parents) if has_trees else 0, larger.CHUNK)
+
+
+def audits(compiled: Compiled, is_tree: bool, seeds: Sequence[int]
+           ) -> Iterator[Found]:
+  """Audits production sizes, and many rounds of a rule with state."""
   sizes = [(tuple(range(-1, gamma)), vocab_size)
            for gamma, vocab_size in _PRODUCTION_CHAINS]
   for seed in seeds:
@@ -284,9 +331,9 @@ def audits(compiled: Compiled, is_tree: bool, seeds) -> Iterator[Found]:
           (gamma, vocab_size, 0))
 
 
-def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
-            ) -> Iterator[Found]:
-  """Both audits of one size."""
+def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
+            seed: int, is_tree: bool = False) -> Iterator[Found]:
+  """Runs the audits of one size."""
   nodes, longest = len(parents), schemes_lib.height(parents)
   shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
   for run in (audit.enumerate_few, audit.sample_dense)[
@@ -300,9 +347,9 @@ def audited(compiled: Compiled, parents, vocab_size, seed, is_tree=False
 
 
 def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
-  """The law of one draft without `vmap`, against the batched one."""
+  """Compares the law of one draft with and without `vmap`."""
   rule, rng = compiled.rule, np.random.default_rng(0)
-  # With these numbers decoding can stop at every node.
+  # With these distributions decoding can stop at every node.
   q, p = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "qp")
   q[1:] = q[:-1].copy()
   q[0] = 0
