@@ -219,7 +219,7 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
     ValueError: `stop` is a class or cannot be called.
   """
   if isinstance(stop, type) or not callable(stop):
-    raise ValueError(f"stop is {stop!r}; it must be a methods.stop_rules."
+    raise ValueError(f"stop is {stop!r}; it must be a drafters.stop_rules."
                      "StopRule, or a function (probs, tokens) -> length")
   compiled = jax.jit(jax.vmap(stop))
 

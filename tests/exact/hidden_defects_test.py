@@ -370,7 +370,7 @@ def test_sizes_of_the_users_own():
   with pytest.raises(ValueError, match=r"30\*\*9.*at=\[\(8, 30\)\]"):
     exact.certify(Token(), vocab_sizes=(30,), gammas=(8,))
   for at in ([(0, 5)], [(3,)], [5], [(4000, 128_000)]):
-    with pytest.raises(ValueError, match="at holds"):
+    with pytest.raises(ValueError, match="at contains"):
       exact.certify(Token(), at=at, **few)
 
 
