@@ -171,8 +171,8 @@ def certify(verifier: Verifier | Compiled, *,
     at: further sizes `(gamma, V)`, with chains. A size with at most 2^14 drafts
       is enumerated and a larger one is audited, see `tried`.
     stop: rule that ends the drafted chains, tried on the small models only. It
-      is a `drafters.stop_rules.StopRule` (in its first round, with the rows of q
-      as hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
+      is a `drafters.stop_rules.StopRule` (in its first round, with rows of q as
+      hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
       length []` in jax that returns the number of submitted tokens. A function
       that reads tokens and then drops them is refuted.
 
