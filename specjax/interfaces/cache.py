@@ -152,7 +152,8 @@ class Cache:
 
     return self._each(lambda cache: cache.specs(axis, rows), of_leaf)
 
-  def _each(self, of_cache, of_leaf=lambda x: x, *rest):
+  def _each(self, of_cache: Callable[..., Any],
+            of_leaf: Callable[..., Any] = lambda x: x, *rest: Any) -> Any:
     return map_caches(of_cache, of_leaf, self, *rest, root=self)
 
 
@@ -187,7 +188,7 @@ def map_caches(of_cache: Callable[..., Any], of_leaf: Callable[..., Any],
       tree, *rest, is_leaf=lambda x: isinstance(x, Cache) and x is not root)
 
 
-def _missing(cache, method):
+def _missing(cache: Cache, method: str) -> Callable[..., Any]:
   def of_leaf(x):
     raise NotImplementedError(f"{type(cache).__name__} has no `{method}`")
 

@@ -1,5 +1,6 @@
 """Checks of the components of a decoder, when it is constructed."""
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -107,7 +108,7 @@ def cannot_grow(part: Any) -> str | None:
   return next(filter(None, map(cannot_grow, _parts_of(part))), None)
 
 
-def _parts_of(part):
+def _parts_of(part: Any) -> Sequence[Any]:
   if isinstance(part, tuple | list):
     return part
   if dataclasses.is_dataclass(part) and not isinstance(part, type):

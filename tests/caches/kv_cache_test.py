@@ -14,6 +14,7 @@ from specjax import testing
 from specjax.caches.dense import attention_in_block
 from specjax.caches.dense import BlockCache
 from specjax.caches.dense import KVCache
+from specjax.caches.dense import put_rows
 from specjax.trees import topology
 
 sys.path.append(str(ROOT / "experiments"))
@@ -264,3 +265,15 @@ def test_a_block_that_is_read_in_two_passes(window):
     parts.append(cache.attend(
         0, query[:, start:end], causal[:, start:end, :end], **options))
   np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-6)
+
+
+def test_rows_are_written_at_their_own_positions():
+  # Broken: a row is written at another's place, or a block at the end of a row
+  # is cut.
+  old = np.zeros((3, 5, 2), np.float32)
+  new = 1 + np.arange(18, dtype=np.float32).reshape(3, 3, 2)
+  found = put_rows(old, new, np.array([0, 2, 4], np.int32))
+  assert found.dtype == np.float32
+  for row, block, start in zip(found, new, (0, 2, 2)):
+    np.testing.assert_array_equal(row[start:start + 3], block)
+    assert np.count_nonzero(row) == block.size
