@@ -115,13 +115,13 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
            ) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
-  Its first argument changes all texts in the messages except the roles; its
+  Its first argument changes all strings in the messages except the roles; its
   keyword arguments are further names for the template.
 
   Args:
-    tokenizer: see `render`.
-    messages: see `render`.
-    add_generation_prompt: see `render`.
+    tokenizer: a `specjax.data.Tokenizer` with a chat template.
+    messages: messages, see `render`.
+    add_generation_prompt: whether to end where the model's answer begins.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -199,7 +199,7 @@ def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
 
 def unmark(rendered: str, opening: str, closing: str
             ) -> tuple[str, list[tuple[int, int]]]:
-  """The text without its marks, and what was between two of them."""
+  """Returns the text without its marks, and the spans between two marks."""
   pieces, spans, length, begun = [], [], 0, None
   for piece in re.split(f"([{opening}{closing}])", rendered):
     if piece == opening:
@@ -215,10 +215,10 @@ def unmark(rendered: str, opening: str, closing: str
 
 
 def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
-  """What the template writes.
+  """Renders a template.
 
   Raises:
-    ValueError: it fails, or `jinja2` is missing.
+    ValueError: the template fails, or `jinja2` is missing.
   """
   compiled = _compiled(template)
   try:

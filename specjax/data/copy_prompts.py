@@ -1,9 +1,8 @@
 """Prompts whose answers repeat much of the prompt, written for specjax.
 
-Twelve ask to rename a variable in a short function, twelve to summarise a short
-text and to quote its key sentence, and twelve ask a question about such a text,
-whose answer is to be quoted. What a model answers is to a large part a copy,
-which is where drafts are cheap to guess.
+Twelve prompts rename a variable in a function, twelve summarise a short text
+and quote its key sentence, and twelve ask a question about such a text with a
+quote. Answers are mostly copies, which are easy to draft.
 """
 
 # The old name, the new name and the function.

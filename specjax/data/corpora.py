@@ -1,9 +1,8 @@
-"""Documents to train on and to measure with.
+"""Documents for training and evaluation.
 
-The embedded corpus is the standard library of the running Python: real code
-and prose that every machine has. A document is held out by the hash of its
-name, so that a module that was held out in one version of Python is held out
-in every other one too.
+The embedded corpus is the standard library of the running Python. A document is
+held out by the hash of its name, so the split is the same in every Python
+version.
 """
 
 from collections.abc import Callable
@@ -35,38 +34,39 @@ _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """One text and the name that decides on which side of the split it lies."""
+  """Text with a name, which decides on the side of the split."""
 
   name: str
   text: str
 
   @property
   def held_out(self) -> bool:
-    """Whether it is left out of training."""
+    """Returns True if the document is held out of training."""
     return self.digest % _HELD_OUT_OF == 0
 
   @property
   def digest(self) -> int:
-    """A hash of the name, the same everywhere."""
+    """Returns a hash of the name, equal on all machines."""
     digest = hashlib.sha256(self.name.encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 
 def stdlib_documents(include_tests: bool = True) -> list[Document]:
-  """The modules of the running Python's standard library, sorted by path.
+  """Returns the modules of the running Python's standard library, sorted by
+  path.
 
-  Installed packages are left out, and so are the few files that are not
-  UTF-8.
+  Installed packages and files that are not UTF-8 are skipped.
 
   Args:
-    include_tests: whether to read the library's own test suites, which some
-      distributions of Python do not ship.
+    include_tests: whether to include the library's test suites, which some
+      distributions of Python omit.
   """
   return list(_modules(include_tests))
 
 
 def held_out_modules() -> list[Document]:
-  """Those of `stdlib_documents` that are held out; no other is read."""
+  """Returns the held-out modules of `stdlib_documents` without reading others.
+  """
   return list(_modules(read=lambda name: Document(name, "").held_out))
 
 
@@ -101,7 +101,7 @@ def _module_files(include_tests):
 
 def split(documents: Sequence[Document]
           ) -> tuple[list[Document], list[Document]]:
-  """Documents to train on, and documents held out.
+  """Returns training documents and held-out documents.
 
   Raises:
     ValueError: see `held_out`.
@@ -245,11 +245,11 @@ def _files(directory):
 def digest(source: str, field: str) -> str:
   """Returns a hash of the names and contents of a source's files.
 
-  Equal hashes mean equal documents. A gigabyte takes a few seconds.
+  Equal hashes mean equal documents.
 
   Args:
-    source: see `iter_documents`.
-    field: the field of a dataset that is read.
+    source: source of `iter_documents`.
+    field: field of a dataset that is read.
 
   Raises:
     ValueError: the source is missing.
@@ -326,15 +326,15 @@ def json_items(text: str, path: str | os.PathLike[str]
 
 
 def text_of(place: str, field: str, value: Any) -> str:
-  """The text in a field of a user's file.
+  """Returns the text in a field of a user's file.
 
   Args:
-    place: the record's place for errors, such as "data.jsonl line 3".
-    field: the name of the field.
-    value: the value of the field.
+    place: place of the record in errors, such as "data.jsonl line 3".
+    field: name of the field.
+    value: value of the field.
 
   Raises:
-    ValueError: the value is not a text, or has half of a character.
+    ValueError: the value is not a string or not valid UTF-8.
   """
   if not isinstance(value, str):
     raise ValueError(f"{place}: {field!r} is {reprlib.repr(value)}; it must be "

@@ -204,7 +204,7 @@ def _checked(number, document, vocab_size):
 
 
 def _is_size(value, most):
-  """Whether it is a whole number from 1 to `most`."""
+  """Returns True for an integer from 1 to `most`."""
   return fields.is_whole(value) and 1 <= value <= most
 
 
@@ -238,7 +238,7 @@ def _header(path):
 
 
 def _dtype(vocab_size):
-  """Of tokens; the separator is one more."""
+  """Returns the dtype of tokens, including the separator."""
   return "<u2" if vocab_size < 2**16 else "<u4"
 
 

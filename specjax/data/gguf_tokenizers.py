@@ -42,13 +42,13 @@ _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rules:
-  """How a text is cut, and what else the name of a pre-tokenizer implies.
+  """Rules of a pre-tokenizer, by its name.
 
   Attributes:
-    patterns: each cuts what the ones before it left, around its matches.
-    whole_words: a word that is in the vocabulary is one token, whatever the
-      merges say.
-    adds_bos: where the metadata does not say.
+    patterns: patterns that split the text one after another, at their matches.
+    whole_words: whether a word in the vocabulary is one token, regardless of
+      merges.
+    adds_bos: default of `add_bos_token`.
   """
 
   patterns: tuple[str, ...]
@@ -78,7 +78,7 @@ _BY_NAME = {
 
 def read(metadata: Mapping[str, Any]
          ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-  """The tokenizer that the metadata of a GGUF file describes.
+  """Returns the tokenizer in the metadata of a GGUF file.
 
   Args:
     metadata: values by key, arrays as lists.
@@ -87,8 +87,8 @@ def read(metadata: Mapping[str, Any]
     The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
 
   Raises:
-    ValueError: it describes none, or one of an unknown kind, or contradicts
-      itself.
+    ValueError: there is no tokenizer, its kind is unknown, or its metadata is
+      inconsistent.
   """
   key = "tokenizer.ggml."
   data = {name.removeprefix(key): value for name, value in metadata.items()
@@ -126,7 +126,7 @@ def read(metadata: Mapping[str, Any]
 
 
 def _check(data, tokens) -> None:
-  """Checks what would otherwise be found out later, or never."""
+  """Raises `ValueError` if the metadata is inconsistent."""
   twice = len(tokens) - len(set(tokens))
   if twice:
     raise ValueError(f"{twice} of the GGUF file's {len(tokens)} tokens are "

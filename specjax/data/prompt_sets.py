@@ -146,28 +146,25 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
 
 def embedded(name: str, count: int, characters: int, seed: int = 0
              ) -> tuple[list[str], dict]:
-  """Excerpts from the running Python, and a description of their source.
+  """Returns excerpts from the running Python and a description of their source.
 
-  "code" is of held-out modules, "docstrings" of the docstrings of these
-  modules, "tests" of held-out tests. "prose" is of the help topics, English
-  about Python, whose file is not held out: models trained on the standard
-  library, as the bundled ones are, saw it in training.
+  "code" has held-out modules, "docstrings" their docstrings, and "tests"
+  held-out tests. "prose" has help topics, which the bundled models saw in
+  training.
 
   Args:
     name: one of `EMBEDDED`.
-    count: how many prompts.
-    characters: length of each.
-    seed: of the choice of documents and places.
+    count: number of prompts.
+    characters: length of each prompt.
+    seed: seed of the choice of documents and places.
 
   Returns:
-    The prompts, and a dict that can be printed as JSON: "prompts" in words,
-    "python" its version, "hash" of the documents, "held_out", whether
-    training on the standard library leaves them out, and "documents", the name
-    of each prompt's document: "code" and "docstrings" share their modules.
+    The prompts, and a JSON-compatible dict: "prompts" describes the source,
+    "python" is its version, "hash" a hash of the documents, "held_out" whether
+    training excludes them, "documents" the document of each prompt.
 
   Raises:
-    ValueError: there is no such set, or this Python ships no document for it
-      that is long enough.
+    ValueError: there is no such set, or its documents are too short.
   """
   if name not in EMBEDDED:
     raise ValueError(f"no embedded prompt set {name!r}; there are "

@@ -19,14 +19,13 @@ _OUTER_LINES = re.compile(r"\A(?:[^\S\n]*\n)+|(?:\n[^\S\n]*)+\Z")
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
              characters: int, seed: int = 0) -> list[str]:
-  """Excerpts of documents, such as held-out modules of the running Python.
+  """Returns excerpts of documents, such as held-out modules.
 
   Args:
-    documents: a list of `corpora.Document`.
-    count: number of prompts; fewer are returned if they would overlap because
-      the documents hold fewer.
-    characters: length of each; an excerpt begins at the start of a line.
-    seed: of the choice of documents and places.
+    documents: documents to cut.
+    count: number of prompts; fewer if the prompts would overlap.
+    characters: length of each prompt; it begins at the start of a line.
+    seed: seed of the choice of documents and places.
 
   Raises:
     ValueError: no document is long enough.
@@ -58,18 +57,18 @@ def named_excerpts(documents: Sequence[corpora.Document], count: int,
 
 def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
                  ) -> list[str]:
-  """Prompts of a user's own file.
+  """Returns the prompts of a file.
 
-  A text file holds prompts separated by blank lines. If it has none, all its
-  lines are one prompt, which stderr says. A JSONL file holds one JSON object a
-  line, whose `field` is a text or a list of turns, see `users_turn`.
+  Prompts in a text file are separated by blank lines. Without blank lines, the
+  file is one prompt, with a note on stderr. A JSONL file has one object per
+  line, whose `field` is a string or a list of turns, see `users_turn`.
 
   Args:
-    path: of a `.txt`, `.md`, `.jsonl` or `.jsonl.gz` file.
-    field: of the JSON objects.
+    path: path of a `.txt`, `.md`, `.jsonl` or `.jsonl.gz` file.
+    field: field of the JSON objects.
 
   Raises:
-    ValueError: the file is missing, empty, or not what its ending says.
+    ValueError: the file is missing, empty or malformed.
   """
   path = pathlib.Path(path)
   if not path.is_file():
@@ -128,10 +127,10 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
 
 
 def turn_text(place: str, field: str, turn: Any) -> str:
-  """The text of a turn that `users_turn` returned.
+  """Returns the text of a turn of `users_turn`.
 
   Raises:
-    ValueError: it has none.
+    ValueError: the turn has no text.
   """
   if isinstance(turn, dict):
     key = "value" if "value" in turn else "content"

@@ -66,7 +66,7 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
 
 
 def _with_parts(token, parts, kept):
-  """A token and all that it is merged from, less what is kept already."""
+  """Returns the token and its merged parts that are not in `kept` yet."""
   needed, open_ = set(), [token]
   while open_:
     token = open_.pop()

@@ -1,7 +1,7 @@
-"""Texts from a target's tokens to a drafter's and back, on the host.
+"""Conversion between the tokens of a target and a draft model, on the host.
 
-Both directions use the tokenizers themselves, with some text before, so that
-the tokens at the seam are those of the whole text.
+Both directions use the tokenizers with some preceding text, so tokens at the
+boundary equal the tokens of the full text.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,14 @@ class Retokenizer:
     """Reads both vocabularies.
 
     Args:
-      drafter: the tokenizer of the drafter's model.
-      target: the target's.
-      draft_size: see `map_vocabularies`.
-      target_size: see there.
+      drafter: tokenizer of the draft model.
+      target: tokenizer of the target.
+      draft_size: size of the draft model's vocabulary; default: the
+        tokenizer's.
+      target_size: size of the target's vocabulary; default: the tokenizer's.
 
     Raises:
-      ValueError: no token of one can be written with those of the other.
+      ValueError: one vocabulary cannot spell any token of the other.
     """
     self._drafter = Vocabulary(drafter, draft_size)
     self._target = Vocabulary(target, target_size)
@@ -73,12 +74,12 @@ class Retokenizer:
 
   def as_draft(self, tokens: Sequence[int], before: Sequence[int] = ()
                ) -> list[int]:
-    """Draft ids of `before` and, after it, of the target's `tokens`.
+    """Returns draft ids of `before` followed by the target's `tokens`.
 
     Args:
-      tokens: target ids. Special ones without a counterpart, and texts that
-        the drafter's tokens cannot spell, are skipped.
-      before: draft ids, which may change for what comes after them.
+      tokens: target ids. Special tokens without a counterpart, and bytes that
+        the draft model's tokens cannot spell, are skipped.
+      before: preceding draft ids, which the following tokens may change.
     """
     found, text = _last_text(self._drafter, before)
     parts = [text]

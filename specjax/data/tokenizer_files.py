@@ -116,7 +116,7 @@ def _texts(value) -> Iterator[str]:
 
 
 def _mark_special(backend, named) -> None:
-  """Makes special what the files call so and `tokenizer.json` does not."""
+  """Marks tokens as special that only the other files call special."""
   special = {added.content
              for added in backend.get_added_tokens_decoder().values()
              if added.special}

@@ -98,16 +98,16 @@ class Tokenizer:
     return cls(backend, **conventions)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes a `tokenizer.json`, whole or not at all.
+    """Writes a `tokenizer.json` atomically.
 
-    Unless it is of `train`, what `load` needs besides goes into a
-    `tokenizer_config.json` beside it.
+    For tokenizers that are not from `train`, a `tokenizer_config.json` is
+    written to the same directory.
 
     Args:
-      path: of the `tokenizer.json`, or of a directory to write it in.
+      path: path of the `tokenizer.json` or its directory.
 
     Raises:
-      ValueError: files beside it would be read with it.
+      ValueError: the directory has other tokenizer files.
     """
     path = pathlib.Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -246,16 +246,13 @@ class Tokenizer:
     return np.concatenate(list(token_streams.encode(self, texts)))
 
   def token_bytes(self, token: int) -> bytes:
-    """The bytes that a token stands for, none for special ones.
-
-    Exact where a token is a piece of a character, too. A row of a model's
-    embedding that the tokenizer has no token for stands for nothing.
+    """Returns the bytes of a token, empty for special and unused ids.
 
     Args:
-      token: its id.
+      token: id of the token.
 
     Raises:
-      ValueError: it is negative, or the decoder is of an unknown kind.
+      ValueError: the id is negative, or the decoder is of an unknown kind.
     """
     if token < 0:
       raise ValueError(f"token id {token} is negative; ids begin at 0")
@@ -325,10 +322,10 @@ def _mark_those_of_template(backend, template):
 
 
 def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
-  """Checks that a drafter means by every id what its target means.
+  """Checks that the tokenizers of drafter and target have equal tokens.
 
   Raises:
-    ValueError: the sizes differ, or the ids; the first of them is named.
+    ValueError: the sizes or the tokens differ; the first difference is named.
   """
   fix = "give a drafter that was trained with the target's tokenizer"
   if drafter.vocab_size != target.vocab_size:
@@ -349,10 +346,10 @@ def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Learns a byte-level BPE vocabulary of `vocab_size` tokens.
+  """Trains a byte-level BPE vocabulary of `vocab_size` tokens.
 
-  No text is out of it. Its one special token, `<|endoftext|>`, stands before
-  every document and so serves as beginning and end of a sequence.
+  Its only special token, `<|endoftext|>`, begins every document and ends every
+  sequence.
   """
   if vocab_size < 257:
     raise ValueError(f"vocab_size is {vocab_size}; a byte-level vocabulary "

@@ -1,12 +1,11 @@
-"""Two vocabularies side by side, on the host.
+"""Comparison of two vocabularies, on the host.
 
-Tokens are compared by their bytes, so that the marks of leading spaces and the
-alphabets of byte-level vocabularies do not matter. Special tokens have no
-bytes: they are paired by their role (bos with bos, eos with eos) or by equal
-names.
+Tokens are compared by bytes, so marks of spaces and byte-level alphabets do not
+matter. Special tokens have no bytes. They are paired by role (bos with bos, eos
+with eos) or by equal names.
 
-`VocabularyMap` is what a compiled loop needs of two vocabularies: small tables
-that travel with the weights (Timor et al. 2025, arXiv:2502.05202).
+`VocabularyMap` has the tables of a compiled loop (Timor et al. 2025,
+arXiv:2502.05202).
 """
 
 import codecs
@@ -82,25 +81,25 @@ def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
 
 
 class Vocabulary:
-  """The tokens of a tokenizer by their bytes.
+  """Tokens of a tokenizer by their bytes.
 
   Attributes:
-    size: ids of the model, of which the tokenizer may leave some unused.
-    texts: the bytes of every id; b"" for special and unused ones.
-    ids: from bytes to the id that stands for them. Of several tokens with the
-      same bytes the first one that is no SentencePiece byte stands for all.
-    specials: from the names of special tokens to ids.
-    bos: id of the token that stands before every text, or None.
-    eos: id of the token after a text, or None.
+    size: vocabulary size of the model; the tokenizer may use fewer ids.
+    texts: bytes of every id; b"" for special and unused ids.
+    ids: id by bytes. Among tokens with equal bytes, the first one that is not a
+      SentencePiece byte is used.
+    specials: id by name of the special token.
+    bos: id of the token before every sequence, or None.
+    eos: id of the token after a sequence, or None.
   """
 
   def __init__(self, tokenizer: ReadsText, size: int | None = None) -> None:
     """Reads all tokens.
 
     Args:
-      tokenizer: of the model.
-      size: ids of the model; default: those of the tokenizer. Tokens beyond
-        it are left out.
+      tokenizer: tokenizer of the model.
+      size: vocabulary size of the model; default: the tokenizer's. Tokens
+        beyond it are skipped.
     """
     self._tokenizer = tokenizer
     self.size = tokenizer.vocab_size if size is None else size
@@ -149,7 +148,7 @@ class Vocabulary:
     return match(data)
 
   def _written(self, text):
-    """What the tokenizer writes for a text; nothing if it refuses it."""
+    """Returns the tokenizer's ids of a text, empty if it raises."""
     try:
       return self._tokenizer.encode(text, bos=False) if text else []
     except ValueError:  # a character is a special token to it
@@ -177,25 +176,22 @@ def special_pairs(drafter: Vocabulary, target: Vocabulary
 
 @struct.dataclass
 class VocabularyMap:
-  """Which tokens of two vocabularies are the same, and how the others spell.
+  """Common tokens of two vocabularies, and spellings of the others.
 
-  D and V are the sizes of the drafter's and the target's vocabulary. Common
-  tokens are those with the same bytes; a draft id has one target id at most,
-  and a target id may stand for several draft ids.
+  D and V are the vocabulary sizes of draft model and target. Common tokens have
+  equal bytes. A draft id has at most one target id; a target id may have
+  several draft ids.
 
   Attributes:
-    to_target: `[D]` int32, the target id of every draft id; V: it is not
-      common.
-    twins: `[V]` int32, the draft id that a target id is read as, if it is
-      common; D: it is not.
-    doubles: `[E]` int32, the common draft ids that are nobody's twin.
-    offsets: `[V + 1]` int32, where the spelling of every target id begins in
-      `pieces`. A common token is spelled by its twin alone; a special token
-      without a counterpart, and a text that the drafter's tokens cannot
-      spell, have no pieces: they are skipped.
+    to_target: `[D]` int32, target id of every draft id; V if not common.
+    twins: `[V]` int32, draft id of every target id; D if not common.
+    doubles: `[E]` int32, common draft ids that are not in `twins`.
+    offsets: `[V + 1]` int32, start of the spelling of every target id in
+      `pieces`. A common token is spelled by its twin. Special tokens without a
+      counterpart and bytes that cannot be spelled have no pieces.
     pieces: `[T]` int32, draft ids.
-    first: `[2]` int32, the target's bos and the drafter's; -1 without.
-    longest: pieces of the longest spelling.
+    first: `[2]` int32, bos of the target and of the draft model; -1 if absent.
+    longest: number of pieces of the longest spelling.
   """
 
   to_target: jax.Array
@@ -208,17 +204,17 @@ class VocabularyMap:
 
   @property
   def draft_size(self) -> int:
-    """D, ids of the drafter's model."""
+    """Returns D, the vocabulary size of the draft model."""
     return self.to_target.shape[0]
 
   @property
   def target_size(self) -> int:
-    """V, ids of the target."""
+    """Returns V, the vocabulary size of the target."""
     return self.twins.shape[0]
 
   @property
   def shared(self) -> int:
-    """How many target ids are common."""
+    """Returns the number of common target ids."""
     return int((np.asarray(self.twins) < self.draft_size).sum())
 
 

@@ -17,12 +17,12 @@ from specjax.models.tensor_layouts import Table
 
 
 class Place(NamedTuple):
-  """Where a file stores one parameter.
+  """Location of a parameter in a file.
 
   Attributes:
     path: path of the parameter, its keys joined by dots.
     shape: shape of the parameter.
-    stored: how the tensors are arranged.
+    stored: layout of the tensors.
     names: names of the tensors.
   """
 
