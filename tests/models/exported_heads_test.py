@@ -23,7 +23,7 @@ CASES = sorted(path.parent.name for path in (GOLDEN / "drafters").glob(
 _TARGET = sj.models.Transformer(sj.models.TransformerConfig(
     vocab_size=48, width=16, layers=12, heads=4, kv_heads=2, head_dim=8,
     mlp_width=24, context_length=64))
-_OWN = _TARGET.init(jax.random.key(0))
+_OWN = jax.jit(_TARGET.init)(jax.random.key(0))
 _IDS = tuple(range(3, 48, 4))
 
 

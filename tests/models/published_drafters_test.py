@@ -35,7 +35,7 @@ _ROWS, _LAYERS = 9, 12
 _TARGET = sj.models.Transformer(sj.models.TransformerConfig(
     vocab_size=48, width=16, layers=_LAYERS, heads=4, kv_heads=2, head_dim=8,
     mlp_width=24, context_length=64))
-_OWN = _TARGET.init(jax.random.key(0))
+_OWN = jax.jit(_TARGET.init)(jax.random.key(0))
 _FEATURES = [name for name in CASES if name.startswith(("eagle", "mtp"))]
 _FEATURES.remove("mtp_chained")  # each of its modules drafts one token
 _PARALLEL = [name for name in CASES if name.startswith("d")]

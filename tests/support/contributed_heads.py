@@ -1,6 +1,7 @@
 """Drafters that are trained heads, untrained here and disturbed."""
 
 import dataclasses
+import functools
 
 from contributed import Contributed
 from contributed import disturbed
@@ -9,6 +10,7 @@ from contributed import pair
 from contributed import part_of_target
 from contributed import VOCAB
 from contributed import WIDTH
+import jax
 import jax.numpy as jnp
 import newcomers
 import numpy as np
@@ -81,7 +83,7 @@ def kangaroo():
   return part_of_target(
       lambda _: Kangaroo(adapter=ADAPTER, gamma=3,
                          stop=stop_rules.Confidence(threshold=0.5)),
-      sj.verifiers.Block(), lambda target: ADAPTER.init(None, target))
+      sj.verifiers.Block(), functools.partial(jax.jit(ADAPTER.init), None))
 
 
 def features(dynamic):
