@@ -330,19 +330,24 @@ def main():
            for end in ("", _CONTROLLED)}
   rows = _rows(kept, list(read.sets), temperatures, rules, names[0],
                read.cluster)
-  if different:
-    print(f"{different} of {len(runs)} prompts were left out: at temperature 0 "
-          "their texts differ, by how the models round", file=sys.stderr)
-  if different > len(runs) / 4:
-    raise ValueError(f"{different} of {len(runs)} prompts have different texts "
-                     "at temperature 0; the variants do not compute the same "
-                     "model")
+  _check_different(different, len(runs))
   _print_table(rows)
   common.write_csv(output_dir / "free_drafts.csv", rows)
   _draw(rows, output_dir)
   common.finish(output_dir, "free_drafts", {
       "rows": rows, "source": read.source, "gamma": _GAMMA.value,
       "different": different})
+
+
+def _check_different(different: int, total: int) -> None:
+  """Reports prompts whose texts differ at temperature 0, or rejects them."""
+  if different:
+    print(f"{different} of {total} prompts were left out: at temperature 0 "
+          "their texts differ by rounding", file=sys.stderr)
+  if different > total / 4:
+    raise ValueError(f"{different} of {total} prompts have different texts "
+                     "at temperature 0; the variants do not compute the same "
+                     "model")
 
 
 if __name__ == "__main__":

@@ -268,26 +268,42 @@ def _check_drafter(name: str):
     raise ValueError("--controller chooses the length of drafts, and --drafter "
                      "is none; name one, or leave --controller out")
   if _MEASURE.value and not _CONTROLLER.value:
-    raise ValueError("--measure is of what --controller reads, which is not "
-                     "given; give it, or leave --measure out")
-  composed = compositions.composes(name)
-  has_model = bool(compositions.members(name)) if composed else (
-      name != "none" and not models.drafts_for_itself(name, _TARGET.value))
+    raise ValueError("--measure requires --controller; add it, or leave "
+                     "--measure out")
+  composed, has_model = compositions.composes(name), _has_model(name)
   if _TAIL.value and not (composed and "+" in name):
-    raise ValueError("--tail is of a cascade, and --drafter is "
-                     f"{name}; name one, such as ngram+small, or leave it out")
+    raise ValueError(f"--tail requires a cascade, and --drafter is {name}; "
+                     "give one, such as ngram+small, or leave --tail out")
   if _VOCABULARY.value != "auto" and (composed or not has_model):
-    raise ValueError(f"--vocabulary={_VOCABULARY.value} is how another "
-                     f"language model drafts, and --drafter is {name}, which "
-                     "has the target's tokens; leave --vocabulary out")
+    raise ValueError(f"--vocabulary={_VOCABULARY.value} requires a language "
+                     f"model that drafts alone, and --drafter is {name}; leave "
+                     "--vocabulary out")
+  _check_tables(name, has_model)
+  _check_copies(name, has_model)
+
+
+def _has_model(name: str) -> bool:
+  """Returns whether a language model other than the target drafts."""
+  if compositions.composes(name):
+    return bool(compositions.members(name))
+  return name != "none" and not models.drafts_for_itself(name, _TARGET.value)
+
+
+def _check_tables(name: str, has_model: bool) -> None:
+  """Rejects a datastore or a draft vocabulary that the drafter cannot use."""
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   if _DATASTORE.value is not None and not compositions.reads_datastore(name):
     raise ValueError(f"--datastore={_DATASTORE.value} is for rest and suffix, "
-                     f"and --drafter is {name}; leave it out, or name one")
+                     f"and --drafter is {name}; leave --datastore out, or give "
+                     "one of them")
   if _DRAFT_VOCABULARY.value and not has_model:
-    raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} is of a "
-                     f"language model that drafts, and --drafter is {name}; "
-                     "leave it out, or name a language model")
+    raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} requires "
+                     f"a language model that drafts, and --drafter is {name}; "
+                     "leave --draft_vocabulary out, or give one")
+
+
+def _check_copies(name: str, has_model: bool) -> None:
+  """Rejects flags of a quantised drafter without a language model."""
   copies.check({"quantize": _QUANTIZE.value, "draft_cache": _DRAFT_CACHE.value},
                name, has_model)
   if _DRAFT_CACHE.value is not None:
@@ -300,35 +316,38 @@ def _check_drafter(name: str):
 
 def _check_form(name: str, drafter: sj.interfaces.Drafter):
   """Rejects chain flags for a tree drafter, and tree flags for a chain."""
-  for flag in (_GAMMA, _NODES, _VERIFIER):
-    if flag.present and name == "none":
+  for flag in (_GAMMA, _NODES, _VERIFIER) if name == "none" else ():
+    if flag.present:
       raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
                        "name a --drafter, or leave it out")
   chain = "chain" in interfaces.capabilities(drafter)
-  if chain and _NODES.present:
-    raise ValueError(f"--nodes is {_NODES.value}, of a tree, and {name} drafts "
-                     "a chain here; leave it out, or give a drafter or a "
-                     "--verifier of trees")
-  if not chain and _NODES.present and compositions.composes(name):
+  if chain:
+    if _NODES.present:
+      raise ValueError(f"--nodes is {_NODES.value}, the size of a tree, and "
+                       f"{name} drafts a chain; leave --nodes out, or give a "
+                       "drafter or a --verifier of trees")
+    return
+  if _NODES.present and compositions.composes(name):
     raise ValueError(f"--nodes is {_NODES.value}, and the trees of {name} have "
-                     f"{drafter.num_nodes} here; leave it out")
-  if not chain and _GAMMA.present and (
+                     f"{drafter.num_nodes}; leave --nodes out")
+  if _GAMMA.present and (
       name in compositions.OWN_DEPTH
       or models.drafts_for_itself(name, _TARGET.value)):
-    raise ValueError(f"--gamma is {_GAMMA.value}, of a chain, and {name} "
-                     "drafts a tree here; give --nodes, or a --verifier of "
+    raise ValueError(f"--gamma is {_GAMMA.value}, the length of a chain, and "
+                     f"{name} drafts a tree; give --nodes, or a --verifier of "
                      "chains")
 
 
 def _check_mesh():
-  if _SPLIT_DRAFTER.value and _MESH.mesh.value is None:
-    raise ValueError("--split_drafter requires --mesh; add it, or leave "
-                     "--split_drafter out")
-  if _MESH.mesh.value is not None and (
-      _QUANTIZE_TARGET.value or _QUANTIZE.value and _SPLIT_DRAFTER.value):
+  """Rejects flags that several devices or processes do not support."""
+  if _MESH.mesh.value is None:
+    if _SPLIT_DRAFTER.value:
+      raise ValueError("--split_drafter requires --mesh; add it, or leave "
+                       "--split_drafter out")
+  elif _QUANTIZE_TARGET.value or _QUANTIZE.value and _SPLIT_DRAFTER.value:
     raise ValueError("--mesh cannot split quantised weights; leave out --mesh, "
                      "--quantize_target, or --quantize with --split_drafter")
-  if _CONTROLLER.value and _MESH.mesh.value is not None:
+  elif _CONTROLLER.value:
     raise ValueError("--controller measures the cost of rounds on one device, "
                      f"and --mesh is {_MESH.mesh.value}; leave one of the two "
                      "out")

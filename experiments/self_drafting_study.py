@@ -39,6 +39,7 @@ _positions.png and _training.png.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import pathlib
 import statistics
 from typing import Any
 
@@ -212,9 +213,14 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
 
 def _capacity(sources: list[_Source], longest: int):
   """Slots that the widest draft needs, so that all caches are alike."""
-  widest = max(drafts[0].drafter.num_nodes for source in sources
-               for drafts in source.drafts.values())
+  widest = max(x.num_nodes for x in _drafters(sources))
   return longest + _NEW_TOKENS.value + widest
+
+
+def _drafters(sources: list[_Source]) -> list[Any]:
+  """Returns the drafters of all sources."""
+  return [drafts[0].drafter for source in sources
+          for drafts in source.drafts.values()]
 
 
 def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
@@ -320,7 +326,7 @@ def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float,
 
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  for temperature in temperatures:  # a bad one is refused early
+  for temperature in temperatures:  # rejects an invalid value early
     sj.LogitsTransform(temperature=temperature)
   common.given("--drafter or --heads", _DRAFTERS.value + _HEADS.value,
                "what to draft with")
@@ -335,9 +341,8 @@ def main():
   sources = [_language_model(name, target, member)
              for name, member in members.items()]
   prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
-      [target.model.context_length, *(
-          drafts[0].drafter.context_length for source in sources
-          for drafts in source.drafts.values())]))
+      target.model.context_length, *(x.context_length for x in _drafters(
+          sources))))
   progress.say("measuring the heads' accuracies")
   sources = _sources(target, sources, tokenizer, read.extra)
   capacity = _capacity(sources, longest)
@@ -364,13 +369,20 @@ def main():
     rows += _rows(mine, source, temperature, variants, pass_seconds,
                   read.clusters)
     paired += _paired(mine, temperature, variants, read.clusters)
+  _report(rows, paired, sources, read.source, output_dir)
+
+
+def _report(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
+            sources: list[_Source], source: dict[str, Any],
+            output_dir: pathlib.Path) -> None:
+  """Prints and writes all tables and figures."""
   report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
   curves = {s.name: s.training["curve"] for s in sources if s.training}
   report.draw(output_dir, rows, curves)
   print(f"wrote self_drafting.csv and figures to {output_dir}")
   common.finish(output_dir, "self_drafting", {
-      "rows": rows, "paired": paired, "source": read.source,
+      "rows": rows, "paired": paired, "source": source,
       "curves": curves,
       "accuracy": {s.name: s.accuracy.tolist() for s in sources
                    if s.accuracy is not None}})

@@ -244,11 +244,7 @@ def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
 
 
 def main():
-  loads = common.numbers("--loads", _LOADS.value)
-  if not all(0 <= x < np.inf for x in loads):
-    raise ValueError(f"--loads is {','.join(_LOADS.value)!r}; give shares of "
-                     "at least 0, such as 0.25,0.5,1")
-  loads = [x for x in loads if x]
+  loads = _loads()
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as small"))
@@ -284,27 +280,48 @@ def main():
   most = max(row["tokens_per_second"] for row in full
              if row["variant"] == _ALONE)
   some = requests[:-(-len(requests) // 2)]
-  mean = np.mean([one.max_new_tokens for one in some])
-  gaps = np.random.default_rng(_SEED.value).exponential(size=len(some))
-  arrivals = np.cumsum(gaps) - gaps[0]
+  arrivals = _arrivals(some) / most
   load = _rows(resumable.run(
       [(fingerprint, _AT_RANDOM, share) for share in loads],
-      lambda unit: (some, (arrivals * mean / (unit[2] * most)).tolist(), 0),
+      lambda unit: (some, (arrivals / unit[2]).tolist(), 0),
       variants, path), requests, alone) if loads else []
+  _report(full, load, output_dir, {
+      "source": source, "gamma": _GAMMA.value, "sizes": sizes,
+      "most_tokens_per_second": most})
 
+
+def _loads() -> list[float]:
+  """Returns the positive values of --loads."""
+  loads = common.numbers("--loads", _LOADS.value)
+  if not all(0 <= x < np.inf for x in loads):
+    raise ValueError(f"--loads is {','.join(_LOADS.value)!r}; give shares of "
+                     "at least 0, such as 0.25,0.5,1")
+  return [x for x in loads if x]
+
+
+def _arrivals(requests: list[sj.serving.Request]) -> np.ndarray:
+  """Returns the arrivals of a Poisson process, in generated tokens."""
+  mean = np.mean([one.max_new_tokens for one in requests])
+  gaps = np.random.default_rng(_SEED.value).exponential(size=len(requests))
+  return (np.cumsum(gaps) - gaps[0]) * mean
+
+
+def _report(full: list[dict[str, Any]], load: list[dict[str, Any]],
+            output_dir: pathlib.Path, facts: dict[str, Any]) -> None:
+  """Prints and writes the tables; fails if a text differs from that alone."""
   _print_tables(full, load)
   for name, rows in (("throughput", full), ("throughput_load", load)):
     if rows:
       common.write_csv(output_dir / f"{name}.csv", rows)
   _draw(full, load, output_dir)
   common.finish(output_dir, "throughput", {
-      "rows": full, "load": load, "source": source, "gamma": _GAMMA.value,
-      "sizes": sizes, "most_tokens_per_second": most})
+      "rows": full, "load": load, **facts})
   different = sum(row["different"] for row in full + load)
   if different:
     raise ValueError(
-        f"{different} texts are not those decoded alone; {output_dir} says of "
-        "which variants: rows must not depend on their neighbours in float32")
+        f"{different} texts differ from those decoded alone; the tables in "
+        f"{output_dir} name the variants. In float32, a row must not depend on "
+        "other rows")
 
 
 if __name__ == "__main__":

@@ -139,14 +139,14 @@ def _groups():
   """Returns the method names of `_GROUPS`, restricted to --methods."""
   wanted = _METHODS_WANTED.value
   if wanted == []:
-    raise ValueError("--methods is empty; name at least one, or leave it out")
-  for name in wanted or ():
+    raise ValueError("--methods is empty; give at least one, or leave it out")
+  wanted = wanted or list(_METHODS)
+  for name in wanted:
     if name not in _METHODS:
-      raise ValueError(f"--methods holds {name!r}; choose among "
+      raise ValueError(f"--methods contains {name!r}; choose among "
                        f"{', '.join(_METHODS)}")
-  kept = ([name for name in group if wanted is None or name in wanted]
-          for group in _GROUPS)
-  return [group for group in kept if group]
+  groups = ([name for name in group if name in wanted] for group in _GROUPS)
+  return list(filter(None, groups))
 
 
 class _Setting:

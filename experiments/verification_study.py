@@ -348,12 +348,18 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
       "autoregressive_tokens_per_second": study.baseline_speed()})
 
 
+def _verifiers() -> list[str]:
+  """Returns the names of --verifier."""
+  names = common.verifier_names("--verifier", _VERIFIERS.value)
+  if "token" not in names:
+    raise ValueError("--verifier lacks 'token', with which the other rules are "
+                     "compared; add it")
+  return names
+
+
 def main():
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
-  verifiers = common.verifier_names("--verifier", _VERIFIERS.value)
-  if "token" not in verifiers:
-    raise ValueError("--verifier lacks 'token'; the others are compared to "
-                     "it: add it")
+  verifiers = _verifiers()
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)

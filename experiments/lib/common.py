@@ -52,25 +52,24 @@ _HELD = contextlib.ExitStack()  # the directories of the script that runs
 
 
 def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
-  """`app.run` for a `main` whose errors are, as a rule, the user's to mend.
+  """Runs `main` by `app.run`, and turns user errors into one line on stderr.
 
-  They end the program with one line on stderr instead of a traceback: bad
-  flags, bad values, a missing package or device, what the system refuses,
-  Ctrl-C, and a reader of stdout that has left, such as `head`.
+  User errors are bad flags and values, a missing package or device, errors of
+  the operating system, Ctrl-C, and a closed pipe such as `| head`.
 
   Args:
-    main: without arguments.
-    argv: default: those of the program.
+    main: function without arguments.
+    argv: command line. Default: that of the program.
   """
-  def guarded(argv):
-    if argv[1:]:
-      sys.exit(f"error: unexpected argument {argv[1]!r}; see --help")
-    # Orbax narrates every checkpoint, and also what it raises.
+  def guarded(rest):
+    if rest[1:]:
+      sys.exit(f"error: unexpected argument {rest[1]!r}; see --help")
+    # Orbax logs every checkpoint, and also logs the errors that it raises.
     logging.set_verbosity(logging.FATAL)
     _print_any_text()
     compilation.keep(flags.FLAGS.compilation_cache)
-    # Tracing makes millions of small objects that stay; looking for garbage
-    # among them over and over takes an eighth of its time.
+    # Tracing makes millions of small objects that stay. With the default
+    # thresholds, garbage collection takes an eighth of the tracing time.
     gc.set_threshold(200_000, 20, 50)
     progress.imported()
     try:
@@ -78,45 +77,15 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
         _check_figures()
         main()
         sys.stdout.flush()
-    except (ValueError, FloatingPointError) as e:
-      end(f"error: {' '.join(str(e).split())}{_other_directory(e)}")
-    except processes.Stopped as e:
-      end(str(e), 128 + e.signal)
-    except jax.errors.JaxRuntimeError as e:
-      if not jax.distributed.is_initialized():
+    except (Exception, KeyboardInterrupt) as e:
+      found = _line(e)
+      if found is None:
         raise
-      # Else the other processes are waited for, which wait for this one.
-      end(f"error: {' '.join(str(e).split())[:200]}; another process may have "
-          "ended: start all of them again")
-    except (RuntimeError, AssertionError):  # jax has either for a platform
-      line = _missing_platform()
-      if line is None:
-        raise
-      end(f"error: {line}")
-    except KeyboardInterrupt:
-      end("\nstopped by Ctrl-C; what was complete is kept",
-          128 + signal.SIGINT)
-    except BrokenPipeError:
-      _forget_stdout()
-      end("stopped: nobody reads the output any more", 128 + signal.SIGPIPE)
-    except OSError as e:
-      end(f"error: {_in_words(e)}")
-
-  def end(line, code=1):
-    if argv is not None and code == 1:  # the caller goes on
-      sys.exit(line)
-    print(line, file=sys.stderr, flush=True)
-    if argv is not None:
-      sys.exit(code)
-    # Files are whole at any moment. Threads that wait for a compiler or for a
-    # full disk would only keep the user waiting, or add their tracebacks.
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
-    os._exit(code)
+      _end(*found, exits=argv is None)
 
   if "compilation_cache" not in flags.FLAGS:
     shared.compilation_cache()
-  # Beside the script's own flags in --help.
+  # --help lists this flag with the script's own flags.
   flags.FLAGS.register_key_flag_for_module(
       sys.argv[0], flags.FLAGS["compilation_cache"])
   try:
@@ -128,6 +97,51 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
       sys.stdout.flush()
     except BrokenPipeError:
       _forget_stdout()
+
+
+def _line(e: BaseException) -> tuple[str, int] | None:
+  """Returns the line and the exit status of a user error, None for a bug."""
+  text = " ".join(str(e).split())
+  if isinstance(e, (ValueError, FloatingPointError)):
+    return f"error: {text}{_other_directory(e)}", 1
+  if isinstance(e, processes.Stopped):
+    return str(e), 128 + e.signal
+  if isinstance(e, jax.errors.JaxRuntimeError):
+    # Without this exit, the distributed runtime waits for the other processes,
+    # which wait for this one.
+    return (f"error: {text[:200]}; another process may have ended: start all "
+            "of them again", 1) if jax.distributed.is_initialized() else None
+  if isinstance(e, (RuntimeError, AssertionError)):  # jax raises either
+    line = _missing_platform()
+    return line and (f"error: {line}", 1)
+  if isinstance(e, KeyboardInterrupt):
+    return "\nstopped by Ctrl-C; complete results are stored", (
+        128 + signal.SIGINT)
+  if isinstance(e, BrokenPipeError):
+    _forget_stdout()
+    return "stopped: the output is no longer read", 128 + signal.SIGPIPE
+  return (f"error: {_in_words(e)}", 1) if isinstance(e, OSError) else None
+
+
+def _end(line: str, code: int, exits: bool) -> None:
+  """Prints an error and ends the program.
+
+  Args:
+    line: the error.
+    code: exit status.
+    exits: whether the process ends at once. Otherwise `SystemExit` is raised,
+      because a caller handles it.
+  """
+  if not exits and code == 1:
+    sys.exit(line)
+  print(line, file=sys.stderr, flush=True)
+  if not exits:
+    sys.exit(code)
+  # Files are complete at any moment. Threads that wait for a compiler or for a
+  # full disk would only delay the exit, or print their tracebacks.
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+  os._exit(code)
 
 
 def _check_figures():

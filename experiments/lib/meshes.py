@@ -49,8 +49,14 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     _initialize(flags, trains)
   if sizes is None:
     return None
-  count, there = math.prod(sizes), jax.device_count()
-  alone = jax.process_count() == 1
+  _check_devices(flags.mesh.value, math.prod(sizes))
+  return jax.make_mesh(sizes, _AXES, axis_types=(AxisType.Auto,) * len(_AXES),
+                       devices=jax.devices()[:math.prod(sizes)])
+
+
+def _check_devices(text: str, count: int) -> None:
+  """Raises `ValueError` unless there are devices for a mesh of this size."""
+  there, alone = jax.device_count(), jax.process_count() == 1
   if count > there or count < there and not alone:
     where = "" if alone else f" in {jax.process_count()} processes"
     fix = ("give smaller sizes" if alone and there > 1
@@ -58,10 +64,8 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     if jax.default_backend() == "cpu":
       fix += (", or more devices by XLA_FLAGS="
               "--xla_force_host_platform_device_count=N")
-    raise ValueError(f"--mesh={flags.mesh.value} is of {count} devices and "
-                     f"there are {there}{where}; {fix}")
-  return jax.make_mesh(sizes, _AXES, axis_types=(AxisType.Auto,) * len(_AXES),
-                       devices=jax.devices()[:count])
+    raise ValueError(f"--mesh={text} is of {count} devices and there are "
+                     f"{there}{where}; {fix}")
 
 
 def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,11 +103,7 @@ def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
       flags.coordinator.value, flags.process_id.value,
       flags.num_processes.value)
   if place is None:
-    for flag in (flags.process_id, flags.num_processes):
-      if flag.value is not None:
-        raise ValueError(f"--{flag.name} is {flag.value} and there is no "
-                         "--coordinator; give HOST:PORT of process 0, or leave "
-                         f"--{flag.name} out")
+    _check_one_process(flags)
     return
   if sizes is None:
     raise ValueError(f"--coordinator={place} joins processes whose devices "
@@ -117,6 +117,15 @@ def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
     raise ValueError(f"--process_id is {number} and --num_processes {count}; "
                      "give every process its number, from 0 to one less than "
                      "their count, and the count")
+
+
+def _check_one_process(flags: shared.MeshFlags) -> None:
+  """Rejects the number of a process without a coordinator."""
+  for flag in (flags.process_id, flags.num_processes):
+    if flag.value is not None:
+      raise ValueError(f"--{flag.name} is {flag.value} and there is no "
+                       "--coordinator; give HOST:PORT of process 0, or leave "
+                       f"--{flag.name} out")
 
 
 def _initialize(flags: shared.MeshFlags, trains: bool):

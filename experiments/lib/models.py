@@ -62,11 +62,7 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
       has another one that it must not have, or two have the same label.
   """
   drafters = list(dict.fromkeys(drafters))
-  for name in drafters:
-    alike = [other for other in drafters if label(other) == label(name)]
-    if len(alike) > 1:
-      raise ValueError(f"tables call the drafters {' and '.join(alike)} both "
-                       f"{label(name)!r}; leave one out, or rename a directory")
+  _check_labels(drafters)
   choices = choices or ", ".join(DRAFTERS)
   place = (sj.zoo.model_path("target") if target == "bundled"
            else _place("target", target, "bundled"))
@@ -82,6 +78,16 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     check_tokens(model, member, name)
     _tell_of_tokens(member, name)
   return model, members, tokenizer
+
+
+def _check_labels(names: list[str]) -> None:
+  """Rejects drafters with the same label in tables."""
+  labels = list(map(label, names))
+  for one in labels:
+    if labels.count(one) > 1:
+      both = " and ".join(x for x in names if label(x) == one)
+      raise ValueError(f"the drafters {both} have the same label {one!r} in "
+                       "tables; leave one out, or rename a directory")
 
 
 def load_model(name: str, dtype: str | None = None) -> Pretrained:
@@ -250,16 +256,7 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
   documents = corpora.read_documents(source)
   if len(documents) > 1:
     documents, _ = corpora.split(documents)
-  counts = np.zeros(vocab_size, np.int64)
-  characters = 0
-  # By their hashes, so that those that are read are a sample of all.
-  for document in sorted(documents, key=lambda document: document.digest):
-    text = document.text[:_COUNTED - characters]
-    ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
-    counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
-    characters += len(text)
-    if characters == _COUNTED:
-      break
+  counts = _token_counts(documents, tokenizer, vocab_size)
   ids = sj.models.frequent_tokens(counts, size, always)
   print(f"{name} drafts {size:,} of its {vocab_size:,} tokens, which are "
         f"{counts[ids].sum() / max(counts.sum(), 1):.1%} of {source}",
@@ -267,6 +264,22 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
   model = sj.models.VocabularySubset(drafter.model)
   return dataclasses.replace(
       drafter, model=model, params=model.parameters(drafter.params, ids))
+
+
+def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
+                  ) -> np.ndarray:
+  """Returns `[V]`, how often each token occurs in a sample of documents."""
+  counts = np.zeros(vocab_size, np.int64)
+  characters = 0
+  # In the order of their hashes, the first documents are a random sample.
+  for document in sorted(documents, key=lambda document: document.digest):
+    text = document.text[:_COUNTED - characters]
+    ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
+    counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    characters += len(text)
+    if characters == _COUNTED:
+      break
+  return counts
 
 
 def heads_directory(name: str) -> pathlib.Path:
@@ -369,17 +382,22 @@ def load_self_drafter(name: str, target: Pretrained,
     tokenizer = tokenizer_of(target, name)
   heads, params = methods.load_heads(
       directory, target.model, dtype and jnp.dtype(dtype), target.params)
+  return SelfDrafter(target, tokenizer, heads, params, _training(
+      directory, heads))
+
+
+def _training(directory: pathlib.Path, heads: Any) -> dict[str, Any]:
+  """Returns the record of a training run, with measured or assumed accuracy."""
   path = directory / "training.json"
-  if not path.exists() and not (directory / "heads.json").exists():
-    return SelfDrafter(target, tokenizer, heads, params, {
-        "accuracy": _unmeasured(heads)})
   again = "run train_drafter.py again, with the same flags"
   if not path.exists():
-    raise ValueError(f"{path} is missing, which says how good the heads are; "
-                     + again)
+    if (directory / "heads.json").exists():
+      raise ValueError(f"{path}, the record of the heads' accuracy, is "
+                       f"missing; {again}")
+    return {"accuracy": _unmeasured(heads)}
   training = files.read_json(path, again)
   accuracy = training.get("accuracy")
   if not (isinstance(accuracy, list) and len(accuracy) > 1
           and all(isinstance(row, list) for row in accuracy)):
-    raise ValueError(f"{path} does not say how good the heads are; {again}")
-  return SelfDrafter(target, tokenizer, heads, params, training)
+    raise ValueError(f"{path} lacks the heads' accuracy; {again}")
+  return training

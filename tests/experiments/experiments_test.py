@@ -250,7 +250,7 @@ def test_a_reader_that_leaves(tmp_path):
   assert process.wait() == 128 + 13
   assert "Traceback" not in error and "Exception" not in error
   statistics, stopped = error.strip().splitlines()[-2:]
-  assert "rounds" in statistics and "nobody reads the output" in stopped
+  assert "rounds" in statistics and "the output is no longer read" in stopped
 
 
 _REFUSED = [

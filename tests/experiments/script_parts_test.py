@@ -402,7 +402,7 @@ def test_scripts_that_draft_across_vocabularies():
 def test_models_of_one_name():
   # Broken: two models of the hub share a row, or a directory is to be renamed
   # where there is none.
-  with pytest.raises(ValueError, match="a/x and b/x both 'x'; leave one out"):
+  with pytest.raises(ValueError, match="a/x and b/x .* 'x'"):
     models.load_models("bundled", ["a/x", "b/x"])
 
 
@@ -521,8 +521,7 @@ class _Recorder:
 
 def test_compared_runs_compile_nothing(monkeypatch):
   # Broken: the first timed run compiles, for the warm-up had a smaller program.
-  monkeypatch.setattr(
-      sj.decoding, "raise_if_not_finite", lambda stats: None)
+  monkeypatch.setattr(sj.decoding, "raise_if_not_finite", lambda stats: None)
   decoder = _Recorder()
   writer = streaming.Writer(decoder, None, 0)
   said = streaming.compare((writer, writer), [1, 2], 90, _Words())
@@ -555,8 +554,7 @@ def test_rounds_that_nobody_reads_are_not_counted(monkeypatch):
 
   state = _State(jnp.zeros((1, 9), jnp.int32), jnp.array([4]),
                  jnp.array([False]))
-  monkeypatch.setattr(
-      sj.decoding, "raise_if_not_finite", lambda stats: None)
+  monkeypatch.setattr(sj.decoding, "raise_if_not_finite", lambda stats: None)
   decoder = types.SimpleNamespace(decode=lambda *_, rounds: (state, stats))
   answer = streaming.Answer()
   with pytest.raises(BrokenPipeError):
@@ -593,9 +591,9 @@ class _TreeOf16(interfaces.Drafter):
 @pytest.mark.parametrize("given,name,drafter,words", [
     (["--nodes=20"], "ngram", sj.drafters.NGram(gamma=2), "--nodes is 20"),
     (["--gamma=3"], "medusa", _TreeOf16(),
-     "--gamma is 3, of a"),
+     "--gamma is 3"),
     (["--gamma=3"], "recycling", _TreeOf16(),
-     "--gamma is 3, of a"),
+     "--gamma is 3"),
     (["--nodes=5"], "rest", _TreeOf16(),
      "--nodes is 5, and the trees of rest have 16"),
     (["--gamma=3"], "none", sj.drafters.Empty(), "is 3, and nothing drafts"),
@@ -636,22 +634,22 @@ def test_a_stop_rule_by_its_flag():
 
 
 @pytest.mark.parametrize("given,words", [
-    (["--compare", "--target=model"], "--drafter is none; name one"),
-    (["--compare", "--drafter=none"], "--drafter is none; name one"),
+    (["--compare", "--target=model"], "--drafter is none"),
+    (["--compare", "--drafter=none"], "--drafter is none"),
     (["--compare", "--verifier=top_2", "--temperature=0"], "top_2 is lossy"),
     (["--compare", "--verifier=typical", "--temperature=0"], "is lossy; ch"),
-    (["--vocabulary=strings", "--drafter=none"], "--drafter is none, which"),
-    (["--vocabulary=strings", "--drafter=medusa"], "is medusa, which has the"),
-    (["--vocabulary=intersection", "--drafter=pass"], "is pass, which has"),
-    (["--draft_vocabulary=9", "--drafter=none"], "=9 is.*--drafter is none"),
-    (["--draft_vocabulary=9", "--drafter=pass"], "drafts.*--drafter is pass"),
-    (["--draft_vocabulary=9", "--drafter=ngram|suffix"], "is ngram.suffix; l"),
-    (["--datastore=a.store", "--drafter=ngram"], "a.store is.*is ngram; lea"),
-    (["--measure"], "--measure is of.*give it"),
+    (["--vocabulary=strings", "--drafter=none"], "--drafter is none"),
+    (["--vocabulary=strings", "--drafter=medusa"], "--drafter is medusa"),
+    (["--vocabulary=intersection", "--drafter=pass"], "--drafter is pass"),
+    (["--draft_vocabulary=9", "--drafter=none"], "=9 .*--drafter is none"),
+    (["--draft_vocabulary=9", "--drafter=pass"], "=9 .*--drafter is pass"),
+    (["--draft_vocabulary=9", "--drafter=ngram|suffix"], "--drafter is ngram.suffix"),
+    (["--datastore=a.store", "--drafter=ngram"], "a.store .*is ngram; lea"),
+    (["--measure"], "--measure requires --controller"),
     (["--vocabulary_data=mine.txt"], "=mine.txt says.*give it, such as"),
-    (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny, which"),
+    (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny; l"),
     (["--drafter=tiny+ngram"], "write ngram first"),
-    (["--tail", "--drafter=ngram|tiny"], "--tail is of a cascade"),
+    (["--tail", "--drafter=ngram|tiny"], "--tail requires a cascade"),
     (["--stop=sure"], "is sure; give one of confidence, adaptive, entropy"),
     (["--stop=entropy:high"], "'high' is no number"),
     (["--stop=adaptive:2"], "threshold is 2"),

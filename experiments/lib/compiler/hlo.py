@@ -170,11 +170,10 @@ class Program:
 
     An update in place writes what is new.
     """
-    if op.kind in _FREE or op.kind.endswith("-done"):
-      return []
     if op.kind == "copy-start":  # (result, operand, flag)
       return sizes(op.shape)[:1]
-    if op.kind.endswith("-start"):  # its end is where it is written
+    # The end of an asynchronous operation writes its result.
+    if op.kind in _FREE or op.kind.endswith(("-done", "-start")):
       return []
     root, named = op, self._by_name[where]
     if op.kind == "fusion":
@@ -182,15 +181,8 @@ class Program:
       [root] = [one for one in named.values() if one.root]
     results = ([named[name] for name in root.operands]
                if root.kind == "tuple" else [root])
-    found = []
-    for result, size in zip(results, sizes(op.shape)):
-      while result.kind == "bitcast":
-        result = named[result.operands[0]]
-      if size and result.kind in _IN_PLACE:
-        new = result.operands[_IN_PLACE[result.kind]]
-        size = sum(sizes(named[new].shape, memory=False))
-      found.append(size)
-    return found
+    return [_written_size(result, size, named)
+            for result, size in zip(results, sizes(op.shape))]
 
   def operands(self, where: str, op: Op) -> list[str]:
     """The shapes of an operation's operands."""
@@ -200,28 +192,43 @@ class Program:
   def _fusion_reads(self, op: Op, operands: list[str]):
     """What a fusion reads; of a table of which it takes a part, the part."""
     inner = self.computations[op.called("calls")]
-    users = {}
-    for one in inner:
-      for i, name in enumerate(one.operands):
-        users.setdefault(name, []).append((i, one))
-
-    def through(name):
-      """The operations that use a value, bitcasts left out."""
-      for i, one in users.get(name, []):
-        if one.kind == "bitcast" and not one.root:
-          yield from through(one.name)
-        else:
-          yield i, one
-
+    users = _users(inner)
     read = []
-    for one in inner:
-      if one.kind != "parameter":
-        continue
-      whole = sizes(operands[int(one.value)])
-      found = list(through(one.name))
-      if sum(whole) and found and all(
-          i == 0 and user.kind in _SPARSE for i, user in found):
-        whole = [0 if user.kind in _IN_PLACE else
-                 sum(sizes(user.shape, memory=False)) for _, user in found]
-      read += whole
+    for parameter in (one for one in inner if one.kind == "parameter"):
+      size = sizes(operands[int(parameter.value)])
+      used = list(_through(users, parameter.name))
+      if sum(size) and used and all(
+          i == 0 and user.kind in _SPARSE for i, user in used):
+        size = [0 if user.kind in _IN_PLACE else
+                sum(sizes(user.shape, memory=False)) for _, user in used]
+      read += size
     return read
+
+
+def _written_size(result: Op, size: int, named: dict[str, Op]) -> int:
+  """Returns the bytes of a result that are new, all of them unless in place."""
+  while result.kind == "bitcast":
+    result = named[result.operands[0]]
+  if not size or result.kind not in _IN_PLACE:
+    return size
+  new = result.operands[_IN_PLACE[result.kind]]
+  return sum(sizes(named[new].shape, memory=False))
+
+
+def _users(ops: list[Op]) -> dict[str, list[tuple[int, Op]]]:
+  """Returns `{value: (operand number, operation) of every use}`."""
+  users = {}
+  for op in ops:
+    for i, name in enumerate(op.operands):
+      users.setdefault(name, []).append((i, op))
+  return users
+
+
+def _through(users: dict[str, list[tuple[int, Op]]], name: str
+             ) -> Iterator[tuple[int, Op]]:
+  """Yields the uses of a value, bitcasts left out."""
+  for i, op in users.get(name, []):
+    if op.kind == "bitcast" and not op.root:
+      yield from _through(users, op.name)
+    else:
+      yield i, op

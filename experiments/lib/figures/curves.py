@@ -24,12 +24,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
   """
   if not processes.is_first():
     return
-  panels = {
-      loss or "loss": ["mean_loss", "held_out_loss"],
-      "held-out text": [x for x in measures if "/" not in x],
-      "held-out accuracy by head": [x for x in measures if "/" in x],
-      "optimiser": ["learning_rate", "gradient_norm"]}
-  panels = {title: names for title, names in panels.items() if names}
+  panels = _panels(measures, loss)
   try:
     from lib.figures import style  # pylint: disable=g-import-not-at-top
     figure, [axes] = style.panels(1, len(panels), width=3.2)
@@ -50,3 +45,13 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
     panel.set_xlabel("step")
   axes[-1].set_yscale("log")
   style.save(figure, directory / _FILE)
+
+
+def _panels(measures: Sequence[str], loss: str) -> dict[str, list[str]]:
+  """Returns the metrics of every panel by its title, without empty panels."""
+  panels = {
+      loss or "loss": ["mean_loss", "held_out_loss"],
+      "held-out text": [x for x in measures if "/" not in x],
+      "held-out accuracy by head": [x for x in measures if "/" in x],
+      "optimiser": ["learning_rate", "gradient_norm"]}
+  return {title: names for title, names in panels.items() if names}

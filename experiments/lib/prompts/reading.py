@@ -189,16 +189,24 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
   else:
     texts = prompts_lib.read_prompts(item, field)
     name = pathlib.Path(item).stem
-  # What is measured beforehand must not be what is measured.
-  further = min(extra, len(texts) // 3 if needs_extra
-                else max(len(texts) - count, 0))
-  count = min(count, len(texts) - further)
-  if count < 2 or (needs_extra and extra and not further):
-    more = ", and one more to measure with" * bool(extra and needs_extra)
-    raise ValueError(f"{path or item} holds {len(texts)} prompt"
-                     f"{'s' * (len(texts) != 1)}; a study needs at least "
-                     f"2{more}")
+  count, further = _shares(path or item, len(texts), count, extra, needs_extra)
   kept = random.Random(seed).sample(range(len(texts)), count + further)
   pick = lambda places: [texts[i] for i in sorted(places)]
   return name, pick(kept[:count]), pick(kept[count:]), {
       "prompts": pathlib.PurePath(path or item).name}
+
+
+def _shares(place: str, total: int, count: int, extra: int, needs_extra: bool
+            ) -> tuple[int, int]:
+  """Returns how many prompts of a file are measured, and how many are extra.
+
+  Extra prompts are never among the measured ones.
+  """
+  further = min(extra, total // 3 if needs_extra else max(total - count, 0))
+  count = min(count, total - further)
+  needs = bool(needs_extra and extra)
+  if count < 2 or needs and not further:
+    raise ValueError(f"{place} holds {total} prompt{'s' * (total != 1)}; a "
+                     "study needs at least 2"
+                     + ", and one more to measure with" * needs)
+  return count, further

@@ -123,19 +123,8 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
   for axes, temperature in zip(grid[0], temperatures):
     mine = [r for r in rows if r["temperature"] == temperature]
     for r in sorted(mine, key=lambda r: r["drafter"].startswith(_UNTRAINED)):
-      draft = r["drafter"].removeprefix(_UNTRAINED)
-      before = draft != r["drafter"]
-      rules = [s["verifier"] for s in mine if s["drafter"] == draft]
-      y = drafts.index(draft) + 0.22 * (
-          rules.index(r["verifier"]) - (len(rules) - 1) / 2)
-      color = "black" if before else style.color(_method(r))
-      axes.errorbar(
-          value(r), y, xerr=error(r), fmt="o", markersize=5,
-          color=color, markerfacecolor="none" if before else color,
-          label="before training" if before else style.label(_method(r)))
-      if passes(draft) > 1 and name == "tokens of a pass" and not before:
-        axes.plot(r["block_efficiency"], y, "|", color=color, markersize=9,
-                  label="tokens of a round\nof two passes")
+      _plot_draft(axes, r, _height(r, mine, drafts), value(r), error(r),
+                  name == "tokens of a pass")
     axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel(name)
@@ -143,6 +132,29 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
                  label=style.label("autoregressive"))
   grid[0, 0].invert_yaxis()
   style.save(figure, path, title)
+
+
+def _height(row: dict[str, Any], rows: list[dict[str, Any]],
+            drafts: list[str]) -> float:
+  """Returns the height of a point: the draft's line, shifted by its rule."""
+  draft = row["drafter"].removeprefix(_UNTRAINED)
+  rules = [r["verifier"] for r in rows if r["drafter"] == draft]
+  return drafts.index(draft) + 0.22 * (
+      rules.index(row["verifier"]) - (len(rules) - 1) / 2)
+
+
+def _plot_draft(axes: Any, row: dict[str, Any], y: float, value: float,
+                error: Any, of_tokens: bool) -> None:
+  """Draws the point of one draft and rule."""
+  before = row["drafter"].startswith(_UNTRAINED)
+  color = "black" if before else style.color(_method(row))
+  axes.errorbar(
+      value, y, xerr=error, fmt="o", markersize=5, color=color,
+      markerfacecolor="none" if before else color,
+      label="before training" if before else style.label(_method(row)))
+  if of_tokens and not before and passes(row["drafter"]) > 1:
+    axes.plot(row["block_efficiency"], y, "|", color=color, markersize=9,
+              label="tokens of a round\nof two passes")
 
 
 def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):

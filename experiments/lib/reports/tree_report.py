@@ -42,19 +42,24 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
       lambda total, count: 1 + total / count,
       [r["expected"][i] for r in rollouts], [r["rounds"] for r in rollouts],
       clusters=clusters) for rollouts, i in ((others, law), (mine, 0)))
-  over_best = dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
-  if best is not None:
-    rounds = [r["rounds"] for r in others]
-    totals, most = ([sum(r["survival"][i][1:]) for r in others]
-                    for i in (law, best))
-    over_best = analysis.relative_gain(
-        totals, rounds, most, rounds, clusters=clusters).columns("over_best")
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
           **text_rounds.columns([r["rounds"] for r in mine], clusters),
-          **over_best,
+          **_over_best(others, law, best, clusters),
           "tokens_per_second": 1 / statistics.median(pace),
           "speedup": statistics.median(baseline / pace)}
+
+
+def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
+               clusters: Sequence[str]) -> dict[str, float | None]:
+  """Returns columns of the gain of rule `law` over rule `best`."""
+  if best is None:
+    return dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
+  rounds = [r["rounds"] for r in runs]
+  totals, most = ([sum(r["survival"][i][1:]) for r in runs]
+                  for i in (law, best))
+  return analysis.relative_gain(
+      totals, rounds, most, rounds, clusters=clusters).columns("over_best")
 
 
 def print_table(rows: list[dict[str, Any]]):
@@ -70,6 +75,20 @@ def print_table(rows: list[dict[str, Any]]):
           f"{shown(r, 'tokens_per_pass'):>26s} "
           f"{shown(r, 'own_tokens_per_pass'):>26s} "
           f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
+  _print_rounds(rows, width)
+  print("intervals are of 95 % over prompts")
+  for temperature in dict.fromkeys(r["temperature"] for r in rows):
+    mine = [r for r in rows if r["temperature"] == temperature]
+    chosen = next(r for r in mine if r["method"] == FASTEST)
+    best = max(mine, key=lambda r: r["speedup"])
+    print(f"temperature {temperature:g}: the dynamic program's choice has "
+          f"{len(chosen['parents'])} nodes and "
+          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
+          f"measured ({style.label(best['method'])}, {best['nodes']} nodes)")
+
+
+def _print_rounds(rows: list[dict[str, Any]], width: int) -> None:
+  """Prints the rounds of a text, and the distance from the best possible."""
   print("rounds until a text is complete, own rollouts; tokens of a pass over "
         "the best possible in one round on the same drafts:")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'mean':>26s} "
@@ -85,15 +104,6 @@ def print_table(rows: list[dict[str, Any]]):
           f"{format(Estimate.of_columns(r, 'rounds'), '.1f'):>26s} "
           f"{format(Estimate.of_columns(r, 'rounds_p90'), '.0f'):>20s} "
           f"{over:>38s}")
-  print("intervals are of 95 % over prompts")
-  for temperature in dict.fromkeys(r["temperature"] for r in rows):
-    mine = [r for r in rows if r["temperature"] == temperature]
-    chosen = next(r for r in mine if r["method"] == FASTEST)
-    best = max(mine, key=lambda r: r["speedup"])
-    print(f"temperature {temperature:g}: the dynamic program's choice has "
-          f"{len(chosen['parents'])} nodes and "
-          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
-          f"measured ({style.label(best['method'])}, {best['nodes']} nodes)")
 
 
 def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
@@ -117,26 +127,31 @@ def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
   figure, grid = style.panels(1, len(temperatures), height=3.8, sharey=True)
   for axes, temperature in zip(grid[0], temperatures):
-    mine = [r for r in rows if r["temperature"] == temperature]
-    methods = [m for m in dict.fromkeys(r["method"] for r in mine)
-               if m not in (BASELINE, FASTEST)]
-    for place, method in enumerate(methods):
-      line = [r for r in mine if r["method"] == method]
-      style.apart(axes.errorbar(
-          [r["nodes"] for r in line], [r[figure_of] for r in line],
-          style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
-          color=style.color(method), label=style.label(method)),
-                  place, len(methods))
-    nodes = [r["nodes"] for r in mine if r["method"] in methods]
-    if figure_of == "speedup":  # a choice has any number of nodes
-      chosen = next(r for r in mine if r["method"] == FASTEST)
-      nodes.append(chosen["nodes"])
-      axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,
-                color=style.color(FASTEST), label=style.label(FASTEST))
-      axes.axhline(1, color=style.color(BASELINE), linewidth=0.8,
-                   label=style.label(BASELINE))
-    style.tried(axes, nodes)
+    _plot_panel(axes, [r for r in rows if r["temperature"] == temperature],
+                figure_of)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel("nodes of a pass, the root included")
   grid[0, 0].set_ylabel(name)
   style.save(figure, path, title)
+
+
+def _plot_panel(axes: Any, rows: list[dict[str, Any]], figure_of: str) -> None:
+  """Draws the curves of one temperature."""
+  methods = [m for m in dict.fromkeys(r["method"] for r in rows)
+             if m not in (BASELINE, FASTEST)]
+  for place, method in enumerate(methods):
+    line = [r for r in rows if r["method"] == method]
+    style.apart(axes.errorbar(
+        [r["nodes"] for r in line], [r[figure_of] for r in line],
+        style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
+        color=style.color(method), label=style.label(method)),
+                place, len(methods))
+  nodes = [r["nodes"] for r in rows if r["method"] in methods]
+  if figure_of == "speedup":  # the dynamic program chooses any size
+    [chosen] = [r for r in rows if r["method"] == FASTEST]
+    nodes.append(chosen["nodes"])
+    axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,
+              color=style.color(FASTEST), label=style.label(FASTEST))
+    axes.axhline(1, color=style.color(BASELINE), linewidth=0.8,
+                 label=style.label(BASELINE))
+  style.tried(axes, nodes)

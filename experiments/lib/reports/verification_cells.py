@@ -82,7 +82,7 @@ class Study:
     runs = [runs.get(BASELINE, {}) for runs in self._runs.values()]
     if not all("seconds" in run for run in runs):
       return None
-    return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
+    return _tokens_per_second(runs)
 
   def half_width(self, verifier: str):
     """Returns the largest half width of the intervals of a rule's gain.
@@ -147,16 +147,15 @@ class Study:
              for unit in units]
     if not all("seconds" in run for run, _ in pairs):
       return {}
-    speed = lambda runs: (sum(r["tokens"] for r in runs)
-                          / sum(r["seconds"] for r in runs))
-    own = speed([run for run, _ in pairs])
+    own_runs, base_runs = zip(*pairs)
+    own = _tokens_per_second(own_runs)
     if self._costs is None:
       return {"throughput": own, "throughput_gain":
-              own / speed([base for _, base in pairs]) - 1}
+              own / _tokens_per_second(base_runs) - 1}
     halves = [[pair for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
               for half in (0, 1)]
     return {"tokens_per_second": own, **_speedups(halves),
-            **self._round_costs(drafter, gamma, [run for run, _ in pairs])}
+            **self._round_costs(drafter, gamma, own_runs)}
 
   def _round_costs(self, drafter: str, gamma: int, runs: list[dict[str, Any]]):
     """Returns the milliseconds of a round by its parts."""
@@ -165,6 +164,11 @@ class Study:
     per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
     return {"verify_ms": 1e3 * verify, "draft_ms": 1e3 * draft,
             "overhead_ms": 1e3 * (per_round - (verify + gamma * draft))}
+
+
+def _tokens_per_second(runs: Sequence[dict[str, Any]]) -> float:
+  """Returns the tokens per second of all runs together."""
+  return sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs)
 
 
 def _speedups(halves: list[list[tuple]]):

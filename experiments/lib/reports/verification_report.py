@@ -53,14 +53,19 @@ def print_table(rows: list[dict[str, Any]]):
   if "rounds" in rows[0]:
     print("rounds until a text is complete, own rollouts:")
     text_rounds.print_table(rows)
+  _print_speed(rows)
+
+
+def _print_speed(rows: list[dict[str, Any]]):
+  """Prints the throughput, and how far predicted speed-ups are off."""
   if "throughput" in rows[0]:
     for r in rows:
       print(f"{r['drafter']}, temperature {r['temperature']:g}, gamma "
             f"{r['gamma']}, {style.label(r['verifier'])}: {r['throughput']:.1f}"
             f" tokens per second, {r['throughput_gain']:+.0%} over "
             "autoregressive decoding of as many rows")
-  ratios = [r["measured_over_predicted"] for r in rows if "speedup" in r]
-  if ratios:
+  if "speedup" in rows[0]:
+    ratios = [r["measured_over_predicted"] for r in rows]
     print("measured speed-up over the prediction from the other half of the "
           f"prompts: {min(ratios):.2f} to {max(ratios):.2f}")
 
@@ -153,16 +158,19 @@ def _table(rows: list[dict[str, Any]], labels: list[str]):
   head += [f"{what}: gain of {v}" for v in verifiers if v != "token"
            for what in ("same drafts", "own rollouts")]
   head += [f"speed-up of {v}" for v in verifiers]
-  out = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-  for values, mine in lines.items():
-    line = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
-    line.append(str(mine[0]["clusters"]))
-    line += [_shown(c, "block_efficiency", ".2f") for c in mine]
-    line += [_shown(c, name, "+.1%") for c in mine if c["verifier"] != "token"
-             for name in ("gain", "own_gain")]
-    line += [_speedup(c, "speedup").rstrip("x") for c in mine]
-    out.append("| " + " | ".join(line) + " |")
-  return out
+  first, *others = ("| " + " | ".join(cells) + " |" for cells in (
+      head, *(_line(values, mine) for values, mine in lines.items())))
+  return [first, "|---" * len(head) + "|", *others]
+
+
+def _line(values: tuple, rows: list[dict[str, Any]]) -> list[str]:
+  """Returns the cells of one setting."""
+  return [*(f"{v:g}" if isinstance(v, float) else str(v) for v in values),
+          str(rows[0]["clusters"]),
+          *(_shown(r, "block_efficiency", ".2f") for r in rows),
+          *(_shown(r, name, "+.1%") for r in rows if r["verifier"] != "token"
+            for name in ("gain", "own_gain")),
+          *(_speedup(r, "speedup").rstrip("x") for r in rows)]
 
 
 def _panels(rows: list[dict[str, Any]]):
@@ -180,17 +188,20 @@ def _panels(rows: list[dict[str, Any]]):
     for axes, temperature in zip(line, temperatures):
       here = [r for r in rows if r["drafter"] == drafter
               and r["temperature"] == temperature]
-      verifiers = list(dict.fromkeys(r["verifier"] for r in here))
-      curves = []
-      for place, verifier in enumerate(verifiers):
-        mine = [r for r in here if r["verifier"] == verifier]
-        curves.append((verifier, mine, (place, len(verifiers))))
       style.tried(axes, [r["gamma"] for r in here])
       axes.set_title(f"{drafter}, temperature {temperature:g}", fontsize=10)
-      found.append((axes, curves))
+      found.append((axes, _curves(here)))
   for axes in grid[-1]:
     axes.set_xlabel("draft length gamma")
   return figure, found
+
+
+def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
+  """Returns `(verifier, its rows, its place for style.apart)` of a panel."""
+  verifiers = list(dict.fromkeys(r["verifier"] for r in rows))
+  return [(verifier, [r for r in rows if r["verifier"] == verifier],
+           (place, len(verifiers)))
+          for place, verifier in enumerate(verifiers)]
 
 
 def _name(verifier: str):

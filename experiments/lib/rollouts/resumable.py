@@ -6,6 +6,7 @@ file as soon as they are complete, so a killed study continues from there.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
 import json
@@ -63,15 +64,13 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   Returns:
     `{unit: {name: run}}`.
   """
-  stored, groups = processes.by_the_first(lambda: _read(path)), {}
+  stored = processes.by_the_first(lambda: _read(path))
+  groups = {}
   for unit in units:
     groups.setdefault(group_of(unit), []).append(unit)
-  # Rows of a batch are stored one by one, so a unit may lack configurations.
-  names = {group: frozenset(make_configurations(group)) if window else
-           frozenset() for group in groups}
-  left = {group: [unit for unit in mine if unit not in stored
-                  or not names[group] <= stored[unit].keys()]
-          for group, mine in groups.items()}
+  made = {group: make_configurations(group) for group in groups if window}
+  left = {group: _missing(some, stored, made.get(group, ()))
+          for group, some in groups.items()}
   missing = sum(map(len, left.values()))
   if missing < len(units):
     print(f"{len(units) - missing} of {len(units)} prompts are in {path}; "
@@ -80,14 +79,18 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   with (files.naming(path), open(writes, "ab") as f,
         tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
                   dynamic_ncols=True) as bar):
-    programs = _Programs(make_configurations, beside, bar)
+    programs = _Programs(beside, bar)
     for group, some in left.items():
+      configurations = made.pop(group, None)
       if not some:
         continue
-      longest = max((prompt_of(unit)[0] for unit in groups[group]), key=len)
-      compiled = programs.compiled(group, longest, 1 + len(some) // 2)
-      runs = (_in_turn(compiled, some, prompt_of, bar) if window is None else
-              _in_windows(compiled, some, prompt_of, bar, window, stored))
+      configurations = configurations or make_configurations(group)
+      programs.compile(
+          configurations, max((prompt_of(unit)[0] for unit in groups[group]),
+                              key=len), 1 + len(some) // 2)
+      runs = (_in_turn(configurations, some, prompt_of, bar) if window is None
+              else _in_windows(configurations, some, prompt_of, bar, window,
+                               stored))
       for unit, found in runs:
         f.write(_line(unit, found))
         f.flush()
@@ -96,6 +99,16 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
     bar.n = bar.total
     bar.refresh()
   return {unit: stored[unit] for unit in units}
+
+
+def _missing(units: list[tuple], stored: dict, names: Iterable[str]
+             ) -> list[tuple]:
+  """Returns the units that lack a run.
+
+  Rows of a batch are stored one by one, so a unit may lack some of `names`.
+  """
+  return [unit for unit in units
+          if unit not in stored or not set(names) <= stored[unit].keys()]
 
 
 def _in_turn(configurations: dict[str, Any], units: list[tuple],
@@ -130,21 +143,20 @@ def _in_windows(configurations: dict[str, Any], units: list[tuple],
 class _Programs:
   """Compiles the configurations of one group after another."""
 
-  def __init__(self, make_configurations: Callable[[Any], dict[str, Any]],
-               beside: Sequence[Callable], bar: tqdm.tqdm):
-    self._make, self._beside, self._bar = make_configurations, beside, bar
+  def __init__(self, beside: Sequence[Callable[[], Any]], bar: tqdm.tqdm):
+    self._beside, self._bar = beside, bar
     self._compiled = set()
 
-  def compiled(self, group: Any, longest: int, share: float):
-    """Returns the configurations of a group, compiled.
+  def compile(self, configurations: dict[str, Any], longest: Sequence[int],
+              share: float) -> None:
+    """Compiles every program of a group once.
 
     Args:
-      group: the group.
+      configurations: the configurations of the group, by name.
       longest: its longest prompt.
       share: length of the progress bar that compilation takes.
     """
-    made = self._make(group)
-    programs = {one.program: one for one in made.values()}
+    programs = {one.program: one for one in configurations.values()}
     if len(self._compiled | programs.keys()) > _MOST_DECODERS:
       jax.clear_caches()
       self._compiled.clear()
@@ -156,7 +168,6 @@ class _Programs:
     for done in compilation.side_by_side(calls):
       self._bar.set_description(text.format(min(done + 1, len(calls))))
       _advance(self._bar, share / len(calls))
-    return made
 
 
 def _advance(bar: tqdm.tqdm, step: float):
