@@ -342,6 +342,6 @@ def test_what_flags_make_wrong_is_refused_before_the_target_writes(
         (["--method=eagle3", "--draft_vocabulary=1000000"], "between")):
       assert words in run(*flags)
       assert not (tmp_path / "out").exists()
-    assert "holds model.safetensors" in run(
+    assert "model.safetensors" in run(
         "--draft_vocabulary=100", output_dir=other)
     assert run() == "error: it writes"
