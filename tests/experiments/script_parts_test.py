@@ -643,7 +643,7 @@ def test_a_stop_rule_by_its_flag():
     (["--vocabulary=intersection", "--drafter=pass"], "--drafter is pass"),
     (["--draft_vocabulary=9", "--drafter=none"], "=9 .*--drafter is none"),
     (["--draft_vocabulary=9", "--drafter=pass"], "=9 .*--drafter is pass"),
-    (["--draft_vocabulary=9", "--drafter=ngram|suffix"], "--drafter is ngram.suffix"),
+    (["--draft_vocabulary=9", "--drafter=ngram|suffix"], "is ngram.suffix"),
     (["--datastore=a.store", "--drafter=ngram"], "a.store .*is ngram; lea"),
     (["--measure"], "--measure requires --controller"),
     (["--vocabulary_data=mine.txt"], "=mine.txt says.*give it, such as"),
