@@ -82,13 +82,13 @@ from typing import Any
 from absl import flags
 from lib import common
 from lib import flags as shared
-from lib import meshes
 from lib import models
 from lib.configurations import decoders
 from lib.configurations import one_of
 from lib.prompts import reading as prompts_lib
 from lib.reports import verification_cells as cells
 from lib.reports import verification_report as report
+from lib.rollouts import batches
 from lib.rollouts import resumable
 from lib.rollouts import timing
 
@@ -123,13 +123,11 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer(
     "seeds", 1, "Rollouts per prompt; at temperature 0 always one", 1)
-_BATCH = shared.batch()
-_TIMING = shared.timing()
+_BATCH = batches.flags("throughput")
 _OWN_ROLLOUTS = flags.DEFINE_bool(
     "own_rollouts", True, "Also generate text with every verifier and without "
     "a draft, which measures block efficiency on own rollouts and the "
     "speed-up. Otherwise verifiers are only compared on the same drafts")
-_MESH = shared.mesh()
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 _PILOT = 12  # prompts that say how many are needed
@@ -168,7 +166,7 @@ def _configurations(target: Pretrained, chains: dict[str, Any],
     # The prefill depends neither on the draft length nor on the rule.
     reader = decoders.Reader(
         decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
-        params, capacity, memory=_window(batch) or 1)
+        params, capacity, memory=batches.window(batch) or 1)
     make = functools.partial(
         decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
         capacity=capacity, reader=reader, batch=batch)
@@ -189,30 +187,13 @@ def _configurations(target: Pretrained, chains: dict[str, Any],
   return found
 
 
-def _window(batch: decoders.Batch | None):
-  """Returns the number of prompts per configuration and turn, None for one.
-
-  A larger window has fewer idle rows at its end, and stores more prefills.
-  """
-  return None if batch is None else 4 * batch.size
-
-
 def _batch_of_flags():
   """Returns the `decoders.Batch`, or None to decode prompts alone."""
-  alone = _BATCH.value == 1 and _MESH.mesh.value is None
-  measured = _TIMING.value or (
-      "latency" if alone and _OWN_ROLLOUTS.value else "none")
-  if measured != "none" and not _OWN_ROLLOUTS.value:
-    raise ValueError(f"--timing={measured} requires --own_rollouts; give "
+  timing_ = _BATCH.timing.value
+  if timing_ not in (None, "none") and not _OWN_ROLLOUTS.value:
+    raise ValueError(f"--timing={timing_} requires --own_rollouts; give "
                      "--timing=none")
-  if measured == "latency" and not alone:
-    raise ValueError(f"--timing=latency decodes one prompt at a time on one "
-                     f"device, and --batch is {_BATCH.value} and --mesh "
-                     f"{_MESH.mesh.value}; give --timing=throughput")
-  mesh = meshes.join(_MESH, rows=_BATCH.value, trains=False)
-  return None if measured == "latency" else decoders.Batch(
-      size=_BATCH.value, timed=measured == "throughput",
-      placement=meshes.placement(mesh))
+  return batches.settings(_BATCH, timed=_OWN_ROLLOUTS.value)
 
 
 def _placed(target: Pretrained, chains: dict[str, Any], gamma: int,
@@ -227,10 +208,10 @@ def _placed(target: Pretrained, chains: dict[str, Any], gamma: int,
   """
   placed, target_params = {}, target.params
   for name, (chain, drafter_params) in chains.items():
-    params = {"target": target_params, "drafter": drafter_params}
-    if batch is not None and batch.placement is not None:
-      params = batch.placement.put(chain(gamma).decoder(target.model), params)
-      target_params = params["target"]  # placed once for all drafters
+    params = batches.placed(
+        batch, chain(gamma).decoder(target.model),
+        {"target": target_params, "drafter": drafter_params})
+    target_params = params["target"]  # placed once for all drafters
     placed[name] = chain, params
   return placed
 
@@ -240,15 +221,6 @@ def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
   rule = common.VERIFIERS[verifier]
   return lambda state: state.replace(
       verifier=rules.start(rule, gamma, len(state.lengths)))
-
-
-def _announce(units: list[tuple], configurations: dict[str, Any]):
-  """Prints the size of the study, as far as it is known before decoding."""
-  programs = len({one.program for one in configurations.values()})
-  rollouts = len(units) * len(configurations)
-  print(f"{len({unit[3:] for unit in units})} prompts, {programs} programs per "
-        f"temperature, {rollouts:,} rollouts of at most "
-        f"{rollouts * _NEW_TOKENS.value:,} tokens in all", file=sys.stderr)
 
 
 class _Costs:
@@ -399,11 +371,14 @@ def main():
 
   def decoded(prompts, file, make):
     units = _units(fingerprint, temperatures, prompts)
-    _announce(units, make(temperatures[0]))
+    made = [make(t) for t in temperatures]
+    batches.announce(
+        len({unit[3:] for unit in units}), len(units) * len(made[0]),
+        (one for group in made for one in group.values()), _NEW_TOKENS.value)
     return resumable.run(
         units, lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), make,
         output_dir / file, beside=costs.compiled if costs else (),
-        window=_window(batch))
+        window=batches.window(batch))
 
   if _ERROR.value and "block" in verifiers:
     needed = _needed(read, lambda pilot: decoded(

@@ -325,13 +325,14 @@ def batch():
       "the same tokens and acceptance; a larger one takes less time", 1)
 
 
-def timing():
+def timing(*others: str):
   """Measurement of speed; the default depends on --batch."""
   return flags.DEFINE_enum(
-      "timing", None, ["none", "latency", "throughput"],
+      "timing", None, ["none", "latency", *others],
       "Speed to measure: latency (prompts are decoded one at a time, all "
-      "configurations in turn), throughput (tokens per second of --batch rows) "
-      "or none. Default: latency if --batch is 1, otherwise none")
+      "configurations in turn), "
+      + "throughput (tokens per second of --batch rows) " * bool(others)
+      + "or none. Default: latency if --batch is 1, otherwise none")
 
 
 class MeshFlags(NamedTuple):

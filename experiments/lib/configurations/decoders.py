@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
@@ -15,10 +16,10 @@ import numpy as np
 
 from lib.configurations import base
 import specjax as sj
+from specjax.decoding import row_batches
 from specjax.utils import fingerprints
-from specjax.utils import processes
 
-_ROUNDS = 4  # of a call; a free row takes its next prompt after at most so many
+_ROUNDS = 4  # rounds of a call, after which a free row takes its next prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class DecoderRows(base.Configuration):
                change: Callable[
                    [sj.types.DecodeState], sj.types.DecodeState] = (
                        lambda state: state),
-               batch: Batch | None = None):
+               batch: Batch | None = None, most_rounds: int | None = None):
     """A configuration.
 
     Args:
@@ -94,11 +95,13 @@ class DecoderRows(base.Configuration):
       reader: `Reader` that several configurations share. Default: a new one.
       change: function from a state of the reader to a state of the decoder.
       batch: settings of `decode_rows`. Default: prompts are decoded alone.
+      most_rounds: number of rounds after which a row of a batch ends.
     """
     self.decoder = decoder
     self._params, self._new_tokens = params, new_tokens
     self._reader = reader or Reader(decoder, params, capacity)
     self._change, self._batch = change, batch
+    self._most_rounds = most_rounds
 
   @property
   def program(self):
@@ -167,51 +170,24 @@ class DecoderRows(base.Configuration):
     for index, run in runs:
       yield index, {"seconds": per_token * run["tokens"], **run}
 
-  def _decode_batch(self, requests: Sequence[base.Request], new_tokens: int):
+  def _decode_batch(self, requests: Sequence[base.Request], new_tokens: int
+                    ) -> Iterator[tuple[int, base.Run]]:
     """Yields the index and the run of every request, in order of completion."""
-    waiting = collections.deque(enumerate(requests))
-    rows: dict[int, _Row] = {}
     state = self._change(self._reader.finished_rows(
         requests[0][0][0], self._batch))
-    while waiting or rows:
-      for slot in range(self._batch.size):
-        if slot not in rows and waiting:
-          index, request = waiting.popleft()
-          state = self.decoder.insert(
-              state, slot, self._state(*request, new_tokens))
-          rows[slot] = _Row(index, len(request[0]))
-      state, stats = self.decoder.decode(self._params, state, _ROUNDS)
-      sj.decoding.raise_if_not_finite(stats)
-      stats, done, tokens, lengths = processes.gathered(
-          (stats, state.done, state.tokens, state.lengths))
-      sums = {name: np.asarray(getattr(stats, name), np.float64).sum(0)
-              for name in ("emitted", "active", "expected", "survival")}
-      for slot, row in list(rows.items()):
-        row.add(slot, sums)
-        if done[slot]:
-          del rows[slot]
-          yield row.index, row.run(
-              _digest(tokens[slot], lengths[slot], row.prompt_length))
-
-
-class _Row:
-  """Sums over the rounds of one row."""
-
-  def __init__(self, index: int, prompt_length: int):
-    self.index, self.prompt_length = index, prompt_length
-    self._sums = {}
-
-  def add(self, slot: int, sums: dict[str, np.ndarray]) -> None:
-    """Adds the row's part of the sums of a call."""
-    for name, values in sums.items():
-      self._sums[name] = self._sums.get(name, 0) + values[slot]
-
-  def run(self, text: str) -> base.Run:
-    """Returns the run of the row, see `DecoderRows.decode`."""
-    return {"tokens": int(self._sums["emitted"]),
-            "rounds": int(self._sums["active"]),
-            "expected": self._sums["expected"].tolist(),
-            "survival": self._sums["survival"].tolist(), "text": text}
+    starts = [functools.partial(self._state, *request, new_tokens)
+              for request in requests]
+    for index, row in row_batches.decode_rows(
+        self.decoder, self._params, state, starts, rounds=_ROUNDS,
+        most_rounds=self._most_rounds):
+      sums = lambda x: x.sum(0, dtype=np.float64).tolist()
+      yield index, {
+          "tokens": int(row.stats.emitted.sum()),
+          "rounds": len(row.stats.active),
+          "expected": sums(row.stats.expected),
+          "survival": sums(row.stats.survival),
+          "text": _digest(row.tokens, len(row.tokens),
+                          len(requests[index][0]))}
 
 
 def _digest(tokens: Any, length: int, prompt_length: int):

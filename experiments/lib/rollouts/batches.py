@@ -1,0 +1,96 @@
+"""Settings of batched rollouts, from the flags of a study.
+
+  _BATCH = batches.flags()
+  ...
+  batch = batches.settings(_BATCH)  # before anything is loaded
+"""
+
+from collections.abc import Iterable
+import sys
+from typing import Any
+from typing import NamedTuple
+
+from absl import flags as absl_flags
+
+from lib import flags as shared
+from lib import meshes
+from lib.configurations.decoders import Batch
+import specjax as sj
+
+
+class BatchFlags(NamedTuple):
+  """Flags for batched rollouts."""
+
+  size: absl_flags.FlagHolder
+  timing: absl_flags.FlagHolder
+  mesh: shared.MeshFlags
+
+
+def flags(*timings: str) -> BatchFlags:
+  """Defines --batch, --timing and --mesh.
+
+  Args:
+    *timings: measurements of speed that the study has beside none and latency.
+  """
+  return BatchFlags(shared.batch(), shared.timing(*timings), shared.mesh())
+
+
+def settings(given: BatchFlags, *, timed: bool = True) -> Batch | None:
+  """Joins the processes and returns the batch, or None to measure latency.
+
+  Args:
+    given: flags of the study.
+    timed: whether the study measures speed unless a flag prevents it.
+
+  Raises:
+    ValueError: the flags contradict each other, or the mesh does not divide
+      the batch.
+  """
+  size, timing, mesh = given.size.value, given.timing.value, given.mesh
+  alone = size == 1 and mesh.mesh.value is None
+  timing = timing or ("latency" if alone and timed else "none")
+  if timing == "latency" and not alone:
+    raise ValueError("--timing=latency decodes one prompt at a time on one "
+                     f"device, and --batch is {size} and --mesh "
+                     f"{mesh.mesh.value}; give --timing=none, or set neither")
+  joined = meshes.join(mesh, rows=size, trains=False)
+  return None if timing == "latency" else Batch(
+      size=size, timed=timing == "throughput",
+      placement=meshes.placement(joined))
+
+
+def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
+  """Returns the parameters, on the mesh if there is one.
+
+  Args:
+    batch: result of `settings`.
+    decoder: decoder of these parameters.
+    params: `{"target": ..., "drafter": ...}`.
+  """
+  if batch is None or batch.placement is None:
+    return params
+  return batch.placement.put(decoder, params)
+
+
+def window(batch: Batch | None) -> int | None:
+  """Returns the number of prompts per configuration and turn, None for one.
+
+  A larger window has fewer idle rows at its end, and stores more prefills.
+  """
+  return None if batch is None else 4 * batch.size
+
+
+def announce(num_prompts: int, num_rollouts: int, configurations: Iterable[Any],
+             new_tokens: int) -> None:
+  """Prints the size of a study before it decodes.
+
+  Args:
+    num_prompts: number of different prompts.
+    num_rollouts: number of rollouts of all configurations.
+    configurations: all `Configuration`s of the study.
+    new_tokens: tokens per rollout.
+  """
+  programs = len({one.program for one in configurations})
+  print(f"{num_prompts} prompts, {programs} programs, {num_rollouts:,} "
+        f"rollouts of at most {num_rollouts * new_tokens:,} tokens in all",
+        file=sys.stderr)

@@ -1,0 +1,94 @@
+"""Decodes many prompts in the rows of one batch.
+
+A row that is done takes the next prompt, so the batch stays full. The output of
+a prompt does not depend on the other rows.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.decoding.decoder import Decoder
+from specjax.decoding.decoder import raise_if_not_finite
+from specjax.types import DecodeState
+from specjax.types import RoundStats
+from specjax.types import Trace
+from specjax.utils import processes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodedRow:
+  """A decoded prompt and its R rounds, as numpy arrays.
+
+  Attributes:
+    tokens: token ids of prompt and output.
+    stats: `RoundStats` whose leading axes are R instead of (R, B).
+    trace: `Trace` whose leading axis is R instead of B; None unless traced.
+  """
+
+  tokens: np.ndarray
+  stats: RoundStats
+  trace: Trace | None = None
+
+
+def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
+                starts: Sequence[Callable[[], DecodeState]], *, rounds: int,
+                most_rounds: int | None = None, traced: bool = False
+                ) -> Iterator[tuple[int, DecodedRow]]:
+  """Decodes prompts in the rows of a batch, in order of completion.
+
+  >>> import jax
+  >>> import specjax as sj
+  >>> model = sj.testing.MarkovModel(vocab_size=4)
+  >>> table = model.init(jax.random.key(0))
+  >>> params = {"target": table, "drafter": table}
+  >>> decoder = sj.Decoder(
+  ...     target=model, verifier=sj.verifiers.Block(),
+  ...     drafter=sj.drafters.DraftModel(model=model, gamma=2))
+  >>> start = lambda number, limit: decoder.prefill(
+  ...     params, [[1]] * number, jax.random.key(1), limits=limit)
+  >>> rows = decode_rows(decoder, params, start(2, 1),
+  ...                    [lambda: start(1, limit=5)] * 3, rounds=2)
+  >>> sorted((index, len(row.tokens)) for index, row in rows)
+  [(0, 5), (1, 5), (2, 5)]
+
+  Args:
+    decoder: decoder of all prompts.
+    params: `{"target": ..., "drafter": ...}`.
+    state: batch whose rows are done; it is donated.
+    starts: functions that return the state of one prompt, read. Their request
+      ids decide the random numbers.
+    rounds: rounds per call. A row waits for its next prompt until the call
+      ends.
+    most_rounds: number of rounds after which a row ends. None: at its limit.
+    traced: whether to return the traces.
+
+  Yields:
+    Index in `starts` and `DecodedRow`.
+  """
+  decode = decoder.decode_traced if traced else decoder.decode
+  waiting, slots = list(enumerate(starts))[::-1], {}
+  while waiting or slots:
+    for slot in range(len(state.lengths)):
+      if slot not in slots and waiting:
+        index, start = waiting.pop()
+        state = decoder.insert(state, slot, start())
+        slots[slot] = index, []
+    state, *found = decode(params, state, rounds)
+    raise_if_not_finite(found[0])
+    found, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
+        (found, state.done, state.tokens, state.lengths)))
+    for slot, (index, parts) in list(slots.items()):
+      active = found[0].active[:, slot]
+      parts.append(jax.tree.map(
+          lambda x, slot=slot, active=active: x[active, slot], found))
+      if done[slot] or most_rounds and sum(
+          len(part[0].active) for part in parts) >= most_rounds:
+        del slots[slot]
+        row = jax.tree.map(lambda *x: np.concatenate(x)[:most_rounds], *parts)
+        yield index, DecodedRow(tokens[slot, :lengths[slot]], *row)
