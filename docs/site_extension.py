@@ -8,6 +8,7 @@ module. The build fails if a public name is on no API page.
 import importlib
 import inspect
 import itertools
+import os
 import pathlib
 import re
 import shutil
@@ -21,7 +22,7 @@ import specjax
 _DOCS = pathlib.Path(__file__).parent
 _ROOT = _DOCS.parent
 _LOG = logging.getLogger(__name__)
-_SOURCES = "https://github.com/specjax/specjax/blob/main/"
+_SOURCES = os.environ.get("SPECJAX_SOURCES")  # URL of the repository's root
 _MORE = ("sampling", "training")  # public, but not in `specjax.__all__`
 
 
@@ -96,18 +97,22 @@ def _generate(app):
 
 
 def _link_sources(app, name, source):
-  """Links to files outside of docs/ go to the repository."""
+  """Makes links to files outside of docs/ links to the repository.
+
+  Without the URL of the repository, only the text of a link remains.
+  """
   folder = (_DOCS / name).parent
 
   def replace(match):
-    target = (folder / match[1]).resolve()
+    target = (folder / match[2]).resolve()
     if target.is_relative_to(_DOCS) or not target.is_relative_to(_ROOT):
       return match[0]
-    return match[0].replace(
-        f"({match[1]})", f"({_SOURCES}{target.relative_to(_ROOT)})")
+    if not _SOURCES:
+      return match[1]
+    return f"[{match[1]}]({_SOURCES}/{target.relative_to(_ROOT)})"
 
   source[0] = re.sub(
-      r"(?<!!)\[[^\]\[]*\]\((\.\./[^)#:]+)\)", replace, source[0])
+      r"(?<!!)\[([^\]\[]*)\]\((\.\./[^)#:]+)\)", replace, source[0])
 
 
 def _is_clean(lines):

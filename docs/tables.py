@@ -4,9 +4,10 @@
 
 A table is between `<!-- table: ... -->` and `<!-- /table -->`, a number between
 `<!-- value: ... -->` and `<!-- /value -->`. The comment names a file in
-experiments/results/: a CSV, or `file.json#a/b` for the list or dictionary at
-`b` in `a`. The columns of JSON rows are paths (`c/0`); the rows of a dictionary
-have the column `key`. Options follow as `key="..."`:
+experiments/results/: a CSV, a Markdown table that a script printed, or
+`file.json#a/b` for the list or dictionary at `b` in `a`. The columns of JSON
+rows are paths (`c/0`); the rows of a dictionary have the column `key`. Options
+follow as `key="..."`:
 
   where: `column=value` pairs; `a|b` allows several values and their order.
   rows: columns of the CSV that name a row, as `column` or `column:title`.
@@ -61,11 +62,12 @@ def _flat(value, path=""):
 
 
 def read(name):
-  """Returns the rows of a CSV or JSON file in experiments/results/."""
+  """Returns the rows of a file in experiments/results/."""
   name, _, path = name.partition("#")
   with open(_RESULTS / name, newline="", encoding="utf-8") as file:
     if not name.endswith(".json"):
-      return list(csv.DictReader(file))
+      lines = file if name.endswith(".csv") else _csv_lines(file)
+      return list(csv.DictReader(lines))
     value = json.load(file)
   for key in filter(None, path.split("/")):
     value = value[key]
@@ -73,6 +75,14 @@ def read(name):
     return [_flat(row) for row in value]
   return ([{"key": key, **_flat(row)} for key, row in value.items()]
           if path else [_flat(value)])
+
+
+def _csv_lines(file):
+  """Yields the lines of a Markdown table as lines of a CSV."""
+  for line in file:
+    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+    if len(cells) > 1 and set(cells) != {"---"}:
+      yield ",".join(f'"{cell}"' for cell in cells)
 
 
 def _options(spec):
@@ -126,16 +136,17 @@ def table(spec):
   if "sort" in options:
     rows = sorted(rows, key=lambda row: -float(row[options["sort"]]))
   names = list(_fields(options["rows"], 2))
-  cells = list(_fields(options["cells"], 3))
+  cells = list(_fields(options["cells"], 3)) if "cells" in options else []
   pivot, title = next(_fields(options.get("columns", ""), 2))
   lines, heads = {}, {}
   for row in rows:
     key = tuple(_word(column, row[column]) for column, _ in names)
+    lines.setdefault(key, {})
     for column, form, text in cells:
       head = (title or "{}").format(_word(pivot, row[pivot])) if pivot else ""
       head = ", ".join(filter(None, [head, text if pivot else text or column]))
       heads[head] = None
-      lines.setdefault(key, {})[head] = _number(row, column, form)
+      lines[key][head] = _number(row, column, form)
   table_rows = [
       [title or column for column, title in names] + list(heads),
       *([*key, *(line.get(head, "") for head in heads)]

@@ -157,7 +157,7 @@ def tpu():
            "int4, widened": (widened, copies(4)),
            "int4, groups of 128": (widened, copies(4, 128)),
            "int8 x int8": (whole_numbers, copies(8))}
-  print("| form | rows | weights, MB | moved, MB | cycles, k |")
+  print("| form | rows | weights (MB) | moved (MB) | cycles (k) |")
   print("|---|---|---|---|---|")
   for name, (form, given) in forms.items():
     for count in (1, 5):

@@ -1,10 +1,11 @@
-"""What a round of Llama-3-8B with Llama-3.2-1B moves on a TPU v5e 2x2.
+"""Memory traffic of a round of Llama-3-8B with Llama-3.2-1B on four TPU chips.
 
   python experiments/runs/tpu_rounds.py [layers of the target, of the drafter]
 
-The real compiler compiles the round for chips that need not be there
-(`pip install -e '.[tpu-aot]'`), and the program is read. Takes some minutes a
-line.
+The TPU compiler compiles the round without a TPU (`pip install -e
+'.[tpu-aot]'`), and the compiled program is analysed. Each row takes some
+minutes. The chips are a v5e 2x2 if the row names no other generation. Pairs of
+numbers are for all slots in use and for 128 slots in use.
 """
 
 import importlib.util
@@ -51,30 +52,46 @@ from lib.compiler import tpu_rounds  # noqa: E402
 import specjax as sj  # noqa: E402
 
 
-def main(layers: tuple[int, int]) -> None:
+def settings() -> dict[str, dict]:
+  """Returns the options of `llama.Setting` by the name of the row."""
   tree = sj.trees.full_tree((3, 3, 2, 1, 1))[:64]
-  print("| round | whole layers copied | temporaries, GB | HBM, GB, full / "
-        f"{tpu_rounds.SHORT} slots used | floor | cycles, M | loops | "
-        "compiled in, s |")
-  print("|---|---|---|---|---|---|---|---|")
-  for name, options in (
-      ("capacity 2048, batch 8", dict(capacity=2048)),
-      ("capacity 8192, batch 8", dict(capacity=8192)),
-      (f"tree of {len(tree)} nodes, capacity 2048, batch 4",
-       dict(capacity=2048, batch=4, parents=tree))):
+  study = dict(capacity=2048, gamma=8, observers=(
+      sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock()))
+  return {
+      "2048 slots, batch 8": dict(capacity=2048),
+      "8192 slots, batch 8": dict(capacity=8192),
+      f"tree of {len(tree)} nodes, 2048 slots, batch 4":
+          dict(capacity=2048, batch=4, parents=tree),
+      "verification study, batch 8": study,
+      "verification study, batch 64": study | dict(batch=64),
+      "verification study, batch 64, v5p":
+          study | dict(batch=64, topology="v5p:2x2x1"),
+      "verification study, batch 64, v6e":
+          study | dict(batch=64, topology="v6e:2x2"),
+  }
+
+
+def main(layers: tuple[int, int]) -> None:
+  print("| round | cache layers copied | temporaries (GB) | moved (GB) | least "
+        "possible (GB) | ms at the chip's bandwidth | cycles (M) | loops | "
+        "compiled in (s) |")
+  print("|---|---|---|---|---|---|---|---|---|")
+  for name, options in settings().items():
     setting = llama.Setting(layers=layers, **options)
     lowered, params, state = tpu_rounds.lowered(setting)
     start = time.time()
     compiled = lowered.compile()
     seconds = time.time() - start
-    found = tpu_rounds.figures(setting, compiled.as_text(),
-                               compiled.memory_analysis(), params, state)
-    moved, floor = ([n / 1e9 for n in found[name]]
-                    for name in ("moved", "floor"))
-    print(f"| {name} | {len(found['copied'])} | "
-          f"{found['temporaries'] / 1e9:.3f} | {moved[0]:.2f} / {moved[1]:.2f} "
-          f"| {floor[0]:.2f} / {floor[1]:.2f} | {found['cycles'] / 1e6:.0f} | "
-          f"{found['loops']} | {seconds:.0f} |", flush=True)
+    traffic = tpu_rounds.figures(setting, compiled.as_text(),
+                                 compiled.memory_analysis(), params, state)
+    pair = lambda numbers, unit: " / ".join(f"{x / unit:.2f}" for x in numbers)
+    bandwidth = tpu_rounds.BANDWIDTH[setting.topology.split(":")[0]]
+    print(f"| {name} | {len(traffic['copied'])} | "
+          f"{traffic['temporaries'] / 1e9:.3f} | {pair(traffic['moved'], 1e9)} "
+          f"| {pair(traffic['floor'], 1e9)} | "
+          f"{pair(traffic['moved'], bandwidth / 1e3)} | "
+          f"{traffic['cycles'] / 1e6:.0f} | {traffic['loops']} | {seconds:.0f} "
+          "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class Setting:
     batch: B.
     gamma: drafted tokens of a chain, verified by `Block`.
     parents: a tree in its stead, drafted top_k and verified by `Traversal`.
-    drafter: "split" over the chips as the target is, or "replicate".
+    drafter: "split" over the chips like the target, or "replicate".
+    observers: rules that a study evaluates on the same drafts.
+    topology: TPU generation and arrangement of four chips, as libtpu names it.
   """
 
   layers: tuple[int, int]
@@ -41,6 +43,8 @@ class Setting:
   gamma: int = 4
   parents: tuple[int, ...] = ()
   drafter: str = "split"
+  observers: tuple[sj.interfaces.Verifier, ...] = ()
+  topology: str = "v5e:2x2"
 
   def decoder(self) -> sj.Decoder:
     """The decoder."""
@@ -54,6 +58,7 @@ class Setting:
               model=drafter, parents=self.parents))
     return sj.Decoder(
         target=target, verifier=sj.verifiers.Block(),
+        observers=self.observers,
         drafter=sj.drafters.DraftModel(model=drafter, gamma=self.gamma))
 
 

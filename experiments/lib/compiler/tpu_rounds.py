@@ -21,6 +21,8 @@ from specjax.attention import tpu
 from specjax.caches import dense
 from specjax.decoding import placement
 
+# Published bandwidth of a chip's main memory in bytes per second.
+BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
 SHORT = 128  # slots in use, of short texts
 _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # all of them split the models
@@ -41,7 +43,8 @@ def placed(setting: llama.Setting):
       params, keys)
   if setting.drafter == "replicate":
     state = state.replace(drafter=dense.undivided(state.drafter))
-  chips = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+  chips = topologies.get_topology_desc(
+      setting.topology, platform="tpu").devices
   mesh = Mesh(np.array(chips).reshape(1, _CHIPS), ("data", "model"))
   shardings = placement.decode_shardings(decoder, params, state, mesh,
                                         drafter=setting.drafter)
