@@ -53,8 +53,8 @@ class Sublayers:
     for name, numbers in left_out.items():
       for number in numbers:
         if number not in range(layers):
-          raise ValueError(f"{name} has layer {number}; layers of the model "
-                           f"are 0 to {layers - 1}")
+          raise ValueError(f"{name} {number} is not a layer; layers are "
+                           f"0 to {layers - 1}")
     return cls(**{name: tuple(i for i in range(layers) if i not in numbers)
                   for name, numbers in left_out.items()})
 
