@@ -1,4 +1,4 @@
-"""Sums a verifier's law over every draft of a pair of models."""
+"""Sums of a verifier's law over all drafts of a pair of models."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ _ENTRIES = 1 << 26  # of the largest array of an enumeration, at most
 
 
 class Outcome(NamedTuple):
-  """What the enumeration finds for one pair of models.
+  """Result of an enumeration for one pair of models.
 
   Attributes:
-    law: `[V**H]`, the exact law of the first H tokens.
-    target: `[V**H]`, the target's.
+    law: `[V**H]` exact distribution of the first H tokens.
+    target: `[V**H]` target distribution of these tokens.
     expected_accepted: E[tau] of the first round.
-    defects: ways in which some law was not a probability law.
+    defects: reasons why a law was not a probability law.
     laws: number of laws evaluated.
   """
 
@@ -55,12 +55,12 @@ class Outcome(NamedTuple):
 
 
 def horizon_of(rule: Verifier, gamma: int, rounds: int) -> int:
-  """Tokens whose joint law `enumerate_chains` returns."""
+  """Returns the number of tokens H of `enumerate_chains`."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
 def depth_of(rule: Verifier, gamma: int, rounds: int) -> int:
-  """How deep the tables of a pair must be for `enumerate_chains`."""
+  """Returns the depth that `enumerate_chains` needs of a pair."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
 
@@ -70,31 +70,27 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
                      drafting: str = "autoregressive", nodes: int = 0,
                      ended: Callable[[drafts.Drafts], drafts.Drafts] | None
                      = None) -> Outcome:
-  """The exact law of what decoding with chain drafts emits.
+  """Returns the exact output distribution of decoding with chain drafts.
 
-  A rule without state runs for `rounds` rounds, after which the target
-  continues alone, H = rounds (gamma + 1). One with state (`init` and `commit`)
-  has no such end: it goes on for as many rounds as H = rounds + gamma + 1
-  tokens take, so that `rounds` rounds are followed by gamma + 1 more tokens
-  however few each of them emitted. Equal (tokens, state) are merged. The first
-  draft has every token as its root, each with probability 1 / V.
+  A rule without state runs for `rounds` rounds and the target continues alone;
+  H = rounds (gamma + 1). A rule with state runs until all sequences have H =
+  rounds + gamma + 1 tokens, so that `rounds` rounds are followed by at least
+  gamma + 1 tokens. Equal (tokens, state) are merged. The root of the first
+  draft is uniform over the vocabulary.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
-    pair: tables of at least `depth_of(verifier, gamma, rounds)` contexts.
+    verifier: the rule, or a `Compiled` rule.
+    pair: models of at least `depth_of(verifier, gamma, rounds)` contexts deep.
     gamma: draft length.
-    rounds: see above.
-    dtype: of the numbers handed to the law; sums are float64 always.
-    drafting: "autoregressive": the draft follows `pair.q`; "product": every
-      position follows its marginal under `pair.q` given the context in which
-      the round starts, as independent heads draft.
-    nodes: size to which drafts are padded, see `enumerate_trees`; default:
-      none is.
-    ended: function that ends chains early, from `exact.ended_by`; default:
-      none does.
+    rounds: number of rounds, as above.
+    dtype: dtype of the numbers passed to the law; sums are in float64.
+    drafting: "autoregressive" to draft from `pair.q`; "product" to draw each
+      position from its marginal under `pair.q`, as independent heads do.
+    nodes: number of nodes after padding, at least gamma + 1. 0 adds no padding.
+    ended: function that shortens chains, from `exact.ended_by`, or None.
 
   Raises:
-    ValueError: `drafting` is neither, the tables are not deep enough or a row
+    ValueError: `drafting` is unknown, the tables are not deep enough or a row
       of them is not a distribution, a number is too small, or there are too
       many drafts.
   """
@@ -114,20 +110,19 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
                     parents: Sequence[int], scheme: str | schemes.Scheme,
                     rounds: int = 1, dtype: str = "float64",
                     nodes: int | None = None) -> Outcome:
-  """The exact law of what decoding with drafts of one shape emits.
+  """Returns the exact output distribution of decoding with token trees.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
-    pair: tables of at least rounds * (height + 1) contexts deep.
-    parents: N numbers, `parents[0] == -1` and `parents[i] < i`, in any order.
-    scheme: how the tokens are drawn: a function as in `exact.schemes`, or the
-      name of one: "iid", "paths", "without_replacement", "top_k", "hybrid",
+    verifier: the rule, or a `Compiled` rule.
+    pair: models of at least rounds * (height + 1) contexts deep.
+    parents: N parents with `parents[0] == -1` and `parents[i] < i`.
+    scheme: function of `exact.schemes` that draws the tokens, or its name:
+      "iid", "paths", "without_replacement", "top_k", "hybrid",
       "several", "larger_of_two", "confident".
-    rounds: rounds of draft-and-verify, after which the target continues; see
-      `enumerate_chains`, where gamma is the tree's height.
-    dtype: of the numbers handed to the law; sums are float64 always.
-    nodes: size to which drafts are padded, so that trees of several sizes
-      share a compiled law; default: none is.
+    rounds: number of rounds, see `enumerate_chains`; gamma is the height.
+    dtype: dtype of the numbers passed to the law; sums are in float64.
+    nodes: number of nodes after padding, so that trees of several sizes share
+      a compiled law. None adds no padding.
 
   Raises:
     ValueError: `nodes` is less than the tree has, the tables are not deep
@@ -149,7 +144,7 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
 
 def chain_scheme(gamma: int, drafting: str, nodes: int, ended
                  ) -> Callable[[np.ndarray, np.ndarray], drafts.Drafts]:
-  """The scheme of `enumerate_chains`; its arguments are described there."""
+  """Returns the scheme of `enumerate_chains`."""
   ended = ended or (lambda drafts: drafts)
   return lambda q, contexts: ended(drafts.chains(
       q, contexts, gamma, drafting == "product")).padded(nodes)
@@ -159,17 +154,17 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
                      scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts],
                      nodes: int, longest: int, rounds: int, dtype: str,
                      chunk: int = CHUNK) -> Outcome:
-  """`enumerate_chains` for drafts of any shape.
+  """Returns the exact output distribution for drafts of any shape.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
-    pair: tables of at least `depth_of(verifier, longest, rounds)` contexts.
-    scheme: `(q, contexts) -> drafts.Drafts` from given contexts.
-    nodes: N of the drafts.
-    longest: the most tokens of a path.
-    rounds: see `enumerate_chains`, where `longest` is gamma.
-    dtype: of the numbers handed to the law.
-    chunk: laws evaluated in one call.
+    verifier: the rule, or a `Compiled` rule.
+    pair: models of at least `depth_of(verifier, longest, rounds)` contexts.
+    scheme: function `(q, contexts) -> drafts.Drafts`.
+    nodes: number of nodes N of the drafts.
+    longest: number of tokens of the longest path.
+    rounds: number of rounds, see `enumerate_chains`; gamma is `longest`.
+    dtype: dtype of the numbers passed to the law.
+    chunk: number of laws per call.
   """
   plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds,
               dtype, chunk)
@@ -187,7 +182,7 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
 
 
 class Plan(NamedTuple):
-  """The arguments of `enumerate_drafts`, to run an enumeration again."""
+  """Arguments of `enumerate_drafts`, to repeat an enumeration."""
 
   compiled: Compiled
   pair: Any
@@ -204,10 +199,10 @@ class Plan(NamedTuple):
 
   def run(self, watch: int | None = None
           ) -> tuple["Run", dict[int, Starts], float]:
-    """Runs it: the `Run`, where decoding stands after it, and E[tau].
+    """Returns the `Run`, the starts after its last round, and E[tau].
 
     Args:
-      watch: a context; `Run.example` becomes the draft that stops there most.
+      watch: context for `Run.example`: the draft most likely to stop there.
 
     Raises:
       ValueError: the tables are not deep enough.
@@ -222,15 +217,12 @@ class Plan(NamedTuple):
 
 
 def check_size(vocab_size: int, drafted: int, nodes: int) -> None:
-  """Checks that all drafts of a model fit into memory.
+  """Raises `ValueError` unless all V**(drafted + 1) drafts fit into memory.
 
   Args:
-    vocab_size: V.
-    drafted: tokens that are drawn for a draft.
-    nodes: N.
-
-  Raises:
-    ValueError: the V**(drafted + 1) drafts, roots included, are too many.
+    vocab_size: vocabulary size V.
+    drafted: number of drawn tokens per draft.
+    nodes: number of nodes N.
   """
   if vocab_size**(drafted + 2) * nodes > _ENTRIES:
     raise ValueError(
@@ -243,16 +235,16 @@ def check_size(vocab_size: int, drafted: int, nodes: int) -> None:
 
 def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
                     rounds: int) -> np.ndarray:
-  """`[rounds]`, the expected number of tokens emitted after 1, 2, ... rounds.
+  """Returns the expected number of tokens after 1, 2, ... rounds, `[rounds]`.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`, or a `Compiled`.
-    pair: tables of at least rounds * (gamma + 1) contexts deep.
+    verifier: the rule, or a `Compiled` rule.
+    pair: models of at least rounds * (gamma + 1) contexts deep.
     gamma: draft length.
-    rounds: rounds of draft-and-verify.
+    rounds: number of rounds.
 
   Raises:
-    ValueError: as for `enumerate_chains`.
+    ValueError: see `enumerate_chains`.
   """
   fields.check_at_least("gamma", gamma, 0)
   fields.check_at_least("rounds", rounds, 0)
@@ -275,12 +267,12 @@ def _accepted(outcomes, length):
 
 
 class Run:
-  """Rounds of one rule on one pair, and what was wrong on the way.
+  """Rounds of one rule on one pair of models, with the defects of its laws.
 
   Attributes:
-    defects: ways in which some law was not a probability law.
+    defects: reasons why a law was not a probability law.
     laws: number of laws evaluated.
-    example: a draft of the first defect; or of the watched context; or None.
+    example: draft of the first defect or of the watched context, or None.
   """
 
   def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
@@ -295,11 +287,11 @@ class Run:
 
   def rounds(self, count: int, horizon: int
              ) -> tuple[dict[int, Starts], float]:
-    """Where decoding stands after some rounds, by length, and E[tau].
+    """Returns the starts after the last round, by length, and E[tau].
 
     Args:
-      count: rounds of a rule without state.
-      horizon: tokens at which one with state ends.
+      count: number of rounds of a rule without state.
+      horizon: number of tokens at which a rule with state ends.
     """
     starts, expected = {0: self.first()}, None
     if self._compiled.rule.remembers:
@@ -316,7 +308,7 @@ class Run:
     return starts, expected or 0.0
 
   def first(self) -> Starts:
-    """The empty context, once for every root, and the rule's first state."""
+    """Returns the empty context with the initial state, once for each root."""
     roots = self._vocab
     state = self._compiled.initial_state(self._nodes - 1, self._dtype)
     return Starts(np.zeros(roots, np.int64),
@@ -325,9 +317,9 @@ class Run:
 
   def round(self, length: int, starts: Starts, horizon: int | None = None
             ) -> dict[int, Starts]:
-    """Where decoding stands after one round, by length.
+    """Returns the starts after one round, by length.
 
-    Tokens after `horizon` are cut off and the state there is dropped.
+    Tokens and states after `horizon` are dropped.
     """
     firsts = range(0, len(starts.weights), _STARTS)
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
@@ -367,7 +359,7 @@ class Run:
     return merged(outcomes, self._vocab)
 
   def _laws(self, arguments, found, weights):
-    """`stop` and `next_token` in float64, 0 where they do not count."""
+    """Returns `stop` and `next_token` in float64, 0 at unused nodes."""
     stop, next_token, survival = self._compiled.laws(
         arguments, self._chunk, self._dtype)
     self.laws += len(stop)
@@ -398,7 +390,7 @@ class Run:
     return stop, next_token
 
   def _note(self, row, arguments, stop, next_token, defect, node=None):
-    """Keeps one draft for readers, the first of a defect."""
+    """Stores a defect and an example."""
     tokens, parents, q, p, _ = (
         x if x is None else jax.tree.map(lambda leaf: leaf[row], x)
         for x in arguments)
@@ -409,10 +401,10 @@ class Run:
       self.defects.add(defect)
 
   def _survival_gap(self, found, weights, stop, survival):
-    """`[n]`, by how much a survival differs from the law's, draft by draft.
+    """Returns the error `[n]` of `survival` by draft.
 
-    P(tau >= i | x^i) of a prefix x^i is the mean over the drafts that begin
-    with it. So the two are compared in sums over these.
+    P(tau >= i | x^i) is a mean over the drafts with prefix x^i, so the sums
+    over these drafts are compared.
     """
     count, nodes = stop.shape
     real = found.probs.any(-1)

@@ -1,4 +1,4 @@
-"""Proofs of rules, and the comparison of generated text with its law."""
+"""Proofs of rules, and tests of samples against their distribution."""
 
 from collections.abc import Callable
 import functools
@@ -14,11 +14,11 @@ from specjax.interfaces import Verifier
 
 
 def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
-  """Enumerates a rule on chains and raises where it is not lossless.
+  """Raises `AssertionError` unless enumeration proves a rule lossless.
 
   Args:
-    verifier: any object with `law(draft, target_probs)`.
-    **kwargs: of `exact.certify`.
+    verifier: the rule.
+    **kwargs: arguments of `exact.certify`.
 
   Returns:
     The certificate.
@@ -40,17 +40,17 @@ def _logits(model, params, texts):
 
 def joint_law(model: Model, params: Any, prompt: ArrayLike, horizon: int,
               transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
-  """`[V**horizon]`, the law of the tokens after a prompt.
+  """Returns the distribution of the tokens after a prompt, `[V**horizon]`.
 
-  From passes without a cache, so that it shares nothing with the loop. Texts
-  are in lexicographic order.
+  The passes have no cache, so that they share no code with the decoding loop.
+  Sequences are in lexicographic order.
 
   Args:
-    model: called as `model(params, tokens [n, S])`.
-    params: its parameters.
-    prompt: token ids.
-    horizon: tokens.
-    transform: from logits to the law.
+    model: the model.
+    params: parameters of the model.
+    prompt: token ids of the prompt.
+    horizon: number of tokens.
+    transform: function from logits to the distribution.
   """
   size = model.vocab_size
   digits = np.indices((size,) * horizon).reshape(horizon, -1).T
@@ -62,15 +62,16 @@ def joint_law(model: Model, params: Any, prompt: ArrayLike, horizon: int,
 
 
 def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
-  """The p-value of the test that texts follow a `joint_law`.
+  """Returns the p-value of samples under a `joint_law`.
 
   Args:
-    tokens: `[n, horizon]` sampled texts.
-    law: `[V**horizon]`. Cells that expect fewer than 10 texts are pooled.
-    vocab_size: V.
+    tokens: `[n, horizon]` sampled sequences.
+    law: `[V**horizon]` probabilities. Cells with an expected count below 10 are
+      pooled.
+    vocab_size: vocabulary size V.
 
   Raises:
-    ValueError: so few texts can tell nothing of this law.
+    ValueError: the sample is too small for a test.
   """
   tokens = np.asarray(tokens)
   cells = tokens @ vocab_size ** np.arange(tokens.shape[1])[::-1]
