@@ -52,6 +52,13 @@ More examples:
   python experiments/tree_study.py
   python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
 
+--batch=B decodes B prompts together, on the devices of --mesh if there are
+several, with the same tokens and acceptance in float32. Such a study measures
+no time: it leaves out tokens per second, the speed-up, plain decoding and the
+dynamic program's choice.
+
+  python experiments/tree_study.py --batch=16
+
 Results of each prompt are appended to runs.jsonl in --output_dir. A killed
 study resumes from there if started again. The last line of stdout names
 trees.json. The plots are trees_tokens.png and trees_speed.png.
@@ -75,6 +82,7 @@ from lib.configurations import decoders
 from lib.prompts import reading as prompts_lib
 from lib.reports import tree_bounds
 from lib.reports import tree_report as report
+from lib.rollouts import batches
 from lib.rollouts import resumable
 from lib.rollouts import timing
 import numpy as np
@@ -103,6 +111,7 @@ _DRAFTER = shared.drafter()
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
+_BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
 _CHILDREN = 8  # children of the root when acceptance rates are measured
@@ -154,17 +163,27 @@ class _Setting:
 
   def __init__(self, target: Pretrained, drafter: Pretrained,
                calibration: list[list[int]], budgets: list[int], longest: int,
-               eos: tuple[int, ...] | None):
+               eos: tuple[int, ...] | None, batch: decoders.Batch | None):
     self.target, self.drafter, self._eos = target, drafter, eos
-    self.params = {"target": target.params, "drafter": drafter.params}
+    self.batch = batch
     self._calibration = calibration
     self._limit = longest + _NEW_TOKENS.value
     self.capacity = self._limit + max(budgets)
+    self.params = batches.placed(
+        batch, self.decoder(1.0, "chain_token", (-1, 0)),
+        {"target": target.params, "drafter": drafter.params})
+    self.pass_seconds = self.level_seconds = None
+    if batch is None:
+      self._measure(budgets)
+
+  def _measure(self, budgets: list[int]):
+    """Measures the seconds of a pass of either model."""
+    progress.say(f"timing passes over {', '.join(map(str, budgets))} nodes")
     used = self._limit - _NEW_TOKENS.value // 2
     seconds = lambda member, nodes: timing.median(timing.passes(
         member.model, member.params, self.capacity, used, nodes))
-    self.pass_seconds = {n: seconds(target, n) for n in (1, *budgets)}
-    self.level_seconds = seconds(drafter, 4)
+    self.pass_seconds = {n: seconds(self.target, n) for n in (1, *budgets)}
+    self.level_seconds = seconds(self.drafter, 4)
 
   def decoder(self, temperature: float, name: str | None,
               parents: tuple[int, ...], observers: Sequence[str] = ()):
@@ -238,30 +257,55 @@ class _Setting:
 def _plan(setting: _Setting, temperature: float, budgets: list[int]):
   """Returns the trees of a temperature, `{configuration: (parents, method)}`.
   """
-  plan = {_BASELINE: ((-1,), None)}
-  fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
+  timed = setting.batch is None
+  plan = {_BASELINE: ((-1,), None)} if timed else {}
+  fastest = speed = None
+  if timed:
+    fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
   for group in _groups():
     depth = None if group[0] in _CHAINS else _DEPTH
     trees = None
     for name in group:
+      if trees is not None and not timed:
+        continue  # only the choice of the fastest needs further measurements
       progress.say(f"measuring {name} at temperature {temperature:g}")
       acceptance = setting.acceptance(temperature, name)
       if trees is None:  # methods of one group share their trees
         trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
                  for n in budgets}
-        overhead = setting.round_seconds(
-            temperature, name, trees[min(budgets)])
-      plan |= {f"{name} {n}": (parents, name) for n, parents in trees.items()}
-      parents = sj.trees.best_tree(
-          acceptance, setting.pass_seconds, setting.level_seconds,
-          round_seconds=overhead, depth=depth)
-      if len(parents) > 1:
-        seconds = (setting.pass_seconds[len(parents)] + overhead
-                   + max(sj.trees.depths(parents)) * setting.level_seconds)
-        promise = sj.trees.expected_tokens(parents, acceptance) / seconds
-        if promise > speed:
-          fastest, speed = (parents, name), promise
-  return plan | {_FASTEST: fastest}
+      if timed:
+        fastest, speed = max(
+            (fastest, speed), _fastest(setting, temperature, name, acceptance,
+                                       trees[min(budgets)], depth),
+            key=lambda choice: choice[1])
+    plan |= {f"{name} {n}": (parents, name)
+             for name in group for n, parents in trees.items()}
+  return plan | {_FASTEST: fastest} if timed else plan
+
+
+def _fastest(setting: _Setting, temperature: float, name: str,
+             acceptance: np.ndarray, smallest: tuple[int, ...],
+             depth: int | None):
+  """Returns ((parents, method), predicted tokens per second) of a method.
+
+  Args:
+    setting: measured costs.
+    temperature: sampling temperature of both models.
+    name: method name.
+    acceptance: acceptance rates of the method.
+    smallest: parents of the tree with which the overhead is measured.
+    depth: maximum depth of the tree, or None.
+  """
+  overhead = setting.round_seconds(temperature, name, smallest)
+  parents = sj.trees.best_tree(
+      acceptance, setting.pass_seconds, setting.level_seconds,
+      round_seconds=overhead, depth=depth)
+  if len(parents) == 1:
+    return (parents, name), 0.0
+  seconds = (setting.pass_seconds[len(parents)] + overhead
+             + max(sj.trees.depths(parents)) * setting.level_seconds)
+  return (parents, name), sj.trees.expected_tokens(parents,
+                                                   acceptance) / seconds
 
 
 def _plans(setting: _Setting, temperatures: list[float], budgets: list[int],
@@ -288,7 +332,8 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
       variants[variant] = decoders.DecoderRows(
           setting.decoder(temperature, name, tuple(parents),
                           observers.get(name, ())),
-          setting.params, _NEW_TOKENS.value, setting.capacity)
+          setting.params, _NEW_TOKENS.value, setting.capacity,
+          batch=setting.batch)
   return variants
 
 
@@ -328,7 +373,8 @@ def _rows(runs: dict[tuple, dict[str, dict[str, Any]]], num_prompts: int,
     cells = [(name, f"{name} {n}", f"{group[0]} {n}", law, best(group))
              for group in _groups() for n in budgets
              for law, name in enumerate(group)]
-    cells += [(name, name, name, 0, None) for name in (_BASELINE, _FASTEST)]
+    cells += [(name, name, name, 0, None) for name in (_BASELINE, _FASTEST)
+              if name in plan]
     for name, variant, paired, law, best_law in cells:
       mine = [variants for unit, variants in runs.items()
               if unit[1] == temperature and variant in variants]
@@ -349,6 +395,7 @@ def main():
     raise ValueError("--nodes contains 1; a draft needs a node below the "
                      "root: give budgets of at least 2")
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  batch = batches.settings(_BATCH)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   methods = sorted(name for group in _groups() for name in group)
@@ -361,24 +408,30 @@ def main():
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
       target.model.context_length, drafter.model.context_length))
-  progress.say(f"timing passes over {', '.join(map(str, budgets))} nodes")
-  setting = _Setting(target, drafter, read.extra, budgets, read.longest, eos)
+  setting = _Setting(
+      target, drafter, read.extra, budgets, read.longest, eos, batch)
   for temperature in temperatures:  # rejects invalid values early
     setting.decoder(temperature, "chain_token", (-1, 0))
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = resumable.fingerprint(
       setting.params, target.model, drafter.model, budgets, methods,
-      _NEW_TOKENS.value, _SEED.value, eos, read.extra, read.longest)
+      _NEW_TOKENS.value, _SEED.value, eos, read.extra, read.longest,
+      *(["no times"] if batch else ()))
   units = [(fingerprint, t, n, i, resumable.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
+  made = [_variants(setting, plans, *group)
+          for group in dict.fromkeys(unit[1:3] for unit in units)]
+  batches.announce(
+      len(prompts), len(prompts) * sum(map(len, made)),
+      (one for group in made for one in group.values()), _NEW_TOKENS.value)
   runs = resumable.run(
       units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _variants(setting, plans, *group),
       output_dir / "runs.jsonl",
-      group_of=lambda unit: unit[1:3])
+      group_of=lambda unit: unit[1:3], window=batches.window(batch))
   bounds = _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
       f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")
@@ -386,7 +439,7 @@ def main():
                read.clusters)
   report.print_table(rows)
   report.write(output_dir, rows)
-  print(f"wrote trees.csv and two figures to {output_dir}")
+  print(f"wrote trees.csv and figures to {output_dir}")
   common.finish(output_dir, "trees", {
       "rows": rows, "source": read.source, "pass_seconds": setting.pass_seconds,
       "level_seconds": setting.level_seconds})

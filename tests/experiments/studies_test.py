@@ -1,5 +1,7 @@
 """Scripts about trees, theorems and costs, from their flags to their files."""
 
+import csv
+
 import pytest
 from scripts import last_line
 from scripts import run
@@ -35,6 +37,28 @@ def test_tree_study(tmp_path):
   for name in ("tokens", "speed"):
     figure = tmp_path / f"results/trees/trees_{name}.png"
     assert figure.stat().st_size > 10_000
+
+
+def test_trees_in_batches(tmp_path):
+  # Broken: a row of a batch draws by its slot, or the mesh is ignored.
+  flags = lambda *more: [
+      "--nodes=3", "--temperature=1", "--num_prompts=3", "--prompts=code",
+      "--methods=chain_block", "--max_new_tokens=8", "--drafter=tiny",
+      "--timing=none", *more]
+  rows_of = lambda name: list(csv.DictReader((tmp_path / name).open()))
+  alone, together, no_devices, odd = run_all(
+      "tree_study.py", flags("--batch=1", "--output_dir=alone"),
+      flags("--batch=2", "--output_dir=together"),
+      flags("--batch=128", "--mesh=data:64"),
+      flags("--batch=3", "--mesh=data:2"), cwd=tmp_path)
+  assert alone["code"] == together["code"] == 0
+  [row], [other] = rows_of("alone/trees.csv"), rows_of("together/trees.csv")
+  assert "speedup" not in row and row.keys() == other.keys()
+  assert row["rounds"] == other["rounds"] and row["parents"] == other["parents"]
+  assert float(row["tokens_per_pass"]) == pytest.approx(
+      float(other["tokens_per_pass"]), abs=1e-5)
+  assert "--mesh=data:64" in no_devices["code"]
+  assert "--mesh=data:2" in odd["code"] and "3" in odd["code"]
 
 
 def test_self_drafting_study(tmp_path):

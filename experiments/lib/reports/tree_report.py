@@ -32,12 +32,12 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
     law: index of the method's rule among the rules of the shared rollouts.
     best: index of the rule that is the best possible there, or None.
     clusters: labels of the prompts, see `analysis.estimate`.
+
+  Returns:
+    Columns of a row. Those of speed exist only if the runs have "seconds".
   """
   once = runs[:num_prompts]
   others, mine = ([run[name] for run in once] for name in (shared, own))
-  pace, baseline = (np.array([
-      run[name]["seconds"] / run[name]["tokens"] for run in runs])
-                    for name in (own, BASELINE))
   tokens, alone = (analysis.estimate(
       lambda total, count: 1 + total / count,
       [r["expected"][i] for r in rollouts], [r["rounds"] for r in rollouts],
@@ -45,8 +45,18 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
           **text_rounds.columns([r["rounds"] for r in mine], clusters),
-          **_over_best(others, law, best, clusters),
-          "tokens_per_second": 1 / statistics.median(pace),
+          **_over_best(others, law, best, clusters), **_speed(runs, own)}
+
+
+def _speed(runs: list[dict[str, dict[str, Any]]], own: str
+           ) -> dict[str, float]:
+  """Returns the columns of speed, if the runs were timed."""
+  if "seconds" not in runs[0][own]:
+    return {}
+  pace, baseline = (np.array([
+      run[name]["seconds"] / run[name]["tokens"] for run in runs])
+                    for name in (own, BASELINE))
+  return {"tokens_per_second": 1 / statistics.median(pace),
           "speedup": statistics.median(baseline / pace)}
 
 
@@ -65,19 +75,23 @@ def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
 def print_table(rows: list[dict[str, Any]]):
   """Every method at every number of nodes, on stdout."""
   width = max(len(style.label(r["method"])) for r in rows)
+  timed = "speedup" in rows[0]
   shown = lambda row, name: f"{Estimate.of_columns(row, name):.3f}"
   print(f"{'':{width + 10}s} {'tokens of a pass of the target':>54s}")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'same drafts':>26s} "
-        f"{'own rollouts':>26s} {'tokens/s':>9s} {'speed-up':>8s}")
+        f"{'own rollouts':>26s}"
+        + (f" {'tokens/s':>9s} {'speed-up':>8s}" if timed else ""))
   for r in rows:
     print(f"{r['temperature']:4g} {style.label(r['method']):{width}s} "
           f"{r['nodes']:5d} "
           f"{shown(r, 'tokens_per_pass'):>26s} "
-          f"{shown(r, 'own_tokens_per_pass'):>26s} "
-          f"{r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x")
+          f"{shown(r, 'own_tokens_per_pass'):>26s}"
+          + (f" {r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x" if timed
+             else ""))
   _print_rounds(rows, width)
   print("intervals are of 95 % over prompts")
-  for temperature in dict.fromkeys(r["temperature"] for r in rows):
+  for temperature in dict.fromkeys(
+      r["temperature"] for r in rows if timed):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)
     best = max(mine, key=lambda r: r["speedup"])
@@ -117,8 +131,9 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
         "tokens of a pass", "Tokens of a pass of the target, the same drafts "
         "for rules of the same trees; 95 % intervals over prompts")
-  _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
-        "Speed over that of autoregressive decoding")
+  if "speedup" in rows[0]:
+    _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
+          "Speed over that of autoregressive decoding")
 
 
 def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
