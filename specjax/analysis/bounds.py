@@ -1,25 +1,25 @@
 """Upper bounds on every valid rule, from drafts that were drawn.
 
-Let T be a draft tree and m(c, y) any function of texts whose mean over y under
-p(. | c) is 0 for every c. A valid rule stops at a node v of T and emits one
-token y, after which the unmodified target continues, so its text has the
-target's distribution. The sum of m along the text to any fixed length therefore
-has mean 0. So has the part after vy, which the target draws. The sum along vy
-is the difference, so it has mean 0, and in one round
+Let T be a draft tree. Let m(c, y) be any function of a context c and a token y
+whose mean over y under p(. | c) is 0 for every c. A valid rule stops at a node
+v of T and emits one token y. The unmodified target continues, so the sequence
+has the target's distribution. The sum of m along the sequence to any fixed
+length therefore has mean 0. The part after vy is drawn by the target and also
+has mean 0. So the sum along vy, their difference, has mean 0. In one round
 
   E[tau] = E[depth(v) + sum of m along vy]
         <= E_T[max over v, y of (depth(v) + sum of m along vy)],
 
 where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
 This is `dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends on p and
- q along the text alone. So every drawn tree gives an unbiased sample of the
-bound, whatever the vocabulary is and whatever the rule knows of both models.
+ q along the sequence alone. So every drawn tree gives an unbiased sample of the
+bound, for vocabularies of any size. The rule may use both models in any way.
 
 m(c, y) = E_p[w(c, .)] - w(c, y), where w is a table: its row is the depth of c
 and its column the survival of block verification after y, s(c) p(y|c) / q(y|c)
 with s(cy) = min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound`
-looks for a low one. The mean over the drafts that it was fitted on is too low
-and not a bound, so evaluate the table on other drafts.
+searches for a low one. Evaluate the table on other drafts: the mean over the
+drafts of the fit is too low and not a bound.
 """
 
 from flax import struct
@@ -51,7 +51,7 @@ class BoundTerms:
 
   Attributes:
     parents: `[N]` int32, as in `Draft`.
-    valid: `[N]` bool, nodes that are not padding and whose text has p > 0.
+    valid: `[N]` bool, True for nodes with p > 0 that are not padding.
     mass: `[N, K]`, p of the tokens after every node, summed by the columns of
       the table.
     possible: `[N, K]` bool, whether a column has a token with p > 0.
@@ -72,9 +72,9 @@ def bound_terms(draft: Draft, target_probs: jax.Array, draft_probs: jax.Array
   Args:
     draft: draft tree of one sequence with N nodes, drawn in any way.
     target_probs: `[N, V]`, p of the token after every node.
-    draft_probs: `[N, V]`, q of the token after every node, given its text
-      alone. The first child of a node that `strategies.specinfer` or `sequoia`
-      drew has it as its row of `draft.probs`. Nodes at the depth of the tree do
+    draft_probs: `[N, V]`, q of the token after every node, given its context
+      alone. For trees of `strategies.specinfer` or `sequoia` it is the row of
+      `draft.probs` of the node's first child. Nodes at the depth of the tree do
       not need it if the table has one row for each smaller depth.
   """
   p, q = jnp.asarray(target_probs), jnp.asarray(draft_probs)
@@ -115,8 +115,8 @@ def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
 
   Args:
     terms: summaries of R drafts, `[R, ...]`.
-    table: `[D, K]`, w of the texts c with depths 0, ..., D - 1. For deeper c,
-      w is 0. K is 18.
+    table: `[D, K]`, w of the contexts c with depths 0, ..., D - 1. For deeper
+      c, w is 0. K is 18.
 
   Returns:
     `[R]`, the largest depth(v) + sum of m along vy of every draft. With a table

@@ -4,8 +4,8 @@ A drafted token costs `token_cost` target calls. With block verification the
 next token x of a draft saves survival(x) D(c x) on average, where D is the
 value of a token as in `analysis.rounds`, in total cost instead of rounds. So
 drafting should continue while the expected saving by this token and by later
-ones exceeds the cost. The rules of the literature stop by the expected number
-of accepted tokens.
+ones exceeds the cost. Published rules stop by the expected number of accepted
+tokens instead.
 """
 
 import dataclasses

@@ -1,17 +1,17 @@
 """Dual certificates: exact bounds on all valid rules for one instance.
 
 An instance is a pair of models, the shape of a tree, and the scheme by which
-its tokens are drawn. Let phi be any function of a text z that is one token
-longer than the deepest path, and let Phi(c) = E_p[phi(z) | z begins with c]. A
-valid rule stops at a node v of the drafted tree T and emits a token y, after
-which the target continues. So its text has the target's distribution, and
+its tokens are drawn. Let z be a sequence one token longer than the deepest
+path, phi(z) any function, and Phi(c) = E_p[phi(z) | z begins with c]. A valid
+rule stops at a node v of the drafted tree T and emits a token y. The target
+continues, so the sequence has the target's distribution, and
 
   E[depth(v)] = E[depth(v) + Phi(vy)] - Phi() <= E_T[max_{v, y} (depth(v) +
   Phi(vy))] - Phi().
 
 The maximum goes over the nodes v of T and the tokens y with p(vy) > 0. The
-right-hand side is a bound whatever phi is. It is evaluated in fractions by
-code that shares nothing with the solver that finds a good phi.
+right-hand side is a bound for every phi. It is evaluated in fractions, by code
+that is independent of the solver that finds a good phi.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,17 @@ from specjax.exact.pairs import Pair
 
 Fraction = fractions.Fraction
 
-_ROUNDED = 1 << 30  # multiples of 1 / _ROUNDED are kept of a solver's numbers
+# The solver's numbers are rounded to multiples of 1 / _ROUNDED.
+_ROUNDED = 1 << 30
 
 
 def tree_potential(pair: Pair, parents: Sequence[int],
                    scheme: str | schemes.Scheme) -> list[Fraction]:
   """Returns the best phi for an instance, rounded to rational numbers.
 
-  The solution of the dual of the linear program of `tree_optimum`. With it
-  `dual_bound` exceeds the optimum by about 1e-9. It can exceed it by more if
-  the models have probabilities below 1e-9, which the solver cannot resolve.
+  It solves the dual of the linear program of `tree_optimum`. With it
+  `dual_bound` exceeds the optimum by about 1e-9. The excess can be larger for
+  models with probabilities below 1e-9, because the solver cannot resolve them.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
@@ -44,7 +45,7 @@ def tree_potential(pair: Pair, parents: Sequence[int],
     scheme: function that draws the tokens, or its name in `exact.schemes`.
 
   Returns:
-    `V**(height + 1)` rational numbers, one for every text.
+    `V**(height + 1)` rational numbers, one for every sequence z.
   """
   potentials = [[-Fraction(round(float(price) * _ROUNDED), _ROUNDED)
                  for price in prices]
@@ -56,11 +57,11 @@ def tree_potential(pair: Pair, parents: Sequence[int],
 def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
   """Returns the best phi for a chain, in closed form.
 
-  With R_i = prod_{k<=i} p/q, block verification passes position l of a text
-  with probability 1 / max_{i<=l} R_i. Let j(l) <= l be the position of that
-  maximum, which is 0 where no R_i exceeds R_0 = 1. Then phi(z) = sum_j E[number
-  of l <= gamma with j(l) = j | z^j], and `dual_bound` is the expected number of
-  tokens that block verification accepts, without a gap.
+  With R_i = prod_{k<=i} p/q, block verification passes position l of a sequence
+  with probability 1 / max_{i<=l} R_i. Let j(l) <= l be the position of the
+  maximum; it is 0 if no R_i exceeds R_0 = 1. Then phi(z) = sum_j E[number of
+  l <= gamma with j(l) = j | z^j]. With it `dual_bound` equals the expected
+  number of tokens that block verification accepts.
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
@@ -98,21 +99,21 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
                potential: Sequence[Fraction]) -> Fraction:
   """Returns an exact upper bound on the accepted tokens of every valid rule.
 
-  Every row of p, and every row of q as the scheme reports it, is taken as the
-  rational numbers that its floating-point numbers are, divided by their sum.
+  Rows of p, and the rows of q that the scheme reports, are converted exactly to
+  rational numbers and divided by their sum.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
     parents: N numbers, see `enumerate_trees`.
-    scheme: one that draws from the probabilities that it reports.
-    potential: `V**(height + 1)` rational numbers phi(z), of any origin.
+    scheme: drawing scheme; it must draw from the probabilities it reports.
+    potential: `V**(height + 1)` rational numbers phi(z); any values are valid.
 
   Returns:
-    A bound on E[tau] of one round, for this pair, shape and scheme.
+    Bound on E[tau] of one round, for this pair, shape and scheme.
 
   Raises:
-    ValueError: `potential` has the wrong size, or the scheme draws from other
-      probabilities than it reports.
+    ValueError: `potential` has the wrong size, or the scheme does not draw from
+      the probabilities it reports.
 
   Example: of two tokens drawn from q, any valid rule accepts at most 11/9 in
   the paper's Bernoulli example.
@@ -137,7 +138,7 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
   for n in range(length):
     possible.append([before and bool(x)
                      for before, row in zip(possible[n], p[n]) for x in row])
-  # The best y after every context; None where the target never gets there.
+  # The best y after every context; None for contexts with p = 0.
   best = [[max((means[n + 1][c * vocab + y] for y in range(vocab)
                 if possible[n + 1][c * vocab + y]), default=None)
            for c in range(vocab**n)] for n in range(length)]

@@ -12,19 +12,19 @@ from specjax.analysis.intervals import estimate
 
 def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
                    clusters: Sequence[Hashable] | None = None) -> Estimate:
-  """sum(totals) / sum(counts), with its 95 % interval over clusters.
+  """Returns sum(totals) / sum(counts), with its 95 % interval over clusters.
 
-  Rounds of one prompt resemble each other, so a prompt, not a round, is one
-  observation (Cochran 1977, Sampling Techniques, chapter 6). The interval is
-  that of `estimate`.
+  Rounds of one prompt are correlated, so the observations are prompts and not
+  rounds (Cochran 1977, Sampling Techniques, chapter 6). The interval is
+  computed by `estimate`.
 
   Args:
     totals: `[n]` sums over the rounds of each prompt.
     counts: `[n]` rounds of each prompt.
-    clusters: `[n]` labels of prompts that resemble each other.
+    clusters: `[n]` labels; similar prompts have equal labels.
 
   Raises:
-    ValueError: the lengths differ, or there is no round at all.
+    ValueError: the lengths differ, or all counts are 0.
   """
   _check_rounds(counts)
   return estimate(lambda total, count: total / count, totals, counts,
@@ -34,22 +34,22 @@ def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
 def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
                   base_counts: ArrayLike,
                   clusters: Sequence[Hashable] | None = None) -> Estimate:
-  """(1 + ratio) / (1 + base ratio) - 1, with its 95 % interval over clusters.
+  """Returns (1 + ratio) / (1 + base ratio) - 1, with its 95 % interval.
 
-  With accepted tokens as totals and rounds as counts: the gain in block
-  efficiency of one rule over another on the same prompts. Scatter that both
-  rules share on a prompt cancels. The interval is that of `estimate`.
+  If totals are accepted tokens and counts are rounds, this is the relative gain
+  in block efficiency of one rule over another on the same prompts. Scatter
+  common to both rules cancels. The interval over clusters is computed by
+  `estimate`.
 
   Args:
     totals: `[n]` sums over the rounds of each prompt.
     counts: `[n]` rounds of each prompt.
-    base_totals: `[n]` sums of the rule that is compared to, on the same
-      prompts.
-    base_counts: `[n]` rounds of that rule.
-    clusters: `[n]` labels of prompts that resemble each other.
+    base_totals: `[n]` sums of the baseline rule on the same prompts.
+    base_counts: `[n]` rounds of the baseline rule.
+    clusters: `[n]` labels; similar prompts have equal labels.
 
   Raises:
-    ValueError: the lengths differ, or there is no round at all.
+    ValueError: the lengths differ, or all counts of a rule are 0.
   """
   _check_rounds(counts)
   _check_rounds(base_counts)

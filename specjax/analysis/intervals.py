@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-FEWEST = 5  # clusters that an interval needs
+FEWEST = 5  # least number of clusters for an interval
 _LEVEL = 0.95
-_LOST = 2.3  # degrees of freedom, by the estimates of scatter and skewness
-_LONGEST = 2.5  # times Student's half width, of either side of an interval
+_LOST = 2.3  # degrees of freedom used by the estimates of scatter and skewness
+_LONGEST = 2.5  # longest side of an interval, in half widths of Student's
 
 
 class Estimate(NamedTuple):
@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
     value: the estimate.
     low: lower end of the interval; NaN with fewer than `FEWEST` clusters.
     high: upper end. The interval is wider on the side of a long tail.
-    clusters: independent observations.
+    clusters: number of independent observations.
   """
 
   value: float
@@ -42,13 +42,13 @@ class Estimate(NamedTuple):
     return f"{self.value:{spec}} {bounds} n={self.clusters}"
 
   def columns(self, name: str) -> dict[str, float | None]:
-    """Returns `{name, name_low, name_high}` of a table; no interval is None."""
+    """Returns columns `{name, name_low, name_high}`; None for no interval."""
     low, high = (None if np.isnan(x) else x for x in (self.low, self.high))
     return {name: self.value, f"{name}_low": low, f"{name}_high": high}
 
   @classmethod
   def of_columns(cls, row: Mapping[str, Any], name: str) -> "Estimate":
-    """Returns the estimate that `columns` wrote; "clusters" is a column too."""
+    """Returns the estimate in a row with the `columns` and "clusters"."""
     bounds = (row[f"{name}_{end}"] for end in ("low", "high"))
     return cls(row[name], *(float("nan") if x is None else x for x in bounds),
                row["clusters"])
@@ -60,26 +60,24 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
 
   The interval is Hall's (1992, "On the removal of skewness by transformation",
   equation 2.3): the t statistic is transformed by a cubic that removes its
-  skewness. Scatter and skewness are those of the jackknife's influence values,
-  so clusters of unequal size and quotients of sums need no formula of their
-  own. Few values show too little skewness, so it is multiplied by
-  (n / (n - 2))^1.5, and because scatter and skewness are both estimated,
-  Student's quantile has n - 2.3 degrees of freedom. One outlier among few
-  values makes the cubic flat, so no side is longer than 2.5 times that of
-  Student's interval. The constants were chosen by simulation.
+  skewness. Scatter and skewness are computed from the jackknife's influence
+  values, so clusters may differ in size and the figure may be a quotient. The
+  skewness of a small sample is biased towards 0, so it is multiplied by
+  (n / (n - 2))^1.5. Student's quantile has n - 2.3 degrees of freedom, because
+  scatter and skewness are both estimated. One outlier in a small sample makes
+  the cubic flat, so each side has at most 2.5 times the half width of Student's
+  interval. The constants were chosen by simulation.
 
-  With n = 5, 8, 12 and 48 clusters it covers the true value in 94.2 to 95.8 %
-  of the cases, for normal and for exponential scatter. Student's t covers 88 %
-  with five exponential values.
+  With n = 5, 8, 12 and 48 clusters, coverage is 94.2 to 95.8 % for normal and
+  for exponential scatter. Student's t covers 88 % with five exponential values.
 
   Args:
     figure: function from the sums of the observations, one array each, to an
       array of the same shape, such as `lambda totals, counts: totals / counts`.
     *observations: `[prompts]` arrays.
-    clusters: `[prompts]` labels. Prompts of one label resemble each other, such
-      as two excerpts of one document, and count as one observation. Default:
-      every prompt is its own cluster. Clusters whose observations are all 0
-      are not counted.
+    clusters: `[prompts]` labels. Prompts with equal labels, such as two
+      excerpts of one document, count as one observation. Default: every prompt
+      is its own cluster. Clusters whose observations are all 0 are not counted.
 
   Raises:
     ValueError: the lengths differ, or all observations are 0.
@@ -108,16 +106,16 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
 
 
 def clusters_needed(pilot: Estimate, half_width: float) -> int:
-  """Returns how many clusters give an interval of about this half width.
+  """Returns the number of clusters for an interval of about this half width.
 
-  To stop when an interval is narrow enough would favour samples that happen to
-  scatter little, and the intervals would cover too seldom. So a pilot chooses
-  the number, and observations that are independent of it are the estimate:
-  their interval covers as one of a fixed number does.
+  Sampling until the interval is narrow enough would favour samples that happen
+  to scatter little, and coverage would be too low. So choose the number by a
+  pilot, and estimate from observations that are independent of the pilot. Their
+  interval has the coverage of a sample of fixed size.
 
   Args:
-    pilot: an estimate of the same figure from other clusters, with an interval.
-    half_width: half the length of the interval that is wanted.
+    pilot: estimate of the same figure from other clusters, with an interval.
+    half_width: wanted half length of the interval.
 
   Raises:
     ValueError: `half_width` is not above 0, or the pilot has no interval.
@@ -136,7 +134,7 @@ def clusters_needed(pilot: Estimate, half_width: float) -> int:
 
 
 def _unit_width(number: int) -> float:
-  """Half the length of an interval of unit scatter, without skewness."""
+  """Returns half the length of an interval of unit scatter, unskewed."""
   return _quantile(number) / number**0.5
 
 
@@ -146,7 +144,7 @@ def _quantile(number: int) -> float:
 
 def _sums(columns: np.ndarray, clusters: Sequence[Hashable] | None
           ) -> np.ndarray:
-  """Sums by cluster, `[clusters, k]`, of `[prompts, k]`."""
+  """Returns the sums by cluster, `[clusters, k]`, of `[prompts, k]`."""
   if clusters is not None:
     places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
     sums = np.zeros((len(places), columns.shape[1]))
@@ -156,7 +154,7 @@ def _sums(columns: np.ndarray, clusters: Sequence[Hashable] | None
 
 
 def _interval(value: float, influence: np.ndarray) -> tuple[float, float]:
-  """Ends of the interval from the influence values `[n]` of the clusters."""
+  """Returns the interval's ends from the clusters' influence values `[n]`."""
   number = len(influence)
   deviation = influence - influence.mean()
   square = (deviation**2).mean()

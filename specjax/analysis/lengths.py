@@ -1,13 +1,13 @@
-"""How many tokens a round gives, and whether that pays: formulas.
+"""Formulas for block efficiency and speed-up.
 
-Leviathan et al. 2022 (arXiv:2211.17192) for token verification of chains whose
-gamma drafted tokens are accepted independently with one probability a, the
-acceptance rate; and what replaces their formulas where a varies or where costs
-were measured. In this file
+The formulas of Leviathan et al. 2022 (arXiv:2211.17192) are for token
+verification of chains. They assume that each of gamma drafted tokens is
+accepted independently with probability a, the acceptance rate. Other functions
+of this module apply if a varies or if costs were measured. Terms:
 
-  tokens    what a round emits: the accepted tokens and one extra token
-  cost      a drafter's step over a target's pass, c
-  speed-up  over decoding with the target alone: above 1 is faster
+  tokens    tokens that a round emits: accepted tokens and one bonus token
+  cost      c, time of a drafter's step divided by time of a target's pass
+  speed-up  relative to decoding with the target alone: above 1 is faster
 
 Arguments without a stated shape are numbers or arrays that broadcast.
 """
@@ -19,22 +19,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Numbers = np.ndarray | np.float64
-_RISE = 0.01  # of a measured survival: P(tau >= i | x^i) is not ordered in i
+# Survival P(tau >= i) falls with i. Its estimate, the mean of P(tau >= i | x^i)
+# over rounds, may rise by up to this much.
+_RISE = 0.01
 
 
 def expected_tokens(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
-  """Tokens of a round: 1 + a + ... + a^gamma.
+  """Returns the expected tokens of a round, 1 + a + ... + a^gamma.
 
   Leviathan et al., equation 1: (1 - a^(gamma+1)) / (1 - a), and gamma + 1 at
-  a = 1. It is 3.3616 at a = 0.8, gamma = 4. As a sum over where the round
-  stops it is sum_{t=1..gamma} (1 - a) a^(t-1) t + a^gamma (gamma + 1). A widely
-  copied derivation gives the last term the factor 1 - a too, as if a draft
-  that is accepted whole had to be rejected as well; at a = 0.8, gamma = 10 that
-  is 3.6256 where 4.5705 is right.
+  a = 1. It is 3.3616 at a = 0.8, gamma = 4. As a sum over the stopping position
+  it is sum_{t=1..gamma} (1 - a) a^(t-1) t + a^gamma (gamma + 1). A widely
+  copied derivation has a wrong factor 1 - a in the last term. At a = 0.8,
+  gamma = 10 it gives 3.6256 instead of 4.5705.
 
   Args:
-    acceptance: a, in [0, 1].
-    gamma: drafted tokens of a round, whole, at least 0.
+    acceptance: acceptance rate a, in [0, 1].
+    gamma: drafted tokens of a round, an integer, at least 0.
 
   Raises:
     ValueError: an argument is out of range.
@@ -44,16 +45,16 @@ def expected_tokens(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
 
 
 def expected_accepted(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
-  """Drafted tokens that a round accepts: a + ... + a^gamma.
+  """Returns the expected accepted tokens of a round, a + ... + a^gamma.
 
-  One less than `expected_tokens`. At a = 0.7, gamma = 8 it is 2.1988; a widely
-  copied worked example has 1.96, which is the tokens of a = 0.6, gamma = 2. Nor
-  does an acceptance rate of 80 % mean that 4 of 5 tokens are accepted: what
-  follows a rejection is lost, and 2.689 of 5 remain. 4 of 5 need a = 0.9265.
+  It is `expected_tokens` minus 1. At a = 0.7, gamma = 8 it is 2.1988; a widely
+  copied worked example has 1.96, the `expected_tokens` of a = 0.6, gamma = 2.
+  With an acceptance rate of 80 %, 2.689 of 5 tokens are accepted and not 4,
+  because tokens after a rejection are lost. 4 of 5 need a = 0.9265.
 
   Args:
-    acceptance: a, in [0, 1].
-    gamma: drafted tokens of a round, whole, at least 0.
+    acceptance: acceptance rate a, in [0, 1].
+    gamma: drafted tokens of a round, an integer, at least 0.
 
   Raises:
     ValueError: an argument is out of range.
@@ -64,18 +65,18 @@ def expected_accepted(acceptance: ArrayLike, gamma: ArrayLike) -> Numbers:
 
 def speedup(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
             ) -> Numbers:
-  """Expected improvement in walltime where a pass costs the same at any length.
+  """Returns the expected speed-up if a pass of any length costs the same.
 
   Leviathan et al., Theorem 3.8: `expected_tokens` / (gamma c + 1). Some gamma
-  improves on 1 iff a > c, and gamma = 1 then gives (1 + a) / (1 + c) (Corollary
-  3.9). The extra token counts: a widely copied formula divides the accepted
-  tokens alone. At a = 0.8, gamma = 5, c = 0.1 it is 2.46; taking a rate of 80 %
-  for 4 accepted tokens of 5 would give 5 / 1.5 = 3.33.
+  has a speed-up above 1 iff a > c, and gamma = 1 then gives (1 + a) / (1 + c)
+  (Corollary 3.9). A widely copied formula omits the bonus token. At a = 0.8,
+  gamma = 5, c = 0.1 the speed-up is 2.46. It is not 5 / 1.5 = 3.33, because
+  fewer than 4 of 5 tokens are accepted.
 
   Args:
-    acceptance: a, in [0, 1].
-    gamma: drafted tokens of a round, whole, at least 0.
-    cost: c, seconds of a drafter's step over those of a target's pass.
+    acceptance: acceptance rate a, in [0, 1].
+    gamma: drafted tokens of a round, an integer, at least 0.
+    cost: time of a drafter's step divided by time of a target's pass, c.
 
   Raises:
     ValueError: an argument is out of range.
@@ -86,15 +87,16 @@ def speedup(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
 
 def operations_factor(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
                       ) -> Numbers:
-  """Arithmetic operations for a token over those of the target alone.
+  """Returns the arithmetic operations per token, relative to the target alone.
 
   Leviathan et al., Theorem 3.11: (gamma c + gamma + 1) / `expected_tokens`. It
-  is at least 1: speculation buys time with operations.
+  is at least 1: speculation saves time and not operations.
 
   Args:
-    acceptance: a, in [0, 1].
-    gamma: drafted tokens of a round, whole, at least 0.
-    cost: operations of the drafter for a token over those of the target.
+    acceptance: acceptance rate a, in [0, 1].
+    gamma: drafted tokens of a round, an integer, at least 0.
+    cost: operations per token of the drafter divided by operations per token of
+      the target.
 
   Raises:
     ValueError: an argument is out of range.
@@ -106,19 +108,19 @@ def operations_factor(acceptance: ArrayLike, gamma: ArrayLike, cost: ArrayLike
 
 def optimal_gamma(acceptance: ArrayLike, cost: ArrayLike, largest: int = 64
                   ) -> np.ndarray | np.int64:
-  """The draft length with the largest `speedup`; 0 says: do not speculate.
+  """Returns the draft length with the largest `speedup`; 0: do not speculate.
 
-  The smallest among equals. Leviathan et al., section 3.5, solve for it
-  numerically too.
+  Of equally good lengths it is the smallest. The solution is numerical, as in
+  section 3.5 of Leviathan et al.
 
   Args:
-    acceptance: a, in [0, 1].
-    cost: c, seconds of a drafter's step over those of a target's pass.
-    largest: the longest draft tried, and the answer where longer ones are
-      better still, as they are at a = 1 or c = 0.
+    acceptance: acceptance rate a, in [0, 1].
+    cost: time of a drafter's step divided by time of a target's pass, c.
+    largest: longest draft to try. It is the result if longer drafts are faster
+      still, for example at a = 1 or c = 0.
 
   Returns:
-    Whole numbers in [0, largest].
+    Integers in [0, largest].
 
   Raises:
     ValueError: an argument is out of range.
@@ -126,19 +128,19 @@ def optimal_gamma(acceptance: ArrayLike, cost: ArrayLike, largest: int = 64
   gammas = np.arange(_gamma(largest, "largest") + 1)
   gains = speedup(np.asarray(acceptance)[..., None], gammas,
                   np.asarray(cost)[..., None])
-  # At a = c all that separates the best from no speculation is rounding.
+  # At a = c, gamma = 0 and gamma = 1 are equally fast except for rounding.
   best = gains.max(axis=-1, keepdims=True)
   return np.argmax(gains >= best * (1 - 1e-12), axis=-1)
 
 
 def expected_tokens_by_position(rates: ArrayLike) -> Numbers:
-  """Tokens of a round whose positions differ in their acceptance rate.
+  """Returns the expected tokens of a round from acceptance rates by position.
 
   1 + sum_{i=1..gamma} prod_{j<=i} rates[j].
 
   Args:
-    rates: `[..., gamma]`, the share accepted at position i among the rounds
-      that accepted everything before it.
+    rates: `[..., gamma]`, acceptance rate of position i in the rounds that
+      accepted all earlier positions.
 
   Returns:
     `[...]`.
@@ -152,17 +154,17 @@ def expected_tokens_by_position(rates: ArrayLike) -> Numbers:
 
 def expected_tokens_over(acceptances: ArrayLike, gamma: ArrayLike,
                          weights: ArrayLike | None = None) -> np.float64:
-  """Tokens of a round, averaged over contexts that differ in acceptance.
+  """Returns `expected_tokens` averaged over contexts with different rates.
 
-  `expected_tokens` is convex in a, so this is at least its value at the mean
-  rate, which is widely reported in its place. For a ~ Beta(2, 1) and gamma = 5
-  it is 3.19; the mean rate of 2/3 gives 2.74. The mean rate is right only where
-  every position draws an acceptance of its own.
+  `expected_tokens` is convex in a, so the average is at least its value at the
+  mean rate, which is often reported instead. For a ~ Beta(2, 1) and gamma = 5
+  the average is 3.19; the mean rate of 2/3 gives 2.74. The mean rate is correct
+  only if every position draws its rate independently.
 
   Args:
-    acceptances: the acceptance rate of each context, in [0, 1].
+    acceptances: acceptance rate of each context, in [0, 1].
     gamma: `[]`, drafted tokens of a round.
-    weights: how often each context occurs, of the same shape; None: equally.
+    weights: frequency of each context, of the same shape; None: equal.
 
   Raises:
     ValueError: an argument is out of range, or all weights are 0.
@@ -180,10 +182,10 @@ def expected_tokens_over(acceptances: ArrayLike, gamma: ArrayLike,
 def predicted_speedup(block_efficiency: ArrayLike, *, step: ArrayLike,
                       verify: ArrayLike, draft: ArrayLike, gamma: ArrayLike,
                       overhead: ArrayLike = 0.0) -> Numbers:
-  """Speed-up from measured times: efficiency * step / seconds of a round.
+  """Returns the speed-up from measured times, efficiency * step / round time.
 
-  `speedup` without its assumption that a pass over gamma + 1 tokens costs what
-  a pass over one does.
+  Unlike `speedup`, it does not assume that the target's pass over gamma + 1
+  tokens takes as long as its pass over one token.
 
   Args:
     block_efficiency: tokens of a round, in [1, gamma + 1].
@@ -198,7 +200,7 @@ def predicted_speedup(block_efficiency: ArrayLike, *, step: ArrayLike,
   """
   gamma = _gamma(gamma)
   tokens = np.asarray(block_efficiency, np.float64)
-  # Means of float32 figures may overstep by their rounding.
+  # Means of float32 figures may exceed the range by a rounding error.
   inside = (tokens >= 1 - 1e-5) & (tokens <= (gamma + 1) * (1 + 1e-5))
   _require("block_efficiency", tokens, inside,
            "a round gives at least 1 and at most gamma + 1 tokens")
@@ -212,36 +214,35 @@ def predicted_speedup(block_efficiency: ArrayLike, *, step: ArrayLike,
 def best_gamma(survival: ArrayLike, *, step: float,
                verify: Mapping[int, float] | Sequence[float], draft: float,
                overhead: float = 0.0) -> tuple[int, float]:
-  """The draft length that is fastest by measured times and acceptance.
+  """Returns the fastest draft length, from measured times and acceptance.
 
-  Drafts cut to gamma tokens give sum_{i<=gamma} survival[i] tokens a round.
-  That holds for rules whose P(tau >= i) depends on the first i tokens alone,
-  such as token and block verification; a rule that remembers, such as greedy
-  block verification, has to be measured at every gamma.
+  Drafts cut to gamma tokens give sum_{i<=gamma} survival[i] tokens per round.
+  This holds if P(tau >= i) depends on the first i tokens alone, for example
+  with token and block verification. A rule with state, such as greedy block
+  verification, has to be measured at every gamma.
 
-  From one recording the prediction is exact for rounds that start where the
-  recorded ones do. Drafts of another length start elsewhere, which changed the
-  tokens of a round by -4 to +12 %. For the value of a gamma's own rollouts,
-  record one with it, and call `predicted_speedup` with its block efficiency.
+  The prediction is exact for rounds that start at the recorded contexts. Drafts
+  of another length start at other contexts, which changed the tokens per round
+  by -4 to +12 %. For an exact value record a rollout with this gamma, and call
+  `predicted_speedup` with its block efficiency.
 
   Args:
-    survival: `[G + 1]`, P(tau >= i) for i = 0..G; the first is 1 and none is
-      above the one before it. A rise of less than 0.01 is taken for the
-      sampling error of a mean over rounds.
+    survival: `[G + 1]`, P(tau >= i) for i = 0..G. The first is 1 and the values
+      do not increase. An increase of less than 0.01 is accepted as sampling
+      error of a mean over rounds.
     step: seconds of decoding one token with the target alone.
-    verify: from a gamma to the seconds of the target's pass over gamma + 1
-      tokens: a mapping, or a sequence that starts at gamma = 0. Its lengths
-      are those tried.
+    verify: seconds of the target's pass over gamma + 1 tokens, for every gamma
+      to try: a mapping, or a sequence that starts at gamma = 0.
     draft: seconds of drafting one token.
     overhead: seconds of everything else in a round.
 
   Returns:
-    `(gamma, predicted speed-up)`, and `(0, 1.0)` where nothing is faster than
+    `(gamma, predicted speed-up)`; `(0, 1.0)` if no draft length is faster than
     decoding with the target alone.
 
   Raises:
-    ValueError: an argument is out of range, or `verify` holds a gamma that
-      `survival` does not reach.
+    ValueError: an argument is out of range, or `verify` contains a gamma above
+      G.
   """
   survival = np.asarray(survival, np.float64)
   if survival.ndim != 1 or not survival.size:
@@ -274,15 +275,15 @@ def best_gamma(survival: ArrayLike, *, step: float,
 
 
 def _powers(a: np.ndarray, count: np.ndarray) -> Numbers:
-  """1 + a + ... + a^(count - 1), without cancellation near a = 1."""
+  """Returns 1 + a + ... + a^(count - 1), without cancellation near a = 1."""
   with np.errstate(divide="ignore", invalid="ignore"):
     total = -np.expm1(count * np.log(a)) / (1 - a)
-  # log(0) is fine except for an empty sum, 0 * -inf.
+  # log(0) is harmless, except that an empty sum computes 0 * -inf.
   return np.where(count == 0, 0.0, np.where(a == 1, count, total))[()]
 
 
 def _require(name: str, values: ArrayLike, ok: ArrayLike, rule: str) -> None:
-  """Raises with the first of `values` that is not ok."""
+  """Raises `ValueError` with the first of `values` that is not ok."""
   if not np.all(ok):
     values, ok = np.broadcast_arrays(values, ok)
     raise ValueError(f"{name} is {values[~ok].flat[0]}; {rule}")
