@@ -1,8 +1,8 @@
 """Upper bounds on verification: closed forms and linear programs.
 
-All of them are bounds for ONE round. Sun et al. 2024 (arXiv:2403.10444) treat
-chains of gamma drafted tokens; their program over all valid verifiers is
-extended to trees here. `analysis.several_rounds` uses it for several rounds.
+All bounds are for ONE round. Sun et al. 2024 (arXiv:2403.10444) give a linear
+program over all valid verifiers of chains with gamma drafted tokens. This
+module extends it to trees, and `analysis.several_rounds` to several rounds.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,21 @@ from specjax.exact.drafts import longer
 from specjax.exact.pairs import joint
 from specjax.exact.pairs import Pair
 
-# The gain of an improbable text would else lie below the solver's tolerance.
+# Gains are scaled, because the gains of improbable sequences would otherwise be
+# below the solver's tolerance.
 _GAIN_SCALE = 1e3
-# The solver drops coefficients below this one, and refuses very large ones.
+# The solver drops smaller coefficients, and refuses very large ones.
 _SMALLEST = 1e-9
-_RAREST = 1e-12  # of the trees in a program
-_DUAL_ERROR = 1e-11  # of the solver's dual variables of texts
+_RAREST = 1e-12  # probability of the rarest trees in a program
+_DUAL_ERROR = 1e-11  # error of the solver's dual variables of sequences
 
 
 def transport_optimum(pair: Pair, gamma: int) -> float:
   """Returns `full_information_optimum` by its definition, optimal transport.
 
-  The largest E[longest common prefix of X and Z] over all couplings of a
-  draft X of q and a text Z of p, both of gamma tokens: V**(2 gamma)
-  variables.
+  The largest E[length of the common prefix of X and Z] over all couplings of a
+  draft X from q and a sequence Z from p, both of gamma tokens. The program has
+  V**(2 gamma) variables.
   """
   vocab = pair.vocab_size
   p, q = (joint(tables, gamma)[-1] for tables in (pair.p, pair.q))
@@ -49,17 +50,17 @@ def verifier_optimum(pair: Pair, gamma: int,
   """Returns the most draft tokens that a valid verifier accepts in one round.
 
   The largest E[tau] over all verifiers of `emission_optimum`. Block
-  verification attains it (Theorem 2 of the paper, for one round). The optimum
-  is for one round: after two rounds block verification can have fewer tokens
-  than another valid rule if gamma >= 3 (`analysis.patient_pair`).
+  verification attains it (Theorem 2 of the paper). This holds for one round:
+  after two rounds another valid rule can have more tokens if gamma >= 3
+  (`analysis.patient_pair`).
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
     gamma: draft length.
     weights: w[i - 1] is `[V**i]`, the value of accepting each prefix of i
-      tokens; default 1. Block verification makes every P(tau >= i, X^i = x^i)
-      as large as any valid verifier can (Lemma 4). So it is optimal in one
-      round under any weights that are not negative.
+      tokens; default 1. Block verification maximises every P(tau >= i, X^i =
+      x^i) among valid verifiers (Lemma 4). So it is optimal in one round under
+      any weights that are not negative.
 
   Returns:
     max E[sum_{i<=tau} w_i(X^i)], which is E[tau] by default.
@@ -77,12 +78,12 @@ def emission_optimum(pair: Pair, gamma: int, values: Sequence[np.ndarray]
                      ) -> float:
   """Returns the largest expected value of the tokens of one round.
 
-  The verifiers are all those that emit X^tau and ONE extra token, after which
-  the unmodified target continues, whatever they know of both models: f(x, tau,
-  y) >= 0, sum_{tau,y} f(x, .) = q(x), and for every text z of gamma + 1 tokens
-  sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} | z^{tau+1}) =
-  p(z). They are the valid rules of the paper's Lemma 2, that is, every rule
-  whose only state is its output.
+  A verifier f(x, tau, y) emits X^tau and ONE bonus token y, and the unmodified
+  target continues. It may use both models in any way. The constraints are
+  f >= 0, sum_{tau,y} f(x, .) = q(x), and for every sequence z of gamma + 1
+  tokens sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} |
+  z^{tau+1}) = p(z). They describe the valid rules of the paper's Lemma 2, which
+  are all rules without state other than their output.
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
@@ -104,9 +105,8 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
             ) -> tuple[np.ndarray, ...]:
   """Returns the linear program of `emission_optimum` in coordinates.
 
-  Drafts that q draws with less than 1e-9, given their prefix, stop at this
-  prefix or before. This changes the optimum by less than 1e-8 per unit of
-  value.
+  A draft whose probability given a prefix is below 1e-9 stops at this prefix or
+  earlier. This changes the optimum by less than 1e-8 per unit of value.
 
   Returns:
     `(gains, rows, columns, entries, totals, upper)`: maximise gains . f over f
@@ -116,12 +116,13 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   vocab = pair.vocab_size
   p, q = joint(pair.p, gamma + 1), joint(pair.q, gamma)
   texts = np.flatnonzero(p[gamma + 1])
-  # f enters only by its sums over the drafts with one prefix: every draft's
-  # mass climbs from its leaf towards the root and stops at some prefix v. The
-  # variables are the mass that stops there with token y, divided by p(vy), and
-  # the mass that climbs past v, divided by q(v); so no number is so small that
-  # a solver takes it for 0. Rows: one for every v, then one for every text.
-  # Those of v are upper bounds: as all texts have their mass, none is lost.
+  # Only sums of f over the drafts with one prefix matter. Every draft's mass
+  # moves from its leaf towards the root and stops at some prefix v. There are
+  # two kinds of variables: the mass that stops at v with token y, divided by
+  # p(vy), and the mass that moves past v, divided by q(v). The divisions keep
+  # variables far from 0. Rows: one for every v, then one for every sequence.
+  # Rows of v can be upper bounds, because the rows of the sequences already
+  # require all of the mass.
   nodes, supply = _nodes(q, vocab)
   first = np.cumsum([0, *map(len, nodes)])
   text_rows = first[-1] + np.arange(len(texts))
@@ -130,8 +131,8 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   for tau in range(gamma + 1):
     node_row = np.full(vocab**tau, -1)
     node_row[nodes[tau]] = first[tau] + np.arange(len(nodes[tau]))
-    # Stops: at the drafts' nodes, with tokens that the target can emit. One of
-    # p(vy) >> q(v) could serve next to nothing of p(vy).
+    # Stops are at the drafts' nodes, with tokens that the target can emit. If
+    # p(vy) >> q(v), a stop could supply almost none of p(vy) and is left out.
     stops = np.flatnonzero(
         np.repeat(node_row >= 0, vocab) & (p[tau + 1] > 0)
         & (_SMALLEST * p[tau + 1] <= np.repeat(q[tau], vocab)))
@@ -147,7 +148,7 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
     columns.append(found[found >= 0])
     entries.append(np.ones(np.count_nonzero(found >= 0)))
     count += len(stops)
-    if tau:  # mass that climbs leaves v for its parent
+    if tau:  # mass moves from v to its parent
       climbs = count + np.arange(len(nodes[tau]))
       count += len(climbs)
       gains.append(np.zeros(len(climbs)))
@@ -164,10 +165,10 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
 
 def _nodes(q: Sequence[np.ndarray], vocab: int
            ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Prefixes of drafts that count, and the share of each that starts there.
+  """Returns the prefixes in the program, and the initial mass of each.
 
-  The leaves start with all of their mass, and a prefix with the mass of longer
-  drafts that are too improbable to have a node.
+  A leaf has all of its mass. A prefix has the mass of longer drafts that are
+  too improbable to have a node.
   """
   nodes, supply = [np.zeros(1, int)], []
   for before, after in zip(q, q[1:]):
@@ -183,18 +184,18 @@ def tree_optimum(pair: Pair, parents: Sequence[int],
                  scheme: str | schemes.Scheme) -> float:
   """Returns the most tokens of a random tree that a rule accepts in one round.
 
-  The program of `verifier_optimum` with trees T in place of chains: f(T, v, y)
-  >= 0 is the probability of drafting T, stopping at its node v, and emitting
-  y; sum_{v,y} f(T, .) = P(T), and for every text z one token longer than the
-  deepest path, the sum of f(T, v, y) p(rest of z) over all T and vy that z
-  begins with is p(z). No rule that emits one extra token, after which the
-  unmodified target continues, exceeds it in one round, whatever it knows of
-  both models.
+  The program of `verifier_optimum` with trees T instead of chains. f(T, v, y)
+  >= 0 is the probability of drafting T, stopping at its node v, and emitting y.
+  The constraints are sum_{v,y} f(T, .) = P(T) and, for every sequence z one
+  token longer than the deepest path, that p(z) is the sum of f(T, v, y) p(rest
+  of z) over all T and all vy with which z begins. The optimum bounds one round
+  of every rule that emits one bonus token before the unmodified target
+  continues. The rule may use both models in any way.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
     parents: N numbers, see `enumerate_trees`.
-    scheme: see `enumerate_trees`.
+    scheme: drawing scheme, see `enumerate_trees`.
 
   Returns:
     max E[tau].
@@ -204,23 +205,23 @@ def tree_optimum(pair: Pair, parents: Sequence[int],
 
 def tree_prices(pair: Pair, parents: Sequence[int],
                 scheme: str | schemes.Scheme) -> np.ndarray:
-  """Returns prices v(z) of all texts: the solver's dual of `tree_optimum`.
+  """Returns the prices v(z) of all sequences, the dual of `tree_optimum`.
 
-  With some u(T), u(T) + E[v(z) | z begins with vy] >= depth(v) for the nodes v
-  of all trees T. The solver's variable of a text is p(z) v(z), with an error
-  that does not depend on p(z), so every price gets an allowance for this error.
-  `analysis.duals` makes exact bounds of the prices.
+  For some u(T), u(T) + E[v(z) | z begins with vy] >= depth(v) for the nodes v
+  of all trees T. The solver's variable of a sequence is p(z) v(z), with an
+  error independent of p(z), so every price includes an allowance for the error.
+  `analysis.duals` computes exact bounds from the prices.
 
   Returns:
-    `[2, V**(height + 1)]`: two lists of prices, which differ only for models
+    `[2, V**(height + 1)]`: two lists of prices. They differ only for models
     with probabilities near the solver's tolerance.
   """
   found, texts, p = _tree_program(pair, parents, scheme)
   paid = np.zeros(len(p))
   paid[texts] = _DUAL_ERROR - _solution(*found).eqlin.marginals / _GAIN_SCALE
-  # The solver may let one improbable text pay for others that begin as it
-  # does, by prices far from the average. The first list cuts high prices off.
-  # In the second, texts with the same beginning pay the difference.
+  # The solver may give one improbable sequence a price far from the average, to
+  # compensate for others with the same prefix. The first list cuts high prices
+  # off. The second distributes the difference over the sequences of the prefix.
   mean, height = paid.sum(), schemes.height(parents)
   cut = np.minimum(paid, (mean + height) * p)
   inside = np.maximum(cut, (mean - 3 * height) * p)
@@ -240,27 +241,28 @@ def tree_prices(pair: Pair, parents: Sequence[int],
 def _tree_program(pair: Pair, parents: Sequence[int],
                   scheme: str | schemes.Scheme
                   ) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
-  """The program of `tree_optimum`, the numbers of its texts, and p of all."""
+  """Returns `tree_optimum`'s program, its sequences' numbers, and p of all."""
   length = schemes.height(parents) + 1
   vocab = pair.vocab_size
   p = joint(pair.p, length)
   joint(pair.q, length - 1)
   offsets = np.cumsum([0, *map(len, p)])
   laws, reach = np.concatenate(pair.p[:length]), np.concatenate(p)
-  # A verifier that knows everything sees a tree as the set of its texts.
+  # For a verifier with full information, trees with the same set of contexts
+  # are equal, so they are merged.
   drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
   weights = {}
   for texts, weight in zip(_texts(drafts), drafts.weights):
     weights[texts] = weights.get(texts, 0) + weight
-  # Trees that are next to impossible count as a root without children.
+  # Trees of negligible probability are replaced by a root without children.
   rare = [texts for texts, weight in weights.items() if weight < _RAREST]
   left = sum(weights.pop(texts) for texts in rare)
   if left >= _RAREST:
     weights[(0,)] = weights.get((0,), 0) + left
   texts = offsets[length] + np.flatnonzero(p[length])
-  # Variables are divided by p(vy), and the rows of trees by P(T), so that no
-  # number is so small that a solver takes it for 0.
+  # Variables are divided by p(vy), and the rows of trees by P(T), because the
+  # solver treats very small numbers as 0.
   rows, columns, entries, gains = [], [], [], []
   count = 0
   for tree, (nodes, weight) in enumerate(weights.items()):
@@ -289,7 +291,7 @@ def _tree_program(pair: Pair, parents: Sequence[int],
 
 
 def _texts(drafts: Drafts) -> Iterator[tuple[int, ...]]:
-  """Of every draft, the contexts of its nodes as a sorted tuple."""
+  """Yields the contexts of each draft's nodes as a sorted tuple."""
   real = drafts.probs.any(-1)
   real[:, 0] = True
   for node in range(1, real.shape[1]):
@@ -313,21 +315,21 @@ def maxima(programs: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
 
 
 def _maximum(*found):
-  """The optimum of one program, in the form of `program`."""
+  """Returns the optimum of one program, in the form of `program`."""
   return -_solution(*found).fun / _GAIN_SCALE
 
 
 def _solution(gain: np.ndarray, rows: np.ndarray, columns: np.ndarray,
               entries: np.ndarray, totals: np.ndarray, upper: np.ndarray
               ) -> Any:
-  """The solver's result, with gains multiplied by -_GAIN_SCALE."""
+  """Returns the solver's result, with gains multiplied by -_GAIN_SCALE."""
   from scipy import optimize  # pylint: disable=g-import-not-at-top
   from scipy import sparse  # pylint: disable=g-import-not-at-top
   matrix = sparse.csr_matrix(
       (entries, (rows, columns)), shape=(len(totals), len(gain)))
-  # Some programs with probabilities below 1e-9 need the second or third way:
-  # presolve takes such numbers for rounding, and the simplex method without it
-  # gives up, or returns a solution that does not fulfil the equations.
+  # Programs with probabilities below 1e-9 may need the second or third method.
+  # Presolve treats such numbers as rounding errors. Without presolve, the
+  # simplex method fails or returns a solution that violates the equations.
   tight = dict(primal_feasibility_tolerance=1e-10,
                dual_feasibility_tolerance=1e-10)
   equations = matrix[~upper]

@@ -6,9 +6,9 @@ holds for one round. It fails for two rounds if gamma >= 3, and for three rounds
 if gamma = 2, by the rule and the pairs of this module. It holds for two rounds
 if gamma = 2, and for every number of rounds if gamma = 1.
 
-The reason: block verification accepts as much as it can in every round, also
-where a later start would have been worse. A round that starts behind a token
-with p/q < 1 does not see the factor that would have given later tokens credit.
+The reason: block verification accepts as many tokens as possible in every
+round, even if the next round then starts at a worse context. A round that
+starts after a token with p/q < 1 cannot use this factor for later tokens.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from specjax.verifiers.block import Block
 class Patient(Verifier):
   """Block verification without the last drafted token if its row is one-hot.
 
-  The row of q decides, and not the token that was drawn from it. So the rule
-  is valid on all models.
+  The decision depends on the row of q and not on the token drawn from it. So
+  the rule is valid on all models.
   """
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the law of `Block` for the draft that is left."""
+    """Returns the law of `Block` for the remaining draft."""
     last = jnp.sum(draft.drafted, dtype=jnp.int32)
     omitted = ((jnp.arange(draft.probs.shape[0]) == last)
                & (draft.probs.max(-1) >= 1))
@@ -44,12 +44,11 @@ class Patient(Verifier):
 def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
   """Returns a pair of models on which `Patient` overtakes block verification.
 
-  The vocabulary is {a = 0, b = 1}. First come tokens on which both models are
-  certain of a. The next token, x, has q(a) = 1 and p(a) = d. If it is b, all
-  later drafts fail. If it is a, the token after it has q(a) = d and p(a) = 1.
-  For gamma >= 3, gamma - 2 tokens with p = q follow and then drafts that fail.
-  For gamma = 2, one draft that fails, two tokens with p = q and then drafts
-  that fail.
+  The vocabulary is {a = 0, b = 1}. At first, both models give a probability 1.
+  The next token, x, has q(a) = 1 and p(a) = d. If x is b, all later drafts
+  fail. If x is a, the token after it has q(a) = d and p(a) = 1. For gamma >= 3,
+  gamma - 2 tokens with p = q follow, and later drafts fail. For gamma = 2, one
+  failing draft and two tokens with p = q follow, and later drafts fail.
 
   Block verification writes x in its first round. `Patient` leaves x to the
   second round. For gamma >= 3 and d = gamma / (2 (gamma - 1)) it has (gamma -

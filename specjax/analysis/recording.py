@@ -1,9 +1,9 @@
 """Recorded drafts with the probabilities of both models.
 
 A record is a directory: `record.json` describes the recording, and one `.npz`
-file contains the rounds of one prompt. A file is written atomically, so every
-file is complete. A record that was cut short can be read up to its first
-missing prompt, and `record` completes it.
+file contains the rounds of one prompt. Files are written atomically, so every
+file is complete. An interrupted record can be read up to its first missing
+prompt, and `record` completes it.
 """
 
 from collections.abc import Iterator
@@ -108,8 +108,8 @@ def record(decoder: Decoder, params: Mapping[str, Any],
            progress: bool = True) -> Record:
   """Decodes every prompt alone and records its drafts and probabilities.
 
-  The same call completes a record that was cut short. Then its files are those
-  of a recording without an interruption.
+  The same call completes an interrupted record. The files are then equal to the
+  files of an uninterrupted recording.
 
   Args:
     decoder: decoder of the recording. Its observers are left out, because
@@ -121,7 +121,7 @@ def record(decoder: Decoder, params: Mapping[str, Any],
     path: directory of the record; created if needed.
     max_new_tokens: tokens generated for every prompt, at least 1. A prompt
       takes up to max_new_tokens * 2 * N * V floats.
-    progress: whether to report progress on stderr.
+    progress: whether progress is reported on stderr.
 
   Returns:
     The complete `Record`.
@@ -183,8 +183,8 @@ def _shapes(decoder: Decoder, params: Mapping[str, Any],
             limits: Sequence[int]) -> Rollout:
   """Returns the shapes of one round of all prompts, with B instead of R.
 
-  Nothing is computed, but `prefill` checks its arguments. So an error in the
-  last prompt is raised before the first one is decoded.
+  The models are not run, but `prefill` checks its arguments. So an error in the
+  last prompt is raised before the first prompt is decoded.
   """
   def decode_one_round() -> Rollout:
     state = decoder.prefill(params, prompts, key, limits=limits)

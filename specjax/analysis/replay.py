@@ -3,8 +3,8 @@
 Given a draft and the probabilities of both models, the expected number of
 accepted tokens of a rule is known exactly. So rules are compared on the same
 drafts and without sampling. Every round starts where the recorded rule ended
-the round before. The figures of this rule are those of its own rollouts. The
-figures of another rule are those of its rounds from the same contexts.
+the previous round. For the recorded rule, the results describe its own
+rollouts. For another rule, they describe its rounds from the same contexts.
 """
 
 from collections.abc import Hashable
@@ -41,7 +41,7 @@ class Replayed:
 
   @property
   def block_efficiency(self) -> float:
-    """Tokens per round: 1 + expected accepted tokens, over all rounds."""
+    """Tokens per round: 1 + mean expected accepted tokens of all rounds."""
     return self.estimate().value
 
   @property
@@ -67,10 +67,10 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
 
   Args:
     record: the result of `record` or `Record.open`.
-    verifier: any rule. If its repr is that of the recorded rule, its state is
-      carried from round to round, and the figures are those of the recording.
-      Another rule with state begins every round with a fresh state, like the
-      observers of a decoder.
+    verifier: any rule. If its repr equals the repr of the recorded rule, its
+      state is carried from round to round, and the results equal the recorded
+      ones. Another rule with state begins every round with a fresh state, like
+      the observers of a decoder.
 
   Raises:
     ValueError: the verifier requires a property that the recorded drafter does
@@ -97,7 +97,7 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
 
 
 def online(record: Record) -> Replayed:
-  """Returns the figures that the recorded verifier reported while it ran."""
+  """Returns the figures reported by the recorded verifier as it ran."""
   rollouts = [(r.expected, r.survival) for r in record]
   return Replayed(*zip(*rollouts))
 

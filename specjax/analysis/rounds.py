@@ -1,16 +1,16 @@
 """Rounds that a rule needs to complete a sequence, exactly on small pairs.
 
 A round starts at a context c and ends at a longer one, c followed by the N
-tokens that it emits. Every quantity here follows from the probabilities of
-these ends, which are summed over all drafts of the rule's production code, as
-in `exact.enumeration`.
+tokens that it emits. This module computes the probabilities of these ends by
+running the rule's production code on all drafts, as in `exact.enumeration`. All
+other results follow from them.
 
 A sequence is complete when it has `length` tokens or contains `eos`. W(c) is
 the expected number of rounds from c until then. D(c) = W(c) - sum_y p(y|c)
 W(cy) is the value of one more token, in rounds. For block verification D(c) >=
-q(p = 0 | c) >= 0 on all models. It follows that no valid rule with at most
-gamma drafted tokens per round needs fewer expected rounds, for any length. The
-tokens after a fixed number of rounds have no such optimum, see
+q(p = 0 | c) >= 0 on all models. So no valid rule with at most gamma drafted
+tokens per round needs fewer expected rounds, for any length. Block verification
+does not always maximise the tokens after a fixed number of rounds, see
 `analysis.patient_pair`.
 """
 
@@ -26,7 +26,7 @@ from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
 
-_DRAFTS = 1 << 16  # enumerated at a time: bounds the memory
+_DRAFTS = 1 << 16  # drafts enumerated at a time; bounds the memory
 
 Ended = Callable[[drafts_lib.Drafts], drafts_lib.Drafts]
 
@@ -54,8 +54,8 @@ class RoundsDistribution:
   def quantile(self, level: float) -> int:
     """Returns the fewest rounds that suffice with probability `level`.
 
-    Probabilities are compared up to 1e-12, so that rounding does not move a
-    quantile.
+    Probabilities are compared up to 1e-12, so that rounding errors do not
+    change the result.
 
     Raises:
       ValueError: `level` is not in (0, 1].
@@ -95,7 +95,7 @@ def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
   which the sequence has `length` tokens or contains `eos`.
 
   Args:
-    rule: any verifier for chains, also one with state; or a `Compiled`.
+    rule: any verifier for chains, with or without state; or a `Compiled`.
     pair: tables of at least length + gamma contexts deep.
     gamma: draft length.
     length: tokens to write, at least 1.
@@ -174,10 +174,10 @@ def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
                 *, eos: int | None = None) -> np.ndarray:
   """Returns D, the value in rounds of knowing one more token of the target.
 
-  D(c) = W(c) - sum_y p(y|c) W(cy) with the W of `remaining_rounds`, which
-  documents the arguments, the order of contexts and the errors. For block
-  verification D(c) is at least q(p = 0 | c), and q(eos | c) more if there is
-  an eos with p(eos | c) > 0.
+  D(c) = W(c) - sum_y p(y|c) W(cy) with the W of `remaining_rounds`. See there
+  for the arguments, the order of contexts and the errors. For block
+  verification D(c) is at least q(p = 0 | c). If p(eos | c) > 0, it is at least
+  q(p = 0 | c) + q(eos | c).
   """
   rounds = remaining_rounds(rule, pair, gamma, length, eos=eos)
   vocab = pair.vocab_size
@@ -192,23 +192,23 @@ def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
                         length: int, rounds: int) -> np.ndarray:
   """Returns the distribution of the tokens written, given the target's text.
 
-  Given the text z that decoding writes, the position after each round is a
-  Markov chain: a round from z^n ends at z^(n+m) with probability P(it emits
-  these m tokens) / p(these m tokens | z^n). On every text and after every
-  number of rounds, block verification is stochastically not behind token
+  Given the generated text z, the position after each round is a Markov chain: a
+  round from z^n ends at z^(n+m) with probability P(it emits these m tokens) /
+  p(these m tokens | z^n). On every text and after every number of rounds, the
+  position of block verification stochastically dominates the position of token
   verification.
 
   Args:
-    rule: any verifier for chains without state that is valid; or a `Compiled`.
+    rule: any valid verifier for chains without state; or a `Compiled`.
     pair: tables of at least length + gamma contexts deep.
     gamma: draft length.
-    length: tokens of a text.
+    length: tokens of the text.
     rounds: number of rounds.
 
   Returns:
     `[rounds, V**length, length + 1]`: probability of k = 0, ..., length tokens
-    after each round, where the last entry is for at least `length` tokens.
-    Texts that the target cannot write count as complete after the first round.
+    after each round; the last entry is for at least `length` tokens. Texts with
+    probability 0 under the target count as complete after the first round.
 
   Raises:
     ValueError: as `remaining_rounds`.
@@ -243,7 +243,7 @@ def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
 
 def _chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
             ended: Ended | None) -> drafts_lib.Drafts:
-  """All chains, ended early by `ended`, as N = gamma + 1 nodes."""
+  """Returns all chains, ended early by `ended`, with N = gamma + 1 nodes."""
   chains = drafts_lib.chains(q, contexts, gamma)
   return (ended(chains) if ended else chains).padded(gamma + 1)
 
@@ -251,12 +251,12 @@ def _chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
 def _round_ends(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
                 eos: int | None, ended: Ended | None
                 ) -> tuple[np.ndarray, np.ndarray]:
-  """Probabilities of the ends of rounds, and expected drafted tokens.
+  """Returns probabilities of the ends of rounds, and expected drafted tokens.
 
   Returns:
     `(ends [gamma + 1, contexts], drafted [contexts])`: ends[m - 1, c] is the
-    probability that a round which starts m tokens before c ends at c, for
-    contexts of up to `length` tokens.
+    probability that a round from m tokens before c ends at c, for contexts of
+    up to `length` tokens.
   """
   compiled = Compiled.of(rule)
   if compiled.rule.remembers:
@@ -295,7 +295,7 @@ def _round_ends(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
 
 
 def complete_contexts(vocab: int, length: int, eos: int | None) -> np.ndarray:
-  """`[contexts]` bool: `length` tokens or an eos; for up to `length` tokens."""
+  """Returns `[contexts]` bool, True for `length` tokens or an eos."""
   levels = [np.zeros(1, bool)]
   for _ in range(length):
     levels.append((levels[-1][:, None] | (np.arange(vocab) == eos)).reshape(-1))
@@ -305,7 +305,7 @@ def complete_contexts(vocab: int, length: int, eos: int | None) -> np.ndarray:
 
 def check(pair: Pair, gamma: int, length: int, eos: int | None, depth: int
           ) -> None:
-  """Refuses sizes that are too small, or tables that are not deep enough."""
+  """Raises `ValueError` for sizes too small or tables not deep enough."""
   for name, value, least in (("gamma", gamma, 0), ("length", length, 1)):
     if value < least:
       raise ValueError(f"{name} is {value}; it must be at least {least}")

@@ -1,10 +1,10 @@
 """Optima over all valid rules for several rounds, by linear programs.
 
-Backward induction over contexts. At each of them a linear program goes over
-all valid rules of one round (`optima.emission_optimum`) with the value of
-every context in which the round may end. A rule may thus choose anything in
-every round from the text so far, also shorter drafts. The value of the whole
-is a bound for every rule whose only state is its output.
+The method is backward induction over contexts. At each context a linear program
+optimises over all valid rules of one round (`optima.emission_optimum`), given
+the value of every context at which the round may end. So a rule may depend on
+the text so far in any way, and may use shorter drafts. The result is a bound
+for every rule without state other than its output.
 """
 
 import numpy as np
@@ -14,18 +14,16 @@ from specjax.analysis import rounds as rounds_lib
 from specjax.exact import enumeration
 from specjax.exact.pairs import Pair
 
-_PROGRAMS = 64  # solved in one call
+_PROGRAMS = 64  # programs solved in one call
 
 
 def fewest_rounds(pair: Pair, gamma: int, length: int, *,
                   eos: int | None = None) -> float:
   """Returns the fewest expected rounds of any valid rule to write `length`.
 
-  Backward induction over contexts; at each context a linear program goes over
-  all rules of `optima.emission_optimum`. A rule may choose another program in
-  every context and may draft fewer than gamma tokens. Block verification
-  attains the minimum for every length (see the module), so this is a check of
-  that theorem which does not use it.
+  The rules are defined in the module's docstring. Block verification attains
+  the minimum for every length (see `analysis.rounds`). This function checks
+  that theorem independently.
 
   Args:
     pair: tables of at least `length` contexts deep.
@@ -55,7 +53,7 @@ def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
   rounds[offsets[length - 1]:offsets[length]] = 1
   rounds[complete] = 0
   for n in reversed(range(length - 1)):
-    # Tokens beyond `length` are worth nothing, so shorter drafts suffice.
+    # Tokens beyond `length` have no value, so shorter drafts suffice.
     drafted = min(gamma, length - n - 1)
     level = np.flatnonzero(~complete[offsets[n]:offsets[n + 1]])
     rounds[offsets[n] + level] = 1 - _maxima(
@@ -100,14 +98,14 @@ def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
 
 
 def _maxima(programs: list[tuple[np.ndarray, ...]]) -> np.ndarray:
-  """The optima of many programs, a few at a time."""
+  """Returns the optima of many programs, a few at a time."""
   return np.concatenate([optima.maxima(programs[i:i + _PROGRAMS])
                          for i in range(0, len(programs), _PROGRAMS)])
 
 
 def _from_context(pair: Pair, values: np.ndarray, offsets: np.ndarray,
                   gamma: int, n: int, context: int) -> tuple[np.ndarray, ...]:
-  """The program of one round from a context of n tokens.
+  """Returns the program of one round from a context of n tokens.
 
   Args:
     pair: the models.
