@@ -1,20 +1,20 @@
 """Answers in a conversation: the tokens that an assistant writes.
 
-A drafter for a chat model learns from the tokens that the model writes. These
-are the content of an answer, the text that the template puts between header
-and content (such as an empty `<think>` block), and the token that ends the
-turn. The header and the text between two messages are not among them.
+A drafter for a chat model is trained on the tokens that the model generates:
+the content of an answer, text of the template between header and content (such
+as an empty `<think>` block), and the token that ends the turn. Headers and the
+text between two messages are excluded.
 
-The template is a program, so the answers are found in the text that it writes,
-in one of three ways:
+The template is a program, so the answers have to be located in its output. The
+first of these methods that succeeds is used:
 
 1. `{% generation %}` in the template marks them, as in transformers.
-2. The conversation is rendered once more with two private characters around
-   every content. Without these characters the text must be the same. A
-   template may then also drop the reasoning of earlier answers, or write its
-   end-of-text token only once.
-3. Every beginning of the conversation is rendered. The text of each must be a
-   beginning of the whole text.
+2. The conversation is rendered again with two private-use characters around
+   every content. Without these characters the text must be the same. This
+   works for templates that drop the reasoning of earlier answers, or write
+   their end-of-text token only once.
+3. Every prefix of the conversation is rendered. Each result must be a prefix
+   of the complete text.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _MARKED = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]
            ) -> tuple[list[int], list[bool]]:
-  """See `Tokenizer.chat_answers`."""
+  """Implements `Tokenizer.chat_answers`."""
   last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"),
              default=-1)
   messages = messages[:last + 1]
@@ -41,7 +41,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]
   spans = _spans(tokenizer, messages, text)
   answered, last = [], 0
   for start, end in places:
-    start = min(start, last)  # some tokenizers leave out the spaces of a token
+    start = min(start, last)  # some tokenizers' offsets exclude spaces
     answered.append(any(a < max(end, start + 1) and start < b
                         for a, b in spans))
     last = max(last, end)
@@ -71,7 +71,7 @@ def _spans(tokenizer, messages, text):
 
 
 def _by_contents(tokenizer, messages, text):
-  """The second way; None where it fails."""
+  """Returns the answers by the second method; None if it fails."""
   contents = [m.get("content") for m in messages]
   places = [isinstance(x, str) and bool(x.strip()) for x in contents]
   if not all(place for place, m in zip(places, messages)
@@ -107,14 +107,14 @@ def _by_contents(tokenizer, messages, text):
 
 
 def _around(tokenizer, messages, text, found):
-  """Answers whose contents begin and end at known places of the text.
+  """Returns the answers from the known ends of their contents.
 
   Args:
     tokenizer: the tokenizer with the template.
-    messages: the messages; the last is an assistant's.
-    text: the text of the conversation.
-    found: a dict from `(message, 0)` to the place at which its content begins,
-      if it is known, and from `(message, 1)` to the place at which it ends.
+    messages: messages; the last is an assistant's.
+    text: text of the conversation.
+    found: offsets in the text: `(message, 0)` is where the content begins, if
+      known, and `(message, 1)` where it ends.
   """
   header = _header(tokenizer, messages, text)
   end_of_turn = _end_of_turn(tokenizer, text[found[len(messages) - 1, 1]:])
@@ -122,7 +122,7 @@ def _around(tokenizer, messages, text, found):
   for i, message in enumerate(messages):
     begin, end = found.get((i, 0)), found.get((i, 1))
     if message["role"] == "assistant":
-      # Without a known beginning of the content, the first header counts.
+      # If the beginning of the content is unknown, use the first header.
       at = -1 if not header else (
           text.find(header, low, end) if begin is None
           else text.rfind(header, low, begin))
@@ -142,13 +142,13 @@ def _around(tokenizer, messages, text, found):
 
 
 def _spaces(content):
-  """The space before and after a content."""
+  """Returns the space before and after a content."""
   return (content[:len(content) - len(content.lstrip())],
           content[len(content.rstrip()):])
 
 
 def _header(tokenizer, messages, text):
-  """The text before an answer: the generation prompt, "" if there is none."""
+  """Returns the text before an answer: the generation prompt, or ""."""
   try:
     longer = chat.writer(tokenizer, messages, True)(str)
   except ValueError:  # some templates refuse two answers in a row
@@ -157,9 +157,9 @@ def _header(tokenizer, messages, text):
 
 
 def _end_of_turn(tokenizer, tail):
-  """The text that ends a turn, of all that follows the last answer.
+  """Returns the text that ends a turn, given the text after the last answer.
 
-  The model stops at the first special token.
+  It ends with the first special token, because the model stops there.
   """
   control = sorted(tokenizer.control_tokens.values(), key=len, reverse=True)
   match = re.search("|".join(map(re.escape, control)) or "(?!)", tail)
@@ -167,7 +167,7 @@ def _end_of_turn(tokenizer, tail):
 
 
 def _by_beginnings(tokenizer, messages, text):
-  """The third way; None where it fails."""
+  """Returns the answers by the third method; None if it fails."""
   spans = []
   for i, message in enumerate(messages):
     if message["role"] != "assistant":

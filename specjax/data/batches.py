@@ -17,7 +17,7 @@ class TokenWindows:
     tokens: `[T]`, the corpus.
     batch_size: B, number of windows per batch.
     length: S, number of predicted tokens per window; a window has S + 1 tokens.
-    seed: seed of the shuffle.
+    seed: seed of offsets and shuffles.
   """
 
   tokens: np.ndarray

@@ -1,21 +1,21 @@
 """Conversations as token ids, by the chat template of a model.
 
 A chat template is a jinja program that comes with the weights, so it runs in
-jinja's sandbox. What users write comes from anywhere, and must not become a
-special token: a content of `<|im_end|>` would end its message and could go on
-in the name of the system. This is kept from happening in two steps.
+jinja's sandbox. Contents are untrusted and must not become special tokens: a
+content with `<|im_end|>` could end its message and begin a system message. Two
+steps prevent this.
 
-1. What looks like a special token in a content is put between two marks, which
-   the rendered text still has. The tokens so marked are encoded as text. A
-   content without one is not changed, so that a template may test and strip it,
-   and the ids are those of transformers.
-2. The template is rendered once more, with contents in which no character can
-   begin or end a special token. The special tokens are then the template's own.
-   Should the first rendering have others, then contents and template have made
-   one together, and the conversation is refused.
+1. Substrings of a content that look like a special token are put between two
+   marks and encoded as text. A content without such a substring is not changed,
+   so the template can test and strip it, and the ids equal the ids of
+   transformers.
+2. The template is rendered again with contents in which no character can begin
+   or end a special token. All special tokens then come from the template. If
+   the first rendering has other special tokens, contents and template have
+   formed one together, and the conversation is rejected.
 
-Roles are written by the program and not by the user, and are not marked: some
-templates make a special token of them.
+Roles are not marked, because they are written by the program, and some
+templates form special tokens from them.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from typing import NamedTuple
 from specjax.data import token_bytes
 
 _SOUND = (3, 1, 6)  # the first jinja2 without known ways out of its sandbox
-# Names that a template has in `{% generation %}`, for the marks of its ends.
+# Template variables that contain the marks around `{% generation %}` blocks.
 GENERATION = ("specjax_opening", "specjax_closing")
 _EXTRA = "pip install -U 'specjax[chat]'"
 
@@ -47,7 +47,7 @@ class Rendering(NamedTuple):
   Attributes:
     text: the text that the template writes.
     ids: the token ids.
-    spans: the places in `text` at which each token begins and ends.
+    spans: offsets in `text` at which each token begins and ends.
   """
 
   text: str
@@ -61,9 +61,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
-    messages: each with a "role" and a "content", or with "tool_calls". A key
-      whose value is None counts as missing.
-    add_generation_prompt: end where the model's answer begins.
+    messages: messages, each with a "role" and a "content" or "tool_calls". A
+      value of None counts as a missing key.
+    add_generation_prompt: whether to append the header of the model's answer.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -94,7 +94,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
   offsets = (*encoding.offsets, (len(text), len(text)))
   found, first, start = Rendering(text, [], []), 0, 0
-  for i in [*own, len(encoding.ids)]:  # from one of the template's to the next
+  for i in [*own, len(encoding.ids)]:  # special tokens of the template
     if inside(start, offsets[i][0]):
       for at, part in tokenizer.plain(text[start:offsets[i][0]]):
         found.ids.extend(part.ids)
@@ -115,13 +115,13 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
            ) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
-  Its first argument changes all strings in the messages except the roles; its
-  keyword arguments are further names for the template.
+  Its first argument is a function that is applied to all strings in the
+  messages except the roles. Its keyword arguments become template variables.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
     messages: messages, see `render`.
-    add_generation_prompt: whether to end where the model's answer begins.
+    add_generation_prompt: whether to append the header of the model's answer.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -147,9 +147,9 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
 
 def _checked(messages) -> list[dict[str, Any]]:
-  """The messages without their nulls, which transformers drops as well.
+  """Returns the messages without values of None, like transformers.
 
-  Most templates would write one as "None".
+  Most templates would write such a value as "None".
   """
   found = []
   for message in messages:
@@ -165,10 +165,10 @@ def _checked(messages) -> list[dict[str, Any]]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-  """A value of plain types with `change` applied to all texts in it.
+  """Returns a value of plain types with `change` applied to all its strings.
 
   Raises:
-    ValueError: it has another type, whose methods the template could call.
+    ValueError: the value has another type. A template could call its methods.
   """
   if isinstance(value, str):
     return change(str(value))
@@ -184,14 +184,14 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def unused(template: str, messages: Any) -> Iterator[str]:
-  """Yields characters for private use that are in none of the texts."""
+  """Yields private-use characters absent from the template and messages."""
   used = set(template)
   _changed(messages, lambda text: used.update(text) or text)
   return (chr(i) for i in range(0xF0000, 0xFFFFE) if chr(i) not in used)
 
 
 def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
-  """Characters that begin or end a token, and a table that removes them."""
+  """Returns the tokens' end characters, and a table that replaces them."""
   ends = sorted({token[i] for token in tokens for i in (0, -1)})
   other = next(chr(i) for i in range(ord("x"), 0x10FFFF) if chr(i) not in ends)
   return ends, str.maketrans(dict.fromkeys(ends, other))
@@ -231,10 +231,10 @@ def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-  """The template as a program.
+  """Returns the compiled template.
 
   Raises:
-    ValueError: it is none, or `jinja2` is missing or too old.
+    ValueError: the template is invalid, or `jinja2` is missing or too old.
   """
   environment = _environment()
   try:
@@ -245,7 +245,7 @@ def _compiled(template: str) -> Any:
 
 
 def _environment() -> Any:
-  """A sandbox with what transformers has in its own."""
+  """Returns a sandbox with the same extensions as in transformers."""
   try:
     import jinja2  # pylint: disable=g-import-not-at-top
     from jinja2 import ext  # pylint: disable=g-import-not-at-top
@@ -263,7 +263,7 @@ def _environment() -> Any:
   class Generation(ext.Extension):
     """`{% generation %}` marks answers for training.
 
-    The marks are the values of two names, or nothing if they have none.
+    The marks are the values of the variables `GENERATION`, or empty.
     """
 
     tags = {"generation"}
@@ -278,7 +278,7 @@ def _environment() -> Any:
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-  # jinja's own escapes HTML.
+  # jinja's tojson escapes HTML, unlike the one of transformers.
   def tojson(value, ensure_ascii=False, indent=None, separators=None,
              sort_keys=False):
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,

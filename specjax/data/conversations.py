@@ -1,4 +1,4 @@
-"""Conversations of users' files: speakers, and the messages of a record.
+"""Reader of conversations: speakers, and the messages of a record.
 
 A record is an object with a list of turns. A turn has "role" and "content", as
 in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
@@ -17,7 +17,7 @@ from specjax.data import text_files
 from specjax.utils.files import read_text
 
 FIELDS = ("messages", "conversations")  # of a record, in order of preference
-_PIECE = 2**20  # characters of a JSON array that are read together
+_PIECE = 2**20  # characters of a JSON array read at a time
 _TURN = ("from", "value", "role", "content")  # keys of a turn
 # From the speakers of files to the roles of chat templates.
 ROLES = {
@@ -33,9 +33,9 @@ class Conversation:
   """The messages of one record.
 
   Attributes:
-    name: decides on the side of the split, as the name of a document does.
-    place: the place of the record for errors, such as "data.jsonl line 3".
-    messages: each with "role", "content" and other keys that templates read.
+    name: name of the record; its hash decides between training and held-out.
+    place: place of the record for errors, such as "data.jsonl line 3".
+    messages: messages with "role", "content" and other keys used by templates.
   """
 
   name: str
@@ -44,7 +44,7 @@ class Conversation:
 
 
 def speaker(place: str, number: int, turn: Any) -> str | None:
-  """Returns the speaker of a turn in lower case; None if it names none.
+  """Returns the speaker of a turn in lower case; None for a turn without one.
 
   Args:
     place: the conversation's place for errors.
@@ -53,7 +53,8 @@ def speaker(place: str, number: int, turn: Any) -> str | None:
       "content".
 
   Raises:
-    ValueError: the turn has neither pair of keys, or its speaker is not a text.
+    ValueError: the turn has neither pair of keys, or its speaker is not a
+      string.
   """
   if isinstance(turn, str):
     return None
@@ -77,7 +78,7 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
     turns: the turns. Names of speakers become roles by `ROLES`.
 
   Raises:
-    ValueError: a turn has no speaker, an unknown one, or no content.
+    ValueError: a turn has no speaker, an unknown speaker, or no content.
   """
   found = []
   for number, turn in enumerate(turns, 1):
@@ -89,7 +90,7 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
       raise ValueError(f"{place}: turn {number} has the unknown speaker "
                        f"{name!r}; known are {', '.join(ROLES)}")
     key = "value" if "value" in turn else "content"
-    # Only in the chat format templates read more: calls of tools, reasoning.
+    # Templates use other keys (tool calls, reasoning) only in the chat format.
     others = {k: v for k, v in turn.items()
               if k not in _TURN and "from" not in turn}
     content = turn.get(key)
@@ -103,15 +104,15 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def field_of(source: str, field: str | None = None) -> str | None:
-  """Returns the field with the conversations of a source, None for texts.
+  """Returns the field with a source's conversations; None for plain text.
 
   Only the first record is read.
 
   Args:
     source: a source of `corpora.iter_documents`, or a `.json` file with an
       array of records.
-    field: the field to read. None or "text", the default of `--field`: if the
-      record has no such field, the first of `FIELDS` that it has.
+    field: field to read. If it is None or "text" (the default of `--field`) and
+      the record has no such field, the first field of `FIELDS` is used.
   """
   record = next((record for _, _, record in _records(source)), None)
   if not isinstance(record, dict):
@@ -125,11 +126,11 @@ def read(source: str, field: str) -> Iterator[Conversation]:
   """Yields the conversations of a source.
 
   Args:
-    source: a source of `field_of`.
-    field: the field of the turns.
+    source: source of conversations, see `field_of`.
+    field: field with the turns.
 
   Raises:
-    ValueError: a record has no list of turns there, or see `messages`.
+    ValueError: the field is not a list of turns, or see `messages`.
   """
   for name, place, record in _records(source, field):
     if not isinstance(record, dict) or field not in record:
@@ -144,7 +145,7 @@ def read(source: str, field: str) -> Iterator[Conversation]:
 
 
 def is_answer(message: dict[str, Any]) -> bool:
-  """Returns True if a message is an assistant's and has a content or a call."""
+  """Returns True for an assistant's message with a content or a tool call."""
   content = message.get("content")
   return message["role"] == "assistant" and bool(
       content.strip() if isinstance(content, str)
@@ -152,7 +153,7 @@ def is_answer(message: dict[str, Any]) -> bool:
 
 
 def _records(source, field=None):
-  """Yields `(name, place, record)`; nothing if the source has no records."""
+  """Yields `(name, place, record)` for sources with records."""
   if source in corpora.STDLIB:
     return
   if corpora.has_records(source):
@@ -165,9 +166,9 @@ def _records(source, field=None):
 
 
 def _items(path: pathlib.Path) -> Iterator[Any]:
-  """Yields the items of a JSON array; nothing if the file holds no array.
+  """Yields the items of a JSON array; nothing if the file is not an array.
 
-  `corpora.json_items` yields the same items, and holds the whole text.
+  `corpora.json_items` yields the same items but needs the complete text.
   """
   pieces = text_files.pieces(path, _PIECE)
   text = next(pieces, "")
@@ -182,7 +183,7 @@ def _items(path: pathlib.Path) -> Iterator[Any]:
       end = corpora.SPACE.match(text, end).end()
     except (RecursionError, ValueError):
       item, end = None, len(text)
-    if end == len(text):  # perhaps the item goes on
+    if end == len(text):  # the item may continue in the next piece
       more = "".join(itertools.islice(pieces, 1 + len(text) // _PIECE))
       if not more:
         break

@@ -1,8 +1,8 @@
 """Prompts whose answers repeat much of the prompt, written for specjax.
 
 Twelve prompts rename a variable in a function, twelve summarise a short text
-and quote its key sentence, and twelve ask a question about such a text with a
-quote. Answers are mostly copies, which are easy to draft.
+and quote its key sentence, and twelve ask a question about a text and request a
+quote. Answers mostly copy the prompt, so they are easy to draft.
 """
 
 # The old name, the new name and the function.
@@ -236,7 +236,7 @@ _TEXTS = (
     "Nobody knows who had put the coin there, or why.",
 )
 
-# One about each text.
+# One question about each text.
 _QUESTIONS = (
     "Why have the people at the landing lost more than they gained?",
     "Where does the flavour of bread come from?",

@@ -26,15 +26,15 @@ from specjax.utils.files import read_text
 
 _JSONL = (".jsonl", ".jsonl.gz")
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}  # with its tests or not
-_HELD_OUT_OF = 20  # one document in twenty
+_HELD_OUT_OF = 20  # one document in twenty is held out
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
-SPACE = re.compile(r"[ \t\n\r]*")  # between the values of JSON
+SPACE = re.compile(r"[ \t\n\r]*")  # space between the values of JSON
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """Text with a name, which decides on the side of the split."""
+  """Text with a name. The name decides whether the text is held out."""
 
   name: str
   text: str
@@ -65,8 +65,7 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
 
 
 def held_out_modules() -> list[Document]:
-  """Returns the held-out modules of `stdlib_documents` without reading others.
-  """
+  """Returns the held-out modules of `stdlib_documents`; reads only these."""
   return list(_modules(read=lambda name: Document(name, "").held_out))
 
 
@@ -92,7 +91,7 @@ def _module_files(include_tests):
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   found = []
   for directory, inner, names in os.walk(root):
-    # Installed packages are many, and are not looked through.
+    # Do not search installed packages, because there may be many files.
     inner[:] = [name for name in inner if name not in left_out]
     place = pathlib.Path(directory).relative_to(root).parts
     found += [(*place, name) for name in names if name.endswith(".py")]
@@ -144,24 +143,25 @@ def held_out(names: Iterable[str]) -> bytearray:
 
 
 def read_documents(source: str, field: str = "text") -> list[Document]:
-  """Returns the documents of `iter_documents`, which see."""
+  """Returns the documents of `iter_documents` as a list."""
   return list(iter_documents(source, field))
 
 
 def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
   """Yields the documents of any source that `--data` accepts.
 
-  A text or JSONL file is not held in memory; of a directory one file is.
+  Text and JSONL files are read in parts. Files of a directory are read one at a
+  time.
 
   Args:
     source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
       `.jsonl` or `.jsonl.gz` file, a directory of text files, or
       "hf:NAME[:SPLIT]" for a Hugging Face dataset (needs the package
       `datasets`).
-    field: the field that holds the text in JSONL and in datasets.
+    field: field with the text, for JSONL files and datasets.
 
   Raises:
-    ValueError: the source is missing, empty, or not what its ending says.
+    ValueError: the source is missing or empty, or its format is invalid.
   """
   empty = True
   for document in _documents(source, field):
@@ -207,11 +207,11 @@ def records(source: str, field: str | None = None
             ) -> Iterator[tuple[str, str, dict[str, Any]]]:
   """Yields `(name, place, record)` of a source that `has_records`.
 
-  The name identifies the record in the split, the place names it in errors.
+  The name decides whether the record is held out. The place is for errors.
 
   Args:
-    source: a dataset or a JSONL file.
-    field: the field of a dataset to read, or None for all.
+    source: dataset or JSONL file.
+    field: field of a dataset to read; None: all fields.
   """
   if source.startswith("hf:"):
     name, rows = _huggingface_rows(source, field)
@@ -227,7 +227,7 @@ def existing(source: str) -> pathlib.Path:
   """Returns the path of a source that is a file or a directory.
 
   Raises:
-    ValueError: it does not exist.
+    ValueError: the path does not exist.
   """
   path = pathlib.Path(source)
   if not path.exists():
@@ -277,7 +277,7 @@ def json_lines(path: str | os.PathLike[str]
   """Yields `(line number, object)` of a JSONL file, gzipped or not.
 
   Raises:
-    ValueError: the file is not UTF-8, or a line is no JSON object.
+    ValueError: the file is not UTF-8, or a line is not a JSON object.
   """
   for number, line in enumerate(text_files.lines(path), 1):
     if not line.strip():
@@ -297,8 +297,8 @@ def json_items(text: str, path: str | os.PathLike[str]
   """Yields `(line number, value)` of every item of a JSON array.
 
   Args:
-    text: JSON that begins with "[", perhaps after spaces.
-    path: the file, for errors.
+    text: JSON that begins with optional space and "[".
+    path: path of the file, for errors.
 
   Raises:
     ValueError: see `files.parse_json`.
@@ -322,7 +322,7 @@ def json_items(text: str, path: str | os.PathLike[str]
     if text[at:at + 1] != ",":
       break
     at += 1
-  parse_json(text, path)  # an empty array, or an error that it names
+  parse_json(text, path)  # accepts an empty array and raises otherwise
 
 
 def text_of(place: str, field: str, value: Any) -> str:
@@ -347,7 +347,7 @@ def text_of(place: str, field: str, value: Any) -> str:
 
 
 def field_of(place: str, record: dict[str, Any], field: str) -> Any:
-  """Returns a field of a record, or raises a `ValueError` that lists others."""
+  """Returns a field of a record; the `ValueError` lists the existing fields."""
   if field not in record:
     raise ValueError(f"{place} has no field {field!r}; it has "
                      f"{', '.join(map(repr, record)) or 'none'}: name the "
@@ -361,7 +361,7 @@ def _huggingface_rows(source: str, field: str | None = None
 
   Args:
     source: "hf:NAME[:SPLIT]".
-    field: the field of the rows to read, or None for all.
+    field: field of the rows to read; None: all fields.
 
   Raises:
     ValueError: the package `datasets` or the field is missing.

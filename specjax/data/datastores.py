@@ -1,16 +1,16 @@
 """Datastores: a corpus as tokens and the order of their suffixes.
 
-REST (He et al. 2023, arXiv:2311.08252) finds what followed the last tokens of
-a text in a corpus. Here a corpus is two arrays: the tokens, with a separator
-after every document, and the starts of all suffixes, sorted by their first
-`depth` tokens. All places where a pattern of up to `depth` tokens stands are
-then one range, found by two binary searches (`methods._matches`). No
-pattern has a separator, so that no match crosses the end of a document; and
-what follows a match ends there.
+REST (He et al. 2023, arXiv:2311.08252) looks up the last tokens of a sequence
+in a corpus and proposes their continuations. A corpus is two arrays: the
+tokens, with a separator after every document, and the starts of all suffixes,
+sorted by their first `depth` tokens. So all occurrences of a pattern of up to
+`depth` tokens form one range, found by two binary searches
+(`methods._matches`). Patterns contain no separator, so matches never cross the
+end of a document. A continuation ends at the separator.
 
-A file is a header of 4096 bytes, which is a line of text and a JSON object,
-then the tokens and then the starts, little-endian. It is opened without being
-read: both arrays are maps of the file.
+A file has a header of 4096 bytes (a line of text and a JSON object), then the
+tokens, then the starts, little-endian. Opening it does not read the arrays,
+because they are mapped into memory.
 
 >>> import jax
 >>> store = index([[1, 2, 3, 1, 2], [2, 3]], vocab_size=4)
@@ -37,13 +37,13 @@ from specjax.utils import fields
 from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
-DEPTH = 16  # REST looks for 16 tokens at most
-DEEPEST = 30  # what a search compares as one whole number of 32 bits
+DEPTH = 16  # REST uses patterns of at most 16 tokens
+DEEPEST = 30  # a search compares the tokens' results as one 32-bit integer
 _MAGIC = b"specjax datastore 1\n"
 _HEADER = 4096  # bytes, so that the arrays are aligned
 _LARGEST = 2**31 - 2**16  # positions are int32
 _SIZES = (("tokens", _LARGEST), ("suffixes", _LARGEST), ("depth", DEEPEST),
-          ("vocab_size", 2**31 - 1), ("bytes", 2**63))  # of a header; the most
+          ("vocab_size", 2**31 - 1), ("bytes", 2**63))  # header keys, maxima
 _REBUILD = "build it again with experiments/build_datastore.py"
 
 
@@ -174,8 +174,7 @@ def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
 
 
 def tokenizer_fingerprint(tokenizer: ReadsText) -> str:
-  """Returns a short hash of the bytes of all tokens and of the special tokens.
-  """
+  """Returns a short hash of all tokens' bytes and of the special tokens."""
   texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
   special = getattr(tokenizer, "special_tokens", {})
   return fingerprint(
@@ -185,7 +184,7 @@ def tokenizer_fingerprint(tokenizer: ReadsText) -> str:
 
 
 def _checked(number, document, vocab_size):
-  """A document as an array `[n]` of ids, all of them tokens."""
+  """Returns a document as an array `[n]` of valid token ids."""
   try:
     found = np.asarray(document)
   except ValueError:  # lists of several lengths
@@ -209,7 +208,7 @@ def _is_size(value, most):
 
 
 def _header(path):
-  """The header of a file that is as long as it says."""
+  """Returns the header of a file, after a check of the file's length."""
   try:
     size = path.stat().st_size
     with open(path, "rb") as f:
@@ -228,7 +227,7 @@ def _header(path):
     width = np.dtype(_dtype(header["vocab_size"])).itemsize
     wants = _HEADER + width * header["tokens"] + 4 * header["suffixes"]
     sizes = {size, wants, header["bytes"]}
-    header["tokenizer"]  # must be there
+    header["tokenizer"]  # raises if the key is missing
   except (ValueError, KeyError, TypeError):
     raise ValueError(f"{path} has a broken header; {_REBUILD}") from None
   if len(sizes) > 1:
@@ -243,11 +242,11 @@ def _dtype(vocab_size):
 
 
 def _sorted_suffixes(tokens, separator, depth):
-  """`[S]` int32, by prefix doubling (Manber and Myers 1993).
+  """Returns `[S]` int32, by prefix doubling (Manber and Myers 1993).
 
-  As many tokens as fit into 64 bits are compared at once; each further sort
-  compares twice as many as the one before. Sorting is stable: equal suffixes
-  stay in the order of the text, on every machine.
+  The first sort compares as many tokens as fit into 64 bits. Each further sort
+  doubles the number. Sorting is stable, so equal suffixes stay in the order of
+  the text on every machine.
   """
   size, bits = len(tokens), int(separator).bit_length()
   reach = min(64 // bits, depth)
@@ -261,7 +260,7 @@ def _sorted_suffixes(tokens, separator, depth):
   while reach < depth:
     rank = _ranks(key, order)
     if rank[order[-1]] == size - 1:
-      break  # no two are equal
+      break  # all ranks differ
     key = rank << np.uint64(32)
     key[:size - reach] |= rank[reach:]
     del rank
@@ -271,11 +270,11 @@ def _sorted_suffixes(tokens, separator, depth):
 
 
 def _ranks(key, order):
-  """`[T]` uint64, how many different keys are smaller than each."""
+  """Returns `[T]` uint64, the number of distinct smaller keys for each key."""
   ordered = key[order]
   steps = np.zeros(len(key), np.uint64)
   steps[1:] = ordered[1:] != ordered[:-1]
-  del ordered  # a large corpus needs the memory
+  del ordered  # frees memory, because corpora may be large
   rank = np.empty_like(steps)
   rank[order] = np.cumsum(steps, out=steps)
   return rank

@@ -1,10 +1,10 @@
 """Tokenizers from the metadata of GGUF files, with llama.cpp's ids.
 
-A GGUF file has a vocabulary, and a name for the rules by which a text is cut
-into words before they are encoded. The rules are those of llama.cpp's
-`llama-vocab.cpp`, which is where the names come from. It does not normalise,
-and neither does this: where a published `tokenizer.json` composes characters
-(NFC: Qwen, GPT-NeoX), ids of decomposed text differ from it.
+A GGUF file has a vocabulary and the name of a pre-tokenizer, the rules that
+split text into words before they are encoded. Names and rules follow
+`llama-vocab.cpp` of llama.cpp. Like llama.cpp, this module does not normalise
+text. So for decomposed characters, ids differ from a published `tokenizer.json`
+with NFC normalisation (Qwen, GPT-NeoX).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from tokenizers import processors
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _UNUSED = 5
 _ENDS = ("eos", "eot", "eom")
-_SPACE = "\u2581"  # SentencePiece writes a space so
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
          r"|\s+(?!\S)")
@@ -31,8 +31,9 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST)
 _LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
-# Upper case may begin a word and not go on in it. llama.cpp approximates these
-# two, for its engine lacks the classes; this is how the models have them.
+# An upper-case letter begins a new word after lower-case letters. llama.cpp
+# approximates both patterns that are built from this one, because its engine
+# lacks the character classes. This is the pattern of the models.
 _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
           r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
@@ -45,8 +46,8 @@ class _Rules:
   """Rules of a pre-tokenizer, by its name.
 
   Attributes:
-    patterns: patterns that split the text one after another, at their matches.
-    whole_words: whether a word in the vocabulary is one token, regardless of
+    patterns: patterns applied in order; each splits the text at its matches.
+    whole_words: True if a word in the vocabulary is one token, regardless of
       merges.
     adds_bos: default of `add_bos_token`.
   """
@@ -87,8 +88,8 @@ def read(metadata: Mapping[str, Any]
     The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
 
   Raises:
-    ValueError: there is no tokenizer, its kind is unknown, or its metadata is
-      inconsistent.
+    ValueError: the tokenizer is missing, its kind is unknown, or its metadata
+      is inconsistent.
   """
   key = "tokenizer.ggml."
   data = {name.removeprefix(key): value for name, value in metadata.items()
@@ -102,19 +103,19 @@ def read(metadata: Mapping[str, Any]
         "tokenizer.json")
   _check(data, tokens)
   types = list(data.get("token_type", [_NORMAL] * len(tokens)))
-  for name in _ENDS:  # of a text, a turn, a message: no text may have them
+  for name in _ENDS:  # never read from text, so they are control tokens
     if f"{name}_token_id" in data:
       types[data[f"{name}_token_id"]] = _CONTROL
   build, bos, eos = ((_byte_level, None, None) if kind == "gpt2"
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
-  # Phi-3's own tokenizer drops space after its tokens, which GGUF cannot say.
+  # Phi-3's tokenizer drops space after added tokens. GGUF has no key for it.
   strips = (kind == "llama"
             and metadata.get("general.architecture") == "phi3")
   _add(backend, tokens, types, strips)
   bos, eos = data.get("bos_token_id", bos), data.get("eos_token_id", eos)
   adds_bos = bool(data.get("add_bos_token", adds_bos)) and bos is not None
-  if adds_bos:  # so that other readers of what `save` writes add it as well
+  if adds_bos:  # so that other readers of saved files also add it
     text = tokens[bos]
     backend.post_processor = processors.TemplateProcessing(
         single=[text, "$A"], pair=[text, "$A", "$B"],
@@ -144,7 +145,7 @@ def _check(data, tokens) -> None:
 
 
 def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
-  """Byte-level BPE; the name of the pre-tokenizer says how words are cut."""
+  """Returns byte-level BPE with the rules of the named pre-tokenizer."""
   del types
   name = data.get("pre")
   if name not in _BY_NAME:
@@ -174,16 +175,16 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
-  """SentencePiece's BPE: of all pairs that are a piece, the best score first.
+  """Returns SentencePiece's BPE, which merges pairs in the order of scores.
 
-  The pairs are listed as merges in that order. Two pieces of one score would
-  merge from the left in SentencePiece, which a list cannot say; published
-  models have no two (their scores are minus their ranks).
+  Pairs that form a piece are listed as merges, best score first. SentencePiece
+  merges pieces of equal score from the left, and a list cannot express this.
+  Published models have no equal scores (a score is minus the rank).
   """
   if "scores" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.scores, which "
                      "SentencePiece's BPE needs; convert the model again")
-  # Control tokens, and bytes, are no pieces: text never merges into them.
+  # Control tokens and bytes are not pieces: text never merges into them.
   pieces = {token for token, kind in zip(tokens, types)
             if kind in (_NORMAL, _UNUSED)}
   order = sorted((i for i, token in enumerate(tokens) if token in pieces),
@@ -211,7 +212,7 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _add(backend, tokens, types, strips) -> None:
-  """Control and unknown tokens are special, user-defined ones only added."""
+  """Adds control and unknown tokens as special, user-defined ones as normal."""
   special, added = [], []
   for token, kind in zip(tokens, types):
     if kind in (_CONTROL, _UNKNOWN):
