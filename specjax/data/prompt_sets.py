@@ -1,10 +1,10 @@
 """Prompt sets by name, of published files or of the running Python.
 
 The first eight are the tasks of "Block Verification Accelerates Speculative
-Decoding" (https://arxiv.org/abs/2403.10444, Table 1), under its titles. Prompts
-are the bare questions and documents: no instruction and no chat template is
-added. "copy" is our own and ships with specjax, as do its halves "rename" and
-"summarise", and "questions" about the texts that are summarised.
+Decoding" (https://arxiv.org/abs/2403.10444, Table 1), with the paper's titles.
+Prompts are the questions and documents without an instruction or a chat
+template. "copy", its halves "rename" and "summarise", and "questions" (about
+the documents of "summarise") were written for specjax and ship with it.
 """
 
 import ast
@@ -49,7 +49,7 @@ class PromptSet:
     hf_config: configuration of the dataset.
     hf_split: split of the dataset.
     hf_revision: revision of the dataset.
-    published: location of the file if there is no Hugging Face dataset.
+    published: location of the file, for sets without a Hugging Face dataset.
     shipped: prompts of a set that needs no file.
   """
 
@@ -125,7 +125,7 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
       Hugging Face dataset (needs the package `datasets`).
 
   Raises:
-    ValueError: there is no such set or file, or its format is wrong.
+    ValueError: the set or file does not exist, or its format is wrong.
   """
   if name not in PROMPT_SETS:
     raise ValueError(f"no prompt set {name!r}; there are "
@@ -164,7 +164,7 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
     training excludes them, "documents" the document of each prompt.
 
   Raises:
-    ValueError: there is no such set, or its documents are too short.
+    ValueError: the set does not exist, or its documents are too short.
   """
   if name not in EMBEDDED:
     raise ValueError(f"no embedded prompt set {name!r}; there are "
@@ -196,14 +196,14 @@ def _huggingface_records(spec):
   except ImportError:
     raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
                      "pip install 'specjax[datasets]'") from None
-  # Streamed, for a training split may be a thousand times as large.
+  # Streamed, because a training split may be a thousand times as large.
   rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
                                revision=spec.hf_revision, streaming=True)
   return ((f"row {i}", row) for i, row in enumerate(rows, 1))
 
 
 def _file_records(spec, path):
-  """Pairs of a place, in words, and the record there."""
+  """Yields each record's place for errors, and the record."""
   if not path.is_file():
     raise ValueError(f"no file at {path}; {_expected(spec)}")
   if not path.name.endswith(spec.endings):
@@ -222,15 +222,15 @@ def _file_records(spec, path):
 
 
 def _csv_records(path, text):
-  """Rows that are not blank; fields may be as long as the file."""
+  """Yields rows that are not blank; fields may be as long as the file."""
   found, limit = [], csv.field_size_limit()
   rows = csv.DictReader(io.StringIO(text), strict=True)
   try:
-    # The limit is the process's; a C long holds it on every system.
+    # The limit is global to the process, and must fit into a C long.
     csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
     line = 1 + bool(rows.fieldnames) * rows.line_num
     for i, row in enumerate(rows, 1):
-      # The cells beyond those of the header are under None.
+      # The key None has the cells beyond the header's columns.
       if any(map(str.strip, row.pop(None, ()))):
         raise ValueError(
             f"{path} row {i} (line {line}) has more cells than the header; put "
@@ -281,7 +281,7 @@ def _follow(place, value, field):
   """Returns the value at a dotted path, "" if the user has no turn.
 
   Raises:
-    KeyError: there is no value at the path.
+    KeyError: the path has no value.
   """
   is_turn = False
   for key in field.split("."):
@@ -289,7 +289,7 @@ def _follow(place, value, field):
       raise KeyError(key)
     value = value[key]
     if isinstance(value, list) and not is_turn:
-      # ShareGPT cuts long conversations: a piece may open with the model.
+      # ShareGPT splits long conversations: a part may begin with the model.
       value, is_turn = prompts_lib.users_turn(place, value), True
       if value is None:
         return ""
@@ -316,12 +316,12 @@ def _documents(name):
 
 @functools.cache
 def _held_out_modules():
-  """The modules, read once: a study asks for one set after the other."""
+  """Returns the modules; cached, because a study may use several sets."""
   return corpora.held_out_modules()
 
 
 def _docstrings(document):
-  """The docstrings of a module, its classes and functions, dedented."""
+  """Yields the dedented docstrings of a module, its classes and functions."""
   kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
   nodes = ast.walk(ast.parse(document.text))
   texts = [ast.get_docstring(n) for n in nodes if isinstance(n, kinds)]

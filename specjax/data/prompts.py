@@ -46,7 +46,7 @@ def named_excerpts(documents: Sequence[corpora.Document], count: int,
   rng = random.Random(seed)
   prompts = []
   while len(prompts) < count:
-    # A new round of all documents, so that long ones do not crowd out others.
+    # One excerpt per document and pass, so that long documents do not dominate.
     for document in rng.sample(documents, len(documents)):
       place = rng.randrange(len(document.text) - characters)
       start = 1 + document.text.rfind("\n", 0, place)

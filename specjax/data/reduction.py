@@ -13,9 +13,9 @@ from specjax.data.tokenizers import Tokenizer
 def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   """Returns the tokenizer with its `size` most frequent tokens and new ids.
 
-  It contains the special tokens, the tokens that no merge produces (the bytes
-  of a byte-level vocabulary), and the most frequent others with the tokens that
-  they are merged from. The order of ids is preserved.
+  It contains the special tokens, the tokens without a merge (the bytes of a
+  byte-level vocabulary), and the most frequent other tokens with the tokens of
+  their merges. The order of ids is preserved.
 
   Args:
     tokenizer: tokenizer of byte-pair encoding.
@@ -33,7 +33,7 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   vocab = spec["model"]["vocab"]
   merges = [merge if isinstance(merge, list) else merge.split(" ", 1)
             for merge in spec["model"]["merges"]]
-  parts = {}  # the first merge that makes a token is the one that is used
+  parts = {}  # only the first merge of a token is used
   for left, right in merges:
     parts.setdefault(left + right, (left, right))
   special = {token["content"] for token in spec["added_tokens"]}
@@ -66,7 +66,7 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
 
 
 def _with_parts(token, parts, kept):
-  """Returns the token and its merged parts that are not in `kept` yet."""
+  """Returns the token and its merged parts, except tokens in `kept`."""
   needed, open_ = set(), [token]
   while open_:
     token = open_.pop()
@@ -77,7 +77,7 @@ def _with_parts(token, parts, kept):
 
 
 def _renumber(node: Any, new) -> None:
-  """Gives the special tokens of a template their new ids, in place."""
+  """Replaces ids of special tokens in a template by new ids, in place."""
   if isinstance(node, list):
     for child in node:
       _renumber(child, new)

@@ -1,7 +1,7 @@
 """Conversion between the tokens of a target and a draft model, on the host.
 
-Both directions use the tokenizers with some preceding text, so tokens at the
-boundary equal the tokens of the full text.
+Both directions tokenize some preceding text as well, so tokens at the boundary
+equal the tokens of the full text.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,14 @@ from specjax.data.vocabularies import whole_characters
 
 
 class Retokenizer:
-  """Two tokenizers side by side; equal if their contents are.
+  """Pair of tokenizers, of the draft model and of the target.
 
-  So what holds one can be the static argument of a program.
+  Pairs are equal if the contents of the tokenizers are equal. So a pair can be
+  part of a static argument of a compiled program.
 
   Attributes:
-    draft_size: D, ids of the drafter's model.
-    target_size: V, ids of the target.
+    draft_size: D, vocabulary size of the draft model.
+    target_size: V, vocabulary size of the target.
 
   Example:
     >>> from specjax import testing
@@ -77,9 +78,9 @@ class Retokenizer:
     """Returns draft ids of `before` followed by the target's `tokens`.
 
     Args:
-      tokens: target ids. Special tokens without a counterpart, and bytes that
-        the draft model's tokens cannot spell, are skipped.
-      before: preceding draft ids, which the following tokens may change.
+      tokens: target ids. Special tokens without a counterpart are skipped. So
+        are bytes that no draft tokens spell.
+      before: preceding draft ids. The following tokens may change them.
     """
     found, text = _last_text(self._drafter, before)
     parts = [text]
@@ -95,7 +96,7 @@ class Retokenizer:
     return found + self._joined(parts)
 
   def _joined(self, parts):
-    """Draft ids of texts in a row, without those that have none alone."""
+    """Returns draft ids of joined byte strings; skips parts without any."""
     spelled = self._drafter.spelled
     found = spelled(b"".join(parts))
     if found is None:
@@ -104,16 +105,16 @@ class Retokenizer:
 
   def as_target(self, drafted: Sequence[int], before: Sequence[int]
                 ) -> list[int]:
-    """Target ids of what `drafted` spells, as they come after `before`.
+    """Returns target ids of the text of `drafted`, given `before`.
 
-    Half a character at the end is dropped; so is all from a special token on
-    that the target has not. The last token may be one that more text would
-    make longer. It is given all the same: a proposal that fails costs no more
-    than none, and the target may well want that token.
+    An incomplete character at the end is dropped. The result ends before a
+    special token without a counterpart. More text might extend the last token.
+    It is included all the same, because a rejected token costs no more than a
+    missing one.
 
     Args:
       drafted: draft ids.
-      before: target ids that the text goes on from.
+      before: preceding target ids.
     """
     special = [i for i, d in enumerate(drafted) if not self._drafter.texts[d]]
     end = special[0] if special else len(drafted)
@@ -124,7 +125,7 @@ class Retokenizer:
     return found
 
   def _following(self, text, past):
-    """Target ids of `text` after `past`; [] where there are none."""
+    """Returns target ids of `text` after `past`; [] if there are none."""
     half = len(whole_characters(past + text)[2])
     text = text[:max(len(text) - half, 0)]
     if not text:
@@ -134,21 +135,21 @@ class Retokenizer:
       size += len(self._target.texts[found[i]])
       if size == len(text):
         return found[i:]
-    # The whole text has no boundary here: a token would span both.
+    # A token of the joined text spans past and text, so encode text alone.
     return self._target.spelled(text) or []
 
   def prompts(self, width: int, tokens: np.ndarray, lengths: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
-    """`as_draft` of prompts, with the drafter's bos in place of the target's.
+    """Returns `as_draft` of prompts, with the draft model's bos.
 
     Args:
       width: columns W of the result.
-      tokens: `[B, P]` target ids.
-      lengths: `[B]`.
+      tokens: `[B, P]` target ids. The target's bos at the start is dropped.
+      lengths: `[B]` numbers of target ids.
 
     Returns:
-      `[B, W]` int32 draft ids, and `[B]` int32, how many there are, which may
-      be more than W.
+      `[B, W]` int32 draft ids, and `[B]` int32, the number of draft ids. The
+      number may exceed W.
     """
     bos = [] if self._drafter.bos is None else [self._drafter.bos]
     rows = [row[:n] for row, n in zip(_lists(tokens), _lists(lengths))]
@@ -158,17 +159,18 @@ class Retokenizer:
   def reread(self, width: int, tail: np.ndarray, held: np.ndarray,
              new: np.ndarray, count: np.ndarray
              ) -> tuple[np.ndarray, np.ndarray]:
-    """`as_draft` of rows that go on; where nothing is new nothing changes.
+    """Returns `as_draft` of new tokens; rows without any keep their tail.
 
     Args:
       width: columns W of the result.
-      tail: `[B, K]` draft ids, the last ones before.
-      held: `[B]`, how many of them there are.
+      tail: `[B, K]` last draft ids before the new tokens.
+      held: `[B]` numbers of ids in `tail`.
       new: `[B, n]` target ids.
-      count: `[B]`, how many of them there are.
+      count: `[B]` numbers of ids in `new`.
 
     Returns:
-      As `prompts`, for what takes the place of the tail.
+      `[B, W]` int32 draft ids that replace the tail, and `[B]` int32, the
+      number of draft ids. The number may exceed W.
     """
     return _filled([
         self.as_draft(row[:n], before[:k]) if n else before[:k]
@@ -177,14 +179,14 @@ class Retokenizer:
 
   def chains(self, gamma: int, before: np.ndarray, held: np.ndarray,
              drafted: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """`[B, gamma]` int32, `as_target` of rows, filled up with -1.
+    """Returns `[B, gamma]` int32, `as_target` of rows, padded with -1.
 
     Args:
-      gamma: tokens of a chain; more are cut.
+      gamma: number of tokens of a chain; further tokens are cut off.
       before: `[B, K]` target ids.
-      held: `[B]`, how many of them there are.
+      held: `[B]` numbers of ids in `before`.
       drafted: `[B, G]` draft ids.
-      wanted: `[B]` bool, rows that draft.
+      wanted: `[B]` bool, True for rows that draft.
     """
     return _filled([
         self.as_target(row, past[:k])[:gamma] if wants else []
@@ -194,7 +196,7 @@ class Retokenizer:
 
 
 def _last_text(vocabulary, ids):
-  """`(ids up to the last special one, the bytes after it)`."""
+  """Returns `(ids up to the last special id, bytes of the ids after it)`."""
   ids = list(ids)
   start = len(ids)
   while start and vocabulary.texts[ids[start - 1]]:
@@ -207,7 +209,7 @@ def _lists(x):
 
 
 def _filled(rows, width, fill):
-  """Rows `[B, W]` of one length, and how long they were `[B]`."""
+  """Returns padded rows `[B, W]`, and their lengths before padding `[B]`."""
   found = np.full((len(rows), width), fill, np.int32)
   for row, ids in zip(found, rows):
     row[:min(len(ids), width)] = ids[:width]

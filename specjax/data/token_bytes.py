@@ -9,14 +9,14 @@ import unicodedata
 
 import tokenizers
 
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's name of one
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's name of a byte
 
 
 def alphabet() -> dict[str, int]:
-  """The byte of each character that byte-level BPE writes bytes with.
+  """Returns the byte of each character of byte-level BPE's alphabet.
 
-  Bytes that are printable Latin-1 characters stand for themselves; the others
-  take the characters from U+0100 on (Radford et al., 2019, GPT-2).
+  Bytes of printable Latin-1 characters map to these characters. Other bytes
+  map to characters from U+0100 on (Radford et al., 2019, GPT-2).
   """
   printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = [byte for byte in range(256) if byte not in printable]
@@ -25,13 +25,13 @@ def alphabet() -> dict[str, int]:
 
 
 def check_text(text: str) -> None:
-  """Refuses a text that no bytes stand for: it has half of a character.
+  """Raises `ValueError` for text with lone surrogates, which has no UTF-8 form.
 
-  Such halves, lone surrogates, are what Python makes of bytes on the command
-  line that are not UTF-8, and JSON of "\\ud83d" alone.
+  Python creates them from command-line bytes that are not UTF-8, and JSON from
+  an unpaired "\\ud83d".
 
   Raises:
-    ValueError: it says where the first one is.
+    ValueError: the message contains the position of the first surrogate.
   """
   try:
     text.encode()
@@ -55,7 +55,7 @@ def is_mark(text: str) -> bool:
 
 
 def marks_in(text: str) -> list[str]:
-  """All pieces of a text that `is_mark`, of at most 64 characters each."""
+  """Returns substrings that satisfy `is_mark`, of at most 64 characters."""
   kinds = [unicodedata.category(x) for x in text]
   pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
             if kind in _OPEN
@@ -66,18 +66,18 @@ def marks_in(text: str) -> list[str]:
 
 def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
           ) -> list[bytes]:
-  """The bytes of each token.
+  """Returns the bytes of each token.
 
   Args:
     backend: the tokenizer.
-    size: V.
-    special: ids of special tokens, which have none.
+    size: V, the vocabulary size.
+    special: ids of special tokens.
 
   Returns:
-    `[V]` bytes. An id without a token has none.
+    `[V]` bytes; b"" for special and unused ids.
 
   Raises:
-    ValueError: the decoder is of an unknown kind.
+    ValueError: the kind of the decoder is unknown.
   """
   state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
   steps = state.get("decoders", [state])
@@ -87,7 +87,7 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
   found = [b""] * size
   for text, token in backend.get_vocab().items():
     if token not in special:
-      # An added token is written as it is, not in the alphabet of bytes.
+      # Added tokens are stored as text, not in the alphabet of bytes.
       found[token] = (text.encode() if byte_level and token in added
                       else of(text))
   return found
@@ -99,14 +99,17 @@ def _byte_level() -> Callable[[str], bytes]:
   def of(text: str) -> bytes:
     try:
       return bytes([byte[character] for character in text])
-    except KeyError:  # no byte-level token: the library takes it as it is
+    except KeyError:  # not a byte-level token: the library copies its text
       return text.encode()
 
   return of
 
 
 def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-  """Applies the steps of a decoder to a token in the middle of a text."""
+  """Returns a function that applies a decoder's steps to a token.
+
+  The token is taken to be in the middle of a text.
+  """
   kinds = {step.get("type") for step in steps}
   replaced = _replacements(steps)
   prefixes = [step["prefix"] for step in steps

@@ -1,8 +1,8 @@
 """Corpora as token ids in files, which are mapped into memory.
 
-A corpus is tokenised once, in pieces, and its tokens are stored in a directory
-whose name is a hash of the text and of the tokenizer. The next run with the
-same corpus and tokenizer only hashes the files of the text.
+A corpus is tokenised once, in pieces. Its tokens are stored in a directory
+whose name is a hash of the text and the tokenizer. Later runs with the same
+corpus and tokenizer only hash the text files.
 """
 
 from collections.abc import Callable
@@ -29,27 +29,27 @@ from specjax.utils.fingerprints import Digest
 from specjax.utils.fingerprints import fingerprint
 
 _ABOUT = "about.json"
-_FORMAT = 1  # raised whenever the same text gives other files
+_FORMAT = 1  # increased by every change of the files
 _SIDES = ("training", "held_out")
 _DTYPE = np.dtype(np.uint32)
-_PIECE = 2**20  # characters that are tokenised together
+_PIECE = 2**20  # characters tokenised at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFiles:
-  """The tokens of a corpus; both sides of the split.
+  """Tokens of a corpus, both training and held-out documents.
 
   Attributes:
-    tokens: two arrays `[T]` uint32, to train on and held out. They are mapped:
-      only the parts that are read are in memory.
-    answered: two arrays `[T]` bool, True for the tokens that an assistant
-      writes; None if the corpus has no conversations.
-    documents: number of documents or conversations of both sides.
-    num_bytes: UTF-8 bytes of both sides' texts; 0 for conversations.
+    tokens: two arrays `[T]` uint32, training and held-out tokens. They are
+      mapped from files, so only accessed parts are in memory.
+    answered: two arrays `[T]` bool, True for tokens of an assistant's answer;
+      None if the corpus has no conversations.
+    documents: number of documents or conversations, training and held out.
+    num_bytes: UTF-8 bytes of all documents; 0 for conversations.
     corpus: fingerprint of all documents.
-    fingerprints: one of both token arrays together, and one of the first.
-    note: a line about conversations that were left out, or "".
-    path: the directory.
+    fingerprints: fingerprint of both token arrays, and of the training array.
+    note: a line about skipped conversations, or "".
+    path: directory of the files.
   """
 
   tokens: tuple[np.ndarray, np.ndarray]
@@ -63,15 +63,15 @@ class TokenFiles:
 
   @property
   def size(self) -> int:
-    """Bytes of all files."""
+    """Size of all files in bytes."""
     return sum(x.nbytes for x in (*self.tokens, *(self.answered or ())))
 
   def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
-    """Returns `[V]`, how often each token is in the text to train on.
+    """Returns `[V]`, the count of each token in the training documents.
 
     Args:
-      vocab_size: V.
-      answers_only: count only the tokens of answers.
+      vocab_size: V, the vocabulary size.
+      answers_only: whether only tokens of answers are counted.
     """
     total = np.zeros(vocab_size, np.int64)
     for start in range(0, len(self.tokens[0]), _PIECE):
@@ -85,16 +85,16 @@ class TokenFiles:
 def read(source: str, field: str, tokenizer: Tokenizer,
          directory: str | os.PathLike[str], *, chat: bool = False,
          say: Callable[[str], None] = lambda stage: None) -> TokenFiles:
-  """Returns the tokens of a corpus, which are stored in a directory.
+  """Returns the tokens of a corpus; writes their files if necessary.
 
   Args:
-    source: a source of `corpora.iter_documents`; with `chat`, of
-      `conversations.field_of`.
-    field: the field of a record that is read.
+    source: source of documents, see `corpora.iter_documents`; with `chat`,
+      source of conversations, see `conversations.field_of`.
+    field: field of a record with the text or the turns.
     tokenizer: the tokenizer. Every text begins with its `bos`, or `eos`.
-    directory: the directory of the files of all corpora.
-    chat: the records hold conversations, which the chat template writes.
-    say: a function that is called with a line before the text is tokenised.
+    directory: parent directory for the files of all corpora.
+    chat: whether records are conversations, to be written by the chat template.
+    say: function called with a line of text before tokenisation starts.
 
   Raises:
     ValueError: the source cannot be read, or has too little text.
@@ -115,9 +115,9 @@ def read(source: str, field: str, tokenizer: Tokenizer,
 
 @contextlib.contextmanager
 def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A directory that is called `path` when it is complete.
+  """Yields a temporary directory that is renamed to `path` at the end.
 
-  Several processes may write it at once, because they write equal files.
+  Several processes may do this concurrently, because they write equal files.
   """
   partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
   try:
@@ -126,7 +126,7 @@ def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
       partial.rename(path)
     except OSError:
-      if _open(path) is None:  # broken, and not written by another process
+      if _open(path) is None:  # damaged, so not from a concurrent process
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
   finally:
@@ -134,7 +134,7 @@ def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _open(path: pathlib.Path) -> TokenFiles | None:
-  """Maps the files of a directory; None if one is missing or cut."""
+  """Maps the files of a directory; None if one is missing or truncated."""
   try:
     about = files.read_json(path / _ABOUT, "delete it")
     arrays = {file: _mapped(path / file, dtype, about["tokens"][i])
@@ -144,7 +144,7 @@ def _open(path: pathlib.Path) -> TokenFiles | None:
   except (OSError, ValueError, KeyError):
     return None
   with contextlib.suppress(OSError):
-    os.utime(path / _ABOUT)  # the time of the last use
+    os.utime(path / _ABOUT)  # records the time of the last use
   both = lambda kind: tuple(arrays[f"{side}.{kind}"] for side in _SIDES)
   return TokenFiles(
       tokens=both("tokens"), answered=both("answered") if about["chat"]
@@ -160,11 +160,11 @@ def _mapped(path, dtype, count):
 
 
 class _Writer:
-  """The files of a corpus while they are written.
+  """Writer of the files of a corpus.
 
   Attributes:
-    num_bytes: see `TokenFiles`.
-    note: see `TokenFiles`.
+    num_bytes: UTF-8 bytes of all documents so far.
+    note: a line about skipped conversations, or "".
   """
 
   def __init__(self, stack: contextlib.ExitStack, path: pathlib.Path):
@@ -176,7 +176,7 @@ class _Writer:
 
   def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
           ) -> None:
-    """Appends tokens to a side."""
+    """Appends tokens to the training (0) or held-out (1) array."""
     tokens, marks = self._files[side]
     tokens.write(np.asarray(ids, _DTYPE).tobytes())
     marks.write(np.asarray(answered, bool).tobytes())
@@ -185,7 +185,8 @@ class _Writer:
 def _write(path, source, field, tokenizer, chat):
   """Writes the files of a corpus.
 
-  The text is read twice: the side of a document depends on all names.
+  The text is read twice, because the split depends on the names of all
+  documents.
   """
   silent = []  # places of conversations without an answer
   items = (functools.partial(_answered, source, field, silent) if chat
@@ -211,7 +212,7 @@ def _write(path, source, field, tokenizer, chat):
   for i, side in enumerate(_SIDES):
     both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
   first.add_array("[0]", path / "training.tokens", _DTYPE)
-  # Every process writes its own files, unlike `files.write_json`.
+  # No atomic write as in `files.write_json`: the directory is private so far.
   (path / _ABOUT).write_text(json.dumps({
       "chat": chat, "documents": documents, "num_bytes": writer.num_bytes,
       "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
@@ -240,7 +241,7 @@ def _write_texts(writer, tokenizer, documents):
 
 
 def _write_chats(writer, tokenizer, chats, silent):
-  """Leaves out the conversations without an answer; notes how many."""
+  """Writes the conversations that have an answer; notes the number skipped."""
   refused, written = [], 0
   for side, chat in chats:
     try:
@@ -261,7 +262,7 @@ def _write_chats(writer, tokenizer, chats, silent):
 
 
 def _answered(source, field, silent):
-  """Yields the conversations with an answer; lists the places of others."""
+  """Yields conversations with an answer; adds others' places to `silent`."""
   silent.clear()
   empty = True
   for chat in conversations.read(source, field):

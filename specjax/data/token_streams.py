@@ -1,4 +1,4 @@
-"""Texts as one stream of token ids, encoded in parts."""
+"""Encoding of documents as one stream of token ids, in parts."""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ import numpy as np
 
 from specjax.data import token_bytes
 
-_TOGETHER = 2**20  # characters that are encoded together
-_LONG = 2**22  # characters of a text that is cut into pieces
-_NEAR = 1000  # characters before and after a cut
-_LINE = re.compile(r"(?<=\w\n)(?=\w)")  # the place before a line
+_TOGETHER = 2**20  # characters encoded in one call
+_LONG = 2**22  # longer texts are cut into pieces
+_NEAR = 1000  # characters compared before and after a cut
+_LINE = re.compile(r"(?<=\w\n)(?=\w)")  # position before a line
 
 
 def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
   """Yields the array of `Tokenizer.encode_stream` in parts.
 
-  The library takes some 40 bytes for a byte of text while it encodes, so it
-  encodes about a million characters at a time, and a long text in pieces.
+  Encoding needs about 40 bytes of memory per byte of text. So each call of the
+  library encodes about a million characters, and long texts are cut.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer`.
-    texts: an iterable of texts.
+    texts: documents as strings.
 
   Raises:
     ValueError: see `Tokenizer.encode_stream`.
@@ -33,7 +33,7 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
   if between is None:
     raise ValueError("the tokenizer has neither bos nor eos to part "
                      "documents; name one in its tokenizer_config.json")
-  waiting, size = [], 0  # (what comes before a piece, the piece)
+  waiting, size = [], 0  # pairs (ids before a piece, the piece)
 
   def encoded():
     encodings = tokenizer.backend.encode_batch(
@@ -58,11 +58,11 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
 
 
 def cut(tokenizer: Any, text: str) -> Iterator[str]:
-  """Yields pieces of a long text, which together have the tokens of the text.
+  """Yields pieces of a long text. Their joined tokens equal the text's tokens.
 
-  The text is cut before a line if the tokens around that place are the same
-  without the cut. With a tokenizer that marks the beginning of a text there is
-  no such place, and the text is not cut.
+  A cut is made before a line if it does not change the tokens around it. If the
+  tokenizer marks the beginning of a text, no cut is possible, and the text
+  stays in one piece.
   """
   encode = lambda a, b: tokenizer.backend.encode(
       text[a:b], add_special_tokens=False).ids

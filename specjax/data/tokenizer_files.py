@@ -1,7 +1,7 @@
 """Reader of a tokenizer directory.
 
-`tokenizer.json` has the vocabulary and the rules. Begin and end tokens and the
-chat template are in the other files, which are read as transformers does.
+`tokenizer.json` contains the vocabulary and the rules. The other files contain
+begin and end tokens and the chat template. They are read like in transformers.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from specjax.utils.files import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"
-_IDS = 2**32  # numbers of tokens are below
+_IDS = 2**32  # token ids are below this number
 _SPECIAL = "special_tokens_map.json"
 _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
-_BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # read, and never written here
+_BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # files read but never written
 
 
 def read(path: str | os.PathLike[str]
@@ -34,7 +34,7 @@ def read(path: str | os.PathLike[str]
     The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
 
   Raises:
-    ValueError: there is no tokenizer, a file is damaged, or a file names an
+    ValueError: the tokenizer is missing, a file is damaged, or a file names an
       unknown token.
   """
   path = pathlib.Path(path)
@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str]
     backend = tokenizers.Tokenizer.from_str(read_text(file))
   except Exception as e:  # the library raises bare Exception
     raise ValueError(f"{file} is not a tokenizer: {e}") from None
-  backend.no_truncation()  # some files were made for short texts
+  backend.no_truncation()  # some files limit the length of texts
   backend.no_padding()
   config = _json(file.with_name("tokenizer_config.json"))
   named = _json(file.with_name(_SPECIAL)) | config
@@ -64,7 +64,7 @@ def read(path: str | os.PathLike[str]
   for name in ("bos_token", "eos_token"):
     if name in named:
       tokens[name] = _id(backend, file, name, named[name])
-  if before is not None:  # what it puts before a text is what `bos` means
+  if before is not None:  # the token put before a text is `bos` by definition
     tokens["bos_token"] = before
   return backend, {
       "bos": tokens.get("bos_token"), "eos": tokens.get("eos_token"),
@@ -73,10 +73,11 @@ def read(path: str | os.PathLike[str]
 
 
 def check_alone(directory: pathlib.Path) -> None:
-  """Refuses to write a tokenizer beside what `read` would read with it.
+  """Checks that a directory has no files that would change a saved tokenizer.
 
   Raises:
-    ValueError: the directory has such a file, which specjax never writes.
+    ValueError: the directory has a file that `read` uses and specjax never
+      writes.
   """
   for name in _BESIDE:
     if (directory / name).exists():
@@ -104,7 +105,7 @@ def _json(path) -> dict[str, Any]:
 
 
 def _texts(value) -> Iterator[str]:
-  """The tokens in a value of the files: a text, a token, a list or a dict."""
+  """Yields the tokens in a value: a string, a token, a list or a dict."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, dict):
@@ -116,7 +117,7 @@ def _texts(value) -> Iterator[str]:
 
 
 def _mark_special(backend, named) -> None:
-  """Marks tokens as special that only the other files call special."""
+  """Marks tokens as special if the other files list them as special."""
   special = {added.content
              for added in backend.get_added_tokens_decoder().values()
              if added.special}
@@ -128,7 +129,7 @@ def _mark_special(backend, named) -> None:
 
 
 def _template_tokens(backend) -> tuple[int | None, int | None]:
-  """The special tokens that its post-processor puts around a text."""
+  """Returns the special tokens added before and after a text, or None."""
   encoding = backend.encode("a")
   marks = encoding.special_tokens_mask
   if not any(marks):
@@ -138,13 +139,13 @@ def _template_tokens(backend) -> tuple[int | None, int | None]:
 
 
 def _last_resort(backend, path, wanted) -> dict[str, int]:
-  """Ids of the model's configuration, else of a token known to be an end."""
+  """Returns ids from the model's configuration, else of `END_OF_TEXT`."""
   config = _json(path)
   found = {}
   for name in ("bos_token", "eos_token"):
     value = config.get(name + "_id")
     value = value[0] if isinstance(value, list) and value else value
-    if (isinstance(value, int) and 0 <= value < _IDS  # some write -1 for none
+    if (isinstance(value, int) and 0 <= value < _IDS  # -1 in some files: none
         and backend.id_to_token(value) is not None):
       if name in wanted:
         check_not_ordinary(backend, value, f"{name}_id", path)
@@ -157,15 +158,15 @@ def _last_resort(backend, path, wanted) -> dict[str, int]:
 
 def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
                        path: str | os.PathLike[str]) -> None:
-  """Refuses an ordinary token as the beginning or the end of a sequence.
+  """Checks that a begin or end token is not an ordinary token.
 
-  Configurations get such ids from the defaults of their library.
+  Configurations may have the ids of ordinary tokens from a library's defaults.
 
   Args:
     backend: the tokenizer.
-    token: the id.
-    key: the key of the configuration that has the id.
-    path: the file with the key.
+    token: id of the token.
+    key: key of the configuration with the id.
+    path: path of the configuration, for errors.
 
   Raises:
     ValueError: the token is not marked as special, and plain text contains it.
@@ -192,13 +193,13 @@ def _id(backend, file, name, value) -> int | None:
 
 
 def _chat_template(directory, config) -> str | None:
-  """That of a file of its own, else that of tokenizer_config.json."""
+  """Returns the template of its own file, else of tokenizer_config.json."""
   path = directory / _TEMPLATE
   if path.is_file():
     return read_text(path)
   template = config.get("chat_template") or _json(
       directory / _TEMPLATE_JSON).get("chat_template")
-  if isinstance(template, list):  # several, by name
+  if isinstance(template, list):  # several templates with names
     by_name = {item.get("name"): item.get("template")
                for item in template if isinstance(item, dict)}
     if len(by_name) < len(template) or not all(

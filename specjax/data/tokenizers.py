@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, of any published model."""
+"""Tokenizers of published models: text to token ids and back."""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -33,19 +33,19 @@ from specjax.utils.files import write_json
 class Tokenizer:
   """Text to token ids and back.
 
-  Special tokens, such as `<|im_end|>`, steer a model. A text is untrusted, so
-  what looks like one in it stays text, unless `encode(special=True)` asks for
-  them. Added tokens that are not special are read from every text, as the
-  files of the tokenizer want it.
+  Special tokens, such as `<|im_end|>`, control a model. Text is untrusted, so
+  special tokens in it are encoded as plain text, except with
+  `encode(special=True)`. Added tokens that are not special are always read from
+  text, as in other libraries.
 
   Attributes:
-    backend: the `tokenizers.Tokenizer` that does the work, for text alone: it
-      reads no special token.
+    backend: the `tokenizers.Tokenizer` for plain text; it reads no special
+      tokens.
     bos: id of the token before a document, or None.
     eos: id of the token that ends a sequence, or None.
-    adds_bos: whether the files put `bos` before every text, as those of Llama
-      and Gemma do and those of GPT-2 and Qwen do not.
-    chat_template: a jinja template that makes a text of messages, or None.
+    adds_bos: whether the files put `bos` before every text. True for Llama and
+      Gemma, False for GPT-2 and Qwen.
+    chat_template: jinja template that converts messages to text, or None.
   """
 
   def __init__(self, backend: tokenizers.Tokenizer, *, bos: int | None = None,
@@ -67,32 +67,32 @@ class Tokenizer:
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
         if token is not None
         and not (token in known and known[token].special)])
-    # This is state of the backend, which all threads share: it is set once.
-    # What reads special tokens is another backend, `parser`.
+    # This is state of the backend, shared by all threads, so it is set once.
+    # Special tokens are read by another backend, `parser`.
     backend.encode_special_tokens = True
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-    """Reads a `tokenizer.json`, or a directory that has one.
+    """Returns the tokenizer of a `tokenizer.json` or of its directory.
 
-    What lies beside it counts as well: `tokenizer_config.json`,
+    Other files of the directory are also read: `tokenizer_config.json`,
     `special_tokens_map.json`, `chat_template.jinja`, `config.json`.
 
     Raises:
-      ValueError: there is none, it is broken, or the files contradict it.
+      ValueError: the file is missing or damaged, or other files contradict it.
     """
     backend, conventions = tokenizer_files.read(path)
     return cls(backend, **conventions)
 
   @classmethod
   def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-    """The tokenizer that the metadata of a GGUF file describes.
+    """Returns the tokenizer in the metadata of a GGUF file.
 
     Args:
       metadata: values by key (`tokenizer.ggml.tokens`, ...), arrays as lists.
 
     Raises:
-      ValueError: it describes none, or one of an unknown kind.
+      ValueError: the tokenizer is missing, or its kind is unknown.
     """
     backend, conventions = gguf_tokenizers.read(metadata)
     return cls(backend, **conventions)
@@ -130,44 +130,44 @@ class Tokenizer:
 
   @functools.cached_property
   def parser(self) -> tokenizers.Tokenizer:
-    """A copy of `backend` that reads special tokens from a text."""
+    """Copy of `backend` that reads special tokens from text."""
     copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
     copy.encode_special_tokens = False
-    # The places of tokens count their spaces. No special token is added, so a
-    # post-processor does nothing else.
+    # Offsets include the spaces of tokens. The post-processor has no other
+    # effect, because no special tokens are added.
     copy.post_processor = processors.ByteLevel(trim_offsets=False)
     return copy
 
   @functools.cached_property
   def vocab_size(self) -> int:
-    """V, one more than the largest id; special tokens are included."""
+    """Vocabulary size V: the largest id, including special tokens, plus 1."""
     return max(self.backend.get_vocab().values()) + 1
 
   @functools.cached_property
   def special_tokens(self) -> dict[int, str]:
-    """The special tokens, by id."""
+    """Special tokens by id."""
     added = self.backend.get_added_tokens_decoder()
     return {token: added[token].content for token in sorted(added)
             if added[token].special}
 
   @functools.cached_property
   def control_tokens(self) -> dict[int, str]:
-    """The special tokens but the one for unknown characters, by id.
+    """Special tokens by id, without the token for unknown characters.
 
-    That one, where there is any, may come from a text; these may not. Models
-    of bytes, which know every character, may name one that they never need,
-    such as the end of a text, as GPT-2 does.
+    Plain text may encode to the unknown token, but not to these. Byte-level
+    models need no unknown token. GPT-2 names its end of text as the unknown
+    token, and it stays in the result.
     """
-    strange = "\U0010ffff"  # a character that no vocabulary has
+    strange = "\U0010ffff"  # a character in no vocabulary
     before, words = self.backend.normalizer, self.backend.pre_tokenizer
-    if before:  # BERT's removes it
+    if before:  # the normalizer of BERT removes the character
       strange = before.normalize_str(strange) or strange
     pieces = ([piece for piece, _ in words.pre_tokenize_str(strange)]
               if words else [strange])
     try:
       unknown = {token.id for piece in pieces
                  for token in self.backend.model.tokenize(piece)}
-    except Exception:  # the library's, where the model knows no such token
+    except Exception:  # raised by the library if there is no unknown token
       unknown = set()
     return {token: text for token, text in self.special_tokens.items()
             if token not in unknown}
@@ -178,8 +178,8 @@ class Tokenizer:
 
     Args:
       text: text to encode.
-      bos: whether to prepend the beginning-of-sequence token if the files do
-        (`adds_bos`). An empty sequence always gets it if the tokenizer has one.
+      bos: whether to prepend the beginning-of-sequence token if `adds_bos`. It
+        is always prepended to an empty sequence if the tokenizer has one.
       special: whether to read special tokens from the text. Use it only for
         trusted text. An initial `bos` in the text is not repeated.
 
@@ -205,31 +205,31 @@ class Tokenizer:
 
   def chat(self, messages: Sequence[Mapping[str, Any]],
            add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of a conversation, as the model's chat template writes it.
+    """Returns the token ids of a conversation, by the model's chat template.
 
-    Only the template writes special tokens. What the contents hold is text,
-    whatever it looks like (`specjax.data.chat` says how).
+    Only the template can write special tokens. Special tokens in contents are
+    encoded as plain text (see `specjax.data.chat`).
 
     Args:
-      messages: each with a "role" and a "content", or with "tool_calls". A
-        key whose value is None counts as missing.
-      add_generation_prompt: end where the model's answer begins.
+      messages: messages, each with a "role" and a "content" or "tool_calls". A
+        value of None counts as a missing key.
+      add_generation_prompt: whether to append the header of the model's answer.
 
     Raises:
-      ValueError: there is no template, it fails, `jinja2` is missing, a
-        content has half of a character, or contents and template together would
-        make a special token.
+      ValueError: the template is missing or fails, `jinja2` is missing, a
+        content is not valid UTF-8, or contents and template together would form
+        a special token.
     """
     return chat.render(self, messages, add_generation_prompt).ids
 
   def chat_answers(self, messages: Sequence[Mapping[str, Any]]
                    ) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation, and which of them are an assistant's.
+    """Returns the token ids of a conversation, and a mask of the answers.
 
     Returns:
-      `ids`, those of `chat` up to the end of the last answer, and for each of
-      them True if the model would write it: it is of an answer, its end of turn
-      included.
+      The ids of `chat` up to the end of the last answer, and a list of bools:
+      True for tokens that the model generates, the answers and their ends of
+      turn.
 
     Raises:
       ValueError: see `chat`; or the tokens of answers cannot be separated
@@ -238,10 +238,10 @@ class Tokenizer:
     return answers.encode(self, messages)
 
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
-    """All texts as one array: each after one `bos`, or `eos`, uint32.
+    """Returns one uint32 array of all documents, each after `bos`, or `eos`.
 
     Raises:
-      ValueError: there is neither, or see `encode`.
+      ValueError: the tokenizer has neither token, or see `encode`.
     """
     return np.concatenate(list(token_streams.encode(self, texts)))
 
@@ -252,7 +252,7 @@ class Tokenizer:
       token: id of the token.
 
     Raises:
-      ValueError: the id is negative, or the decoder is of an unknown kind.
+      ValueError: the id is negative, or the kind of the decoder is unknown.
     """
     if token < 0:
       raise ValueError(f"token id {token} is negative; ids begin at 0")
@@ -265,20 +265,20 @@ class Tokenizer:
 
   @functools.cached_property
   def _bytes(self) -> list[bytes]:
-    """`[V]` the bytes of each token."""
+    """`[V]`, bytes of each token."""
     return token_bytes.table(self.backend, self.vocab_size,
                              self.special_tokens)
 
   def plain(self, text: str, encoding: tokenizers.Encoding | None = None
             ) -> Iterator[tuple[int, tokenizers.Encoding]]:
-    """Yields `(place, encoding)` of the pieces of a text, often one.
+    """Yields `(offset, encoding)` of the pieces of a text, often only one.
 
-    No piece has a special token. A vocabulary that lists `</s>` among its
-    pieces would find it in a text; cut within, the text has it no longer.
+    No encoding has a control token. If a vocabulary can produce one from plain
+    text (such as `</s>`), the text is cut inside it.
 
     Args:
-      text: to encode.
-      encoding: of the text by `backend`, if it is known.
+      text: text to encode.
+      encoding: encoding of the text by `backend`; None: computed here.
 
     Raises:
       ValueError: a character of the text is a special token.
@@ -303,10 +303,10 @@ class Tokenizer:
 
 
 def _mark_those_of_template(backend, template):
-  """Makes control tokens of a chat template special.
+  """Marks the control tokens of a chat template as special.
 
-  Some GGUF files type `<|im_start|>` as a normal token, and the tokenizer would
-  split it.
+  Some GGUF files store `<|im_start|>` as a normal token. The tokenizer would
+  then split it.
   """
   split = []
   for text in token_bytes.marks_in(template or ""):

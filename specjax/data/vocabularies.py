@@ -1,10 +1,10 @@
 """Comparison of two vocabularies, on the host.
 
-Tokens are compared by bytes, so marks of spaces and byte-level alphabets do not
+Tokens are compared by bytes, so space markers and byte-level alphabets do not
 matter. Special tokens have no bytes. They are paired by role (bos with bos, eos
 with eos) or by equal names.
 
-`VocabularyMap` has the tables of a compiled loop (Timor et al. 2025,
+`VocabularyMap` contains the tables for a compiled loop (Timor et al. 2025,
 arXiv:2502.05202).
 """
 
@@ -68,7 +68,10 @@ def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
 
 
 def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
-  """Half a character, whole ones, half a character; None: it is no UTF-8."""
+  """Returns `(incomplete character, text, incomplete character)` of bytes.
+
+  The text is None if the bytes between the two are not UTF-8.
+  """
   rest = data
   while rest and 0x80 <= rest[0] < 0xC0:  # continues a character
     rest = rest[1:]
@@ -85,7 +88,7 @@ class Vocabulary:
 
   Attributes:
     size: vocabulary size of the model; the tokenizer may use fewer ids.
-    texts: bytes of every id; b"" for special and unused ids.
+    texts: token bytes of every id; b"" for special and unused ids.
     ids: id by bytes. Among tokens with equal bytes, the first one that is not a
       SentencePiece byte is used.
     specials: id by name of the special token.
@@ -124,19 +127,19 @@ class Vocabulary:
     self.eos = within(tokenizer.eos)
 
   def digest(self) -> str:
-    """A name of the tokenizer's contents: equal ones write alike."""
+    """Hash of the tokenizer's contents; equal for equal behaviour."""
     backend = getattr(self._tokenizer, "backend", None)
     contents = backend.to_str() if backend else repr(self._tokenizer)
     return hashlib.sha256(
         repr((self.size, self.bos, self.eos, contents)).encode()).hexdigest()
 
   def spelled(self, data: bytes) -> list[int] | None:
-    """Token ids whose bytes are exactly `data`, or None where there are none.
+    """Returns token ids whose bytes are exactly `data`, or None.
 
-    As the tokenizer writes them, where its tokens give the same bytes back.
-    They do not where it puts a space before every text or normalises it, or
-    where `data` is no UTF-8; then as the longest matches. So are the halves of
-    characters at both ends.
+    The ids are from the tokenizer if their bytes equal `data`. They differ if
+    the tokenizer puts a space before every text or normalises it. Then, and for
+    bytes that are not UTF-8, ids are found by greedy longest match. Incomplete
+    characters at both ends are always matched that way.
     """
     head, text, tail = whole_characters(data)
     match = lambda part: longest_match(part, self.ids, self._longest)
@@ -155,15 +158,16 @@ class Vocabulary:
       return []
 
   def bytes_of(self, ids: list[int]) -> bytes:
-    """The text of token ids; nothing for special and unknown ones."""
+    """Returns the joined bytes of ids; special and unknown ids have none."""
     return b"".join(self.texts[i] for i in ids if i < self.size)
 
 
 def special_pairs(drafter: Vocabulary, target: Vocabulary
                   ) -> list[tuple[int, int]]:
-  """Special tokens that mean the same, as `(draft id, target id)`.
+  """Returns equivalent special tokens as `(draft id, target id)`.
 
-  By name first, then bos and bos, then eos and eos: a later pair counts more.
+  Pairs by name come first, then bos with bos, then eos with eos. Later pairs
+  override earlier ones.
   """
   pairs = [(i, target.specials[name]) for name, i in drafter.specials.items()
            if name in target.specials]
@@ -277,7 +281,7 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
 
 
 def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
-  """Draft ids for a token of the target; none where it has no text."""
+  """Returns draft ids that spell a target token; empty without a spelling."""
   if not text:
     return []
   alone: Any = drafter.ids.get(text)
