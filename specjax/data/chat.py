@@ -5,10 +5,9 @@ jinja's sandbox. Contents are untrusted and must not become special tokens: a
 content with `<|im_end|>` could end its message and begin a system message. Two
 steps prevent this.
 
-1. Substrings of a content that look like a special token are put between two
-   marks and encoded as text. A content without such a substring is not changed,
-   so the template can test and strip it, and the ids equal the ids of
-   transformers.
+1. Special tokens in a content are put between two marks and encoded as text.
+   Other contents are not changed, so the template can test and strip them, and
+   the ids equal the ids of transformers.
 2. The template is rendered again with contents in which no character can begin
    or end a special token. All special tokens then come from the template. If
    the first rendering has other special tokens, contents and template have
@@ -45,7 +44,7 @@ class Rendering(NamedTuple):
   """A conversation as text and as tokens.
 
   Attributes:
-    text: the text that the template writes.
+    text: output of the template.
     ids: the token ids.
     spans: offsets in `text` at which each token begins and ends.
   """
@@ -115,8 +114,8 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
            ) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
-  Its first argument is a function that is applied to all strings in the
-  messages except the roles. Its keyword arguments become template variables.
+  Its first argument is a function for all strings of the messages except the
+  roles. Its keyword arguments become template variables.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
@@ -278,7 +277,7 @@ def _environment() -> Any:
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-  # jinja's tojson escapes HTML, unlike the one of transformers.
+  # The tojson of jinja escapes HTML; the tojson of transformers does not.
   def tojson(value, ensure_ascii=False, indent=None, separators=None,
              sort_keys=False):
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,

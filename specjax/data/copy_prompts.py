@@ -1,8 +1,8 @@
-"""Prompts whose answers repeat much of the prompt, written for specjax.
+"""Prompts with answers that copy much of the prompt, written for specjax.
 
 Twelve prompts rename a variable in a function, twelve summarise a short text
 and quote its key sentence, and twelve ask a question about a text and request a
-quote. Answers mostly copy the prompt, so they are easy to draft.
+quote. The answers are easy to draft, because they are mostly copies.
 """
 
 # The old name, the new name and the function.

@@ -111,10 +111,10 @@ def split(documents: Sequence[Document]
 
 
 def held_out(names: Iterable[str]) -> bytearray:
-  """Returns 1 for every document that is held out, and 0 for the others.
+  """Returns one number per document: 1 if it is held out, else 0.
 
-  A corpus so small that the hash leaves one side empty gives that side one
-  document.
+  In a small corpus the hash may select no document or all of them. Then one
+  document is moved to the empty side.
 
   Args:
     names: the names of all documents.
@@ -148,7 +148,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
 
 
 def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
-  """Yields the documents of any source that `--data` accepts.
+  """Yields the documents of any source accepted by `--data`.
 
   Text and JSONL files are read in parts. Files of a directory are read one at a
   time.
@@ -249,7 +249,7 @@ def digest(source: str, field: str) -> str:
 
   Args:
     source: source of `iter_documents`.
-    field: field of a dataset that is read.
+    field: field of a dataset to read.
 
   Raises:
     ValueError: the source is missing.

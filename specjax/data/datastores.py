@@ -38,7 +38,7 @@ from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
 DEPTH = 16  # REST uses patterns of at most 16 tokens
-DEEPEST = 30  # a search compares the tokens' results as one 32-bit integer
+DEEPEST = 30  # a search packs one sign per token into a 32-bit integer
 _MAGIC = b"specjax datastore 1\n"
 _HEADER = 4096  # bytes, so that the arrays are aligned
 _LARGEST = 2**31 - 2**16  # positions are int32

@@ -32,8 +32,8 @@ _WORDS = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST)
 _LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
 # An upper-case letter begins a new word after lower-case letters. llama.cpp
-# approximates both patterns that are built from this one, because its engine
-# lacks the character classes. This is the pattern of the models.
+# approximates both patterns built from this one, because its engine lacks the
+# character classes. This is the pattern of the models.
 _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
           r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"

@@ -67,7 +67,7 @@ class PromptSet:
 
 PROMPT_SETS = {s.name: s for s in (
     PromptSet(name="lm1b", title="LM1B", fields=("text",),
-              # Held-out shards of the release end in their number.
+              # Held-out shards of the release have no other file ending.
               endings=(".txt", "-of-00050", *_JSON), hf_id="dvruette/lm1b"),
     PromptSet(name="gpt_prompts", title="GPT Prompt",
               fields=("human_prompt", "prompt"), endings=(".csv", *_JSON),

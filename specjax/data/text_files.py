@@ -1,7 +1,7 @@
-"""Text files that are read piece by piece.
+"""Reader of text files, piece by piece.
 
-Text and errors equal the ones of `files.read_text`. A file may be larger than
-the memory.
+Text and errors are the same as with `files.read_text`. A file may be larger
+than the memory.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
   """Yields the array of `Tokenizer.encode_stream` in parts.
 
   Encoding needs about 40 bytes of memory per byte of text. So each call of the
-  library encodes about a million characters, and long texts are cut.
+  library encodes about a million characters, and long documents are cut.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer`.

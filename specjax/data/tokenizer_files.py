@@ -73,11 +73,11 @@ def read(path: str | os.PathLike[str]
 
 
 def check_alone(directory: pathlib.Path) -> None:
-  """Checks that a directory has no files that would change a saved tokenizer.
+  """Checks a directory for files that would change a saved tokenizer.
 
   Raises:
-    ValueError: the directory has a file that `read` uses and specjax never
-      writes.
+    ValueError: the directory has such a file. `read` uses it, and specjax never
+      writes it.
   """
   for name in _BESIDE:
     if (directory / name).exists():

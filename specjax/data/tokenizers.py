@@ -36,7 +36,7 @@ class Tokenizer:
   Special tokens, such as `<|im_end|>`, control a model. Text is untrusted, so
   special tokens in it are encoded as plain text, except with
   `encode(special=True)`. Added tokens that are not special are always read from
-  text, as in other libraries.
+  text, as specified by the tokenizer's files.
 
   Attributes:
     backend: the `tokenizers.Tokenizer` for plain text; it reads no special

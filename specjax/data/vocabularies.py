@@ -127,7 +127,7 @@ class Vocabulary:
     self.eos = within(tokenizer.eos)
 
   def digest(self) -> str:
-    """Hash of the tokenizer's contents; equal for equal behaviour."""
+    """Hash of the tokenizer's contents; equal contents have equal hashes."""
     backend = getattr(self._tokenizer, "backend", None)
     contents = backend.to_str() if backend else repr(self._tokenizer)
     return hashlib.sha256(
@@ -189,10 +189,10 @@ class VocabularyMap:
   Attributes:
     to_target: `[D]` int32, target id of every draft id; V if not common.
     twins: `[V]` int32, draft id of every target id; D if not common.
-    doubles: `[E]` int32, common draft ids that are not in `twins`.
+    doubles: `[E]` int32, common draft ids missing from `twins`.
     offsets: `[V + 1]` int32, start of the spelling of every target id in
       `pieces`. A common token is spelled by its twin. Special tokens without a
-      counterpart and bytes that cannot be spelled have no pieces.
+      counterpart and bytes without a spelling have no pieces.
     pieces: `[T]` int32, draft ids.
     first: `[2]` int32, bos of the target and of the draft model; -1 if absent.
     longest: number of pieces of the longest spelling.
@@ -230,8 +230,8 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   Args:
     drafter: tokenizer of the draft model.
     target: tokenizer of the target.
-    draft_size: D, `vocab_size` of the draft model, which may have unused ids;
-      default: the tokenizer's.
+    draft_size: D, `vocab_size` of the draft model; default: the tokenizer's.
+      The model may have unused ids.
     target_size: V, `vocab_size` of the target; default: the tokenizer's.
 
   Raises:

@@ -3,9 +3,9 @@
 A verifier returns the `Law` of its outcome, so no sampling is necessary. The
 law is evaluated on every draft of a small context-dependent pair of models. The
 sum over the drafts, sum_x q(x) * stop * next_token, is the joint distribution
-of all tokens that decoding emits. A rule is lossless on these models iff this
-sum equals the target's distribution. `Certificate` describes the consequences
-for other models.
+of all emitted tokens. A rule is lossless on these models iff this sum equals
+the target's distribution. `Certificate` describes the consequences for other
+models.
 """
 
 from specjax.exact import schemes

@@ -1,4 +1,4 @@
-"""Audits of sizes at which the drafts of dense models cannot be enumerated.
+"""Audits of sizes with too many drafts of dense models to enumerate.
 
 Both audits evaluate the rule in float32, the precision of the decoding loop. A
 hash of the context selects its row in a small pool of distributions, so only
@@ -13,9 +13,9 @@ the rows along a draft are needed.
   the emitted tokens have distribution p. The limit of the mean over independent
   drafts is `LIMIT` standard errors. A normal mean exceeds it with probability
   3e-12, so all functions at all sizes together raise a false alarm with
-  probability below 1e-9. The standard error is at least a tenth of that of the
-  sum of d over the emitted tokens, which has a known variance. This prevents a
-  standard error of 0 from a few equal terms.
+  probability below 1e-9. A lower limit of the standard error prevents a value
+  of 0 from a few equal terms. The limit is a tenth of the standard error of the
+  sum of d over the emitted tokens, whose variance is known.
 """
 
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ from specjax.types import Law
 from specjax.types import Verdict
 
 LIMIT = 7.0  # standard errors
-TOLERANCE = 1e-4  # error of float32 sums over a vocabulary
+TOLERANCE = 1e-4  # tolerated error of float32 sums over a vocabulary
 _BATCH = 8  # drafts per call
-_ENTRIES = 1 << 26  # most entries of the masses of all contexts
-_LAWS = 1 << 27  # entries of all laws of one audit, which set the sample size
+_ENTRIES = 1 << 26  # maximal number of entries of all contexts' masses
+_LAWS = 1 << 27  # entries of all laws of one audit; sets the sample size
 _DRAWN = 96, 240  # the smallest and the largest sample size
 _ROOTS = 4
 _GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))  # depths, first to last
@@ -278,7 +278,7 @@ class _Evaluation:
       self._gaps[text] = self._gaps.get(text, 0.0) + value
 
   def check_survival_sums(self) -> None:
-    """Adds a defect unless the sums of survival are those of P(tau >= i)."""
+    """Adds a defect unless the sums of survival and P(tau >= i) are equal."""
     if self._gaps and not max(map(abs, self._gaps.values())) <= TOLERANCE:
       self.defects.add("survival is not P(tau >= i)")
 

@@ -24,9 +24,9 @@ from specjax.exact.pairs import random_pair
 from specjax.interfaces import Verifier
 from specjax.utils import fields
 
-_TWO_ROUNDS = 1 << 15  # chains and contexts, V**(2 gamma + 1), at most
-_ENUMERATED = 1 << 14  # drafts of a size of `at`, roots included, at most
-_AUDITED = 1 << 23  # numbers of one law of a size of `at`, at most
+_TWO_ROUNDS = 1 << 15  # largest V**(2 gamma + 1) for two rounds
+_ENUMERATED = 1 << 14  # most drafts to enumerate for `at`, roots included
+_AUDITED = 1 << 23  # most numbers of one law for sizes of `at`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +46,14 @@ class Certificate:
     lossless: True if every law was a probability law, `survival` agreed with
       it, no audit failed, and no total variation exceeded the tolerance: 1e-9
       in float64, 1e-5 in float32, 1e-4 in float32 at production sizes.
-    total_variation: the largest one over the small models. If only another
-      trial failed, the largest one over the other trials.
+    total_variation: largest total variation over the small models. If only
+      another trial failed, the largest over the other trials.
     witness: the model with this total variation: arguments of `random_pair`,
       gamma, rounds, and the kind of drafting if it was special.
     expected_tokens: tokens of one round, averaged over the small models with
       chains.
-    bound: the largest average that a lossless rule can have on these models,
-      with full information about both of them (1 + Lemma 8). A lossy rule can
-      exceed it.
+    bound: the largest average of a lossless rule on these models, with full
+      information about both models (1 + Lemma 8). A lossy rule can exceed it.
     defects: reasons why a law was not a probability law, or an audit failed.
     models: number of pairs of small models enumerated with chains.
     laws: number of laws evaluated.
@@ -116,8 +115,8 @@ class Certificate:
     """Prints the certificate and, after a failure, a draft that shows it.
 
     The draft is printed with both distributions at every node and the rule's
-    law. The next token's distribution follows: the target's, and the one that
-    decoding with the rule has.
+    law. Two distributions of the next token follow: the target's, and the
+    result of decoding with the rule.
     """
     print(self)
     if self.example is not None:
@@ -153,28 +152,27 @@ def certify(verifier: Verifier | Compiled, *,
     seeds: seeds of the random models; each gives one set.
     kinds: kinds of models, see `random_pair`.
     dtype: "float64" or "float32".
-    drafting: kind of drafting, see `enumerate_chains`. Default: every kind for
-      which the rule, by its `requires`, is exact. With "product" there are no
-      trees.
+    drafting: kind of drafting, see `enumerate_chains`. Default: every kind
+      allowed by the rule's `requires`. "product" excludes trees.
     trees: the `parents` of the trees to enumerate. Default: none for a rule
       that requires a chain. For other rules all trees of up to 5 nodes, in
       every order of nodes, and some of up to 7 (fewer for larger V).
     schemes: methods that draw the tokens of trees, see `enumerate_trees`.
       Default: all of `exact.schemes` for which the rule is exact.
-    thorough: if True, also run trials that small models in one precision cannot
-      replace, until one fails. They are: chains that end in padding; padding
+    thorough: if True, also run trials not covered by small models in one
+      precision, until one fails. They are: chains that end in padding; padding
       before real nodes of a tree; product drafts, unless the rule requires an
       autoregressive drafter; float32; gamma up to 15, V up to 300 and trees of
       up to 17 nodes; many rounds of a rule with state; audits in float32 at two
       production sizes (gamma 16 with V = 32,000, and V = 128,259), see
       `exact.audit`.
-    at: further sizes `(gamma, V)`, with chains. A size with at most 2^14 drafts
+    at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14 drafts
       is enumerated and a larger one is audited, see `tried`.
     stop: rule that ends the drafted chains, tried on the small models only. It
       is a `drafters.stop_rules.StopRule` (in its first round, with rows of q as
       hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
       length []` in jax that returns the number of submitted tokens. A function
-      that reads tokens and then drops them is refuted.
+      whose result depends on dropped tokens is refuted.
 
   Returns:
     A `Certificate`; print it.
@@ -417,7 +415,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _bound(trial: trials.Found) -> float:
-  """Returns the most tokens that a lossless rule has on a trial's models."""
+  """Returns the most tokens of a lossless rule on a trial's models."""
   kind, vocab_size, gamma, seed = (
       trial.witness[x] for x in ("kind", "vocab_size", "gamma", "seed"))
   return 1 + full_information_optimum(
@@ -425,7 +423,7 @@ def _bound(trial: trials.Found) -> float:
 
 
 def _sorted(defects: Iterable[str]) -> tuple[str, ...]:
-  """Returns the defects, starting with those that can cause others."""
+  """Returns the defects; possible causes of other defects come first."""
   first = ("a law is not finite", "a law is negative")
   return tuple(sorted(defects, key=lambda x: (x not in first, x)))
 
@@ -444,7 +442,7 @@ def _sizes(found: list[trials.Found]) -> str:
 
 
 def _cause(found: list[trials.Found]) -> str:
-  """Returns a guess: the law of some rules is not computed in float64."""
+  """Returns a likely cause of failures, a law not computed in float64."""
   failed = [x for x in found if x.fails]
   if failed and all(
       x.dtype == "float64" and not x.outcome.defects

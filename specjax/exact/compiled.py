@@ -1,4 +1,4 @@
-"""Rules compiled for many drafts, and drafts printed for readers."""
+"""Rules compiled for many drafts, and printing of example drafts."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -117,9 +117,8 @@ class Example(NamedTuple):
     target_probs: `[N, V]` target distribution after each node.
     law: the rule's law of this draft.
     node: node whose context shows the error, or None.
-    obtained: `[V]` distribution of the next token that decoding emits after
-      this context, over all drafts. It should be the node's row of
-      `target_probs`.
+    obtained: `[V]` distribution of the next token emitted after this context,
+      over all drafts. It should equal the node's row of `target_probs`.
   """
 
   draft: Draft
@@ -170,7 +169,7 @@ class Example(NamedTuple):
     return tokens
 
   def _shown(self, vocab: int) -> Sequence[int]:
-    """Returns the printed tokens: all, or the drafted and the farthest ones."""
+    """Returns the printed tokens: all, or drafted and most deviating ones."""
     if vocab <= _TOKENS:
       return range(vocab)
     drafted = {int(t) for t in self.draft.tokens[1:] if t < vocab}

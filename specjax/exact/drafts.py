@@ -204,7 +204,7 @@ def _marginals(q: np.ndarray, contexts: np.ndarray, gamma: int
   return laws
 
 
-_CHUNK = 1024  # chains of one call: one compiled shape for each length
+_CHUNK = 1024  # chains per call; gives one compiled shape for each length
 
 Stop = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -237,14 +237,14 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
   return ended
 
 
-_DENSE = 1 << 22  # most contexts of one length to count without sorting
+_DENSE = 1 << 22  # most contexts of one length counted without sorting
 
 
 class Starts(NamedTuple):
   """Starts of rounds: n contexts of one length, each with a state.
 
   Attributes:
-    contexts: `[n]` int64 index of each context among those of its length.
+    contexts: `[n]` int64 index of each context among contexts of its length.
     states: states of the rule, leaves `[n, ...]`, or None.
     weights: `[n]` probabilities.
   """

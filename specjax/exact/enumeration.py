@@ -24,12 +24,12 @@ from specjax.types import Law
 from specjax.types import Verdict
 from specjax.utils import fields
 
-CHUNK = 1024  # laws evaluated in one call: one compiled shape per (V, gamma)
-TREE_CHUNK = 256  # most trees have few drafts
-_STARTS = 1024  # rounds expanded at a time: bounds the memory
+CHUNK = 1024  # laws per call; gives one compiled shape per (V, gamma)
+TREE_CHUNK = 256  # laws per call for trees, because most have few drafts
+_STARTS = 1024  # rounds expanded at a time; bounds the memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of a total variation
-_ENTRIES = 1 << 26  # of the largest array of an enumeration, at most
+_ENTRIES = 1 << 26  # most entries of an array in an enumeration
 
 
 class Outcome(NamedTuple):
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     law: `[V**H]` exact distribution of the first H tokens.
-    target: `[V**H]` target distribution of these tokens.
+    target: `[V**H]` target distribution of the first H tokens.
     expected_accepted: E[tau] of the first round.
     defects: reasons why a law was not a probability law.
     laws: number of laws evaluated.
@@ -172,7 +172,7 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
   horizon = plan.horizon
 
   law, target = np.zeros(1), np.ones(1)
-  for k in range(horizon + 1):  # the target continues from wherever it stands
+  for k in range(horizon + 1):  # the target continues from every context
     if k in starts:
       law = law + dense(starts[k], pair.vocab_size**k)
     if k < horizon:
@@ -280,7 +280,7 @@ class Run:
     self._compiled, self._scheme, self._nodes = compiled, scheme, nodes
     self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
     self._p, self._q = pair.tables()
-    # Of every length, the number of its first context; see `Drafts`.
+    # Number of the first context of every length; see `Drafts`.
     self._offsets = first_contexts(pair.vocab_size, pair.depth)
     self.defects, self.laws, self.example = set(), 0, None
     self._watch, self._most = watch, 0.0

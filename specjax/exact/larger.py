@@ -1,9 +1,10 @@
 """Exact laws of a round on models with too many sequences to enumerate.
 
-After every context q has two tokens of positive probability, so that a long
-chain or a tree has few drafts; p is positive almost everywhere. A rule can
-then leave only a few contexts of the V**H. After each of them the target
-continues in both distributions, so the mass that leaves it is sufficient.
+After every context q has two tokens of positive probability, so long chains and
+trees have few drafts. p is positive almost everywhere. Then decoding with the
+rule can stop at only a few of the V**H contexts. After each stop the target
+continues in both distributions, so the total variation follows from the mass at
+the stops.
 """
 
 from collections.abc import Callable
@@ -175,7 +176,7 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
     parents = (after - 1) // vocab_size
     contexts = np.union1d(parents, at)
     standing = np.zeros(len(contexts))
-    if start:  # a rule's states tell equal contexts apart
+    if start:  # starts with equal contexts may have different states
       np.add.at(standing, np.searchsorted(contexts, at), start.weights)
     under = standing.copy()
     np.add.at(under, np.searchsorted(contexts, parents), below)
@@ -220,8 +221,8 @@ class Pool(NamedTuple):
   Attributes:
     p: `[K, V]` float32 target distributions.
     q: `[K, V]` float32 draft distributions.
-    two: `[K, 2]` tokens of the draft model, or None if it has all.
-    shares: `[K, 2]` probabilities of these tokens.
+    two: `[K, 2]` tokens with q > 0, or None if q is positive at all tokens.
+    shares: `[K, 2]` probabilities of the tokens in `two`.
   """
 
   p: np.ndarray
@@ -246,8 +247,8 @@ class Drafts(NamedTuple):
 def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
   """Returns models whose draft model has one or two tokens after a context.
 
-  Half of them are ids at which programs often fail: the first and the last ids
-  and those near powers of 2.
+  Half of the tokens are ids at which programs often fail: the first ids, the
+  last ids, and ids near powers of 2.
   """
   rng = np.random.default_rng([vocab_size, nodes, seed])
   ids = [0, 1, 2, vocab_size - 2, vocab_size - 1, vocab_size // 128 * 128,

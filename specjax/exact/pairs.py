@@ -109,7 +109,7 @@ def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
       one_hot_target, one_hot_draft: one of the two is deterministic.
       equal: p = q.
       disjoint: no common token.
-      mixed: each context has one of these kinds, drawn at random.
+      mixed: each context has a random kind of the above.
       ties: multiples of 1/4 (of a smaller power of 2 if V > 4), so that
         entries are equal and p / q is exactly 1/2, 1 or 2.
       nearly_one_hot: p, q or both have one entry of 1 - 10^-k, k = 2 to 7.
@@ -239,7 +239,7 @@ def _nearly_one_hot(rng: np.random.Generator, rows: int, vocab_size: int
 
 def _heavy_tails(rng: np.random.Generator, rows: int, vocab_size: int
                  ) -> np.ndarray:
-  """Returns rows of which the logarithms are uniform before normalisation."""
+  """Returns rows with uniform logarithms before normalisation."""
   weights = 10**rng.uniform(-12, 0, size=(rows, vocab_size))
   return weights / weights.sum(-1, keepdims=True)
 

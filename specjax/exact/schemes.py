@@ -33,8 +33,8 @@ def paths(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
           ) -> Drafts:
   """Draws independent paths, packed into a prefix tree (SpecInfer).
 
-  Of siblings with equal tokens the first gets the children of all; the others
-  remain as leaves.
+  Among siblings with equal tokens, the first gets the children of all. The
+  others remain as leaves.
   """
   for parent in parents[1:]:
     parent = drafts.first(parent)
@@ -67,8 +67,8 @@ def hybrid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
            ) -> Drafts:
   """Draws one child and takes the most likely others (Hu et al. 2025).
 
-  Of K children the last K - 1 are the K - 1 most likely tokens S of q. The
-  first is drawn from norm(q outside S) (arXiv:2502.18779).
+  The last K - 1 of K children are the K - 1 most likely tokens of q, the set S.
+  The first child is drawn from norm(q outside S) (arXiv:2502.18779).
   """
   for node, parent in enumerate(parents[1:], 1):
     if parent in parents[1:node]:
@@ -110,7 +110,7 @@ def larger_of_two(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def confident(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
               ) -> Drafts:
-  """Draws children from q and drops those with probability below 1 / V.
+  """Draws children from q and drops children with probability below 1 / V.
 
   Only rules that ignore q are exact, see `larger_of_two`.
   """
@@ -226,7 +226,7 @@ def _next_best(drafts: Drafts, q: np.ndarray, parent: int) -> np.ndarray:
 def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
   """Yields the (N - 1)! valid `parents` of trees of N nodes.
 
-  Every shape comes in every order in which parents precede their children.
+  Each shape is given in all orders of nodes with parents before their children.
 
   >>> list(all_trees(3))
   [(-1, 0, 0), (-1, 0, 1)]

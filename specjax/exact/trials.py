@@ -23,17 +23,17 @@ from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
 from specjax.types import Draft
 
-_MOST_NODES = 7  # of a tree by default; smaller ones are padded to share code
-_ALL_TREES, _SOME_TREES = 81, 729  # drafts of a tree, V**(N - 1), at most
-_SEVERAL_ROUNDS = 27  # drafts of a tree, at most, for more than one round
+_MOST_NODES = 7  # nodes of default trees after padding to share code
+_ALL_TREES, _SOME_TREES = 81, 729  # most drafts, V**(N - 1), of default trees
+_SEVERAL_ROUNDS = 27  # most drafts of a tree for more than one round
 _TELLING_KINDS = ("dense", "mixed", "varied")
 
 # Trials other than the small models, see `certify`.
-_LARGER_CHAINS = (  # V, gamma; a rule for trees takes every second one
+_LARGER_CHAINS = (  # V, gamma; rules for trees use every second entry
     (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12), (33, 10),
     (257, 3), (20, 11), (13, 13), (11, 14), (128, 4), (9, 15))
 _LARGER_TREE = (11, (-1, 0, 0, 1, 1, 2, 3, 3, 4, 6))  # V, parents
-_SINGLE = 0.55  # of the contexts of the largest trees have one drafted token
+_SINGLE = 0.55  # share of contexts with one drafted token, in the largest trees
 _LARGEST_TREES = (17, (  # V, parents, padded to one size
     (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 5, 6, 8, 8, 9, 12),
     (-1, *[0] * 9), (-1, 0, 1, *[2] * 9), tuple(range(-1, 12)),
@@ -267,7 +267,7 @@ def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
   if rounds > 1:
     trial = f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
   narrow = compiled.rule.remembers
-  # Long chains have many deterministic tokens, so that the drafts stay few.
+  # Long chains have many deterministic tokens, to limit the number of drafts.
   single = 0.6 if gamma > 8 and not narrow else None
   parents = tuple(range(-1, gamma))
   pair = larger.sparse_pair(
@@ -281,7 +281,7 @@ def _larger_trees(compiled: Compiled, dtype: str,
                   schemes: Sequence[schemes_lib.Scheme], seed: int
                   ) -> Iterator[Found]:
   """Enumerates trees of 10 and of up to 17 nodes."""
-  # Without replacement all tokens are drawn once those of q are used.
+  # Without replacement, other tokens follow when the support of q is exhausted.
   few = [scheme for scheme in schemes if scheme in (
       schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)]
   (vocab_size, parents), (largest_vocab, largest) = (
