@@ -33,7 +33,7 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
   if between is None:
     raise ValueError("the tokenizer has neither bos nor eos to part "
                      "documents; name one in its tokenizer_config.json")
-  waiting, size = [], 0  # pairs (ids before a piece, the piece)
+  waiting, size = [], 0  # pairs (separator ids before a piece, the piece)
 
   def encoded():
     encodings = tokenizer.backend.encode_batch(

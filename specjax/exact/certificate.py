@@ -166,8 +166,8 @@ def certify(verifier: Verifier | Compiled, *,
       up to 17 nodes; many rounds of a rule with state; audits in float32 at two
       production sizes (gamma 16 with V = 32,000, and V = 128,259), see
       `exact.audit`.
-    at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14 drafts
-      is enumerated and a larger one is audited, see `tried`.
+    at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14
+      drafts is enumerated, and a larger size is audited, see `tried`.
     stop: rule that ends the drafted chains, tried on the small models only. It
       is a `drafters.stop_rules.StopRule` (in its first round, with rows of q as
       hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
