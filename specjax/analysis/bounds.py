@@ -1,4 +1,4 @@
-"""Upper bounds on every valid rule, from drafts that were drawn.
+"""Upper bounds on every valid rule, estimated from drawn drafts.
 
 Let T be a draft tree. Let m(c, y) be any function of a context c and a token y
 whose mean over y under p(. | c) is 0 for every c. A valid rule stops at a node
@@ -45,7 +45,7 @@ _SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 
 @struct.dataclass
 class BoundTerms:
-  """Summary of a draft from which its bound follows, for any table.
+  """Summary of a draft, sufficient for its bound with any table.
 
   Leading axes are allowed.
 
@@ -120,7 +120,7 @@ def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
 
   Returns:
     `[R]`, the largest depth(v) + sum of m along vy of every draft. With a table
-    of zeros it is the depth of the deepest node that the target can reach.
+    of zeros it is the depth of the deepest node with p > 0.
   """
   return _maxima(terms, jnp.asarray(table))
 
@@ -161,7 +161,7 @@ def _maxima(terms: BoundTerms, table: jax.Array,
       rows, above, terms.columns)
   step = jnp.where(terms.parents < 0, 0,
                    jnp.take_along_axis(mean, above, 1) - paid)
-  # No product of matrices, which may be of low precision on a device.
+  # No matrix product, because devices may compute it in low precision.
   value = depths + mean + jnp.where(on_path, step[:, None], 0).sum(-1)
   if softness is None:
     last = jnp.where(terms.possible, -rows, -jnp.inf).max(-1)

@@ -25,8 +25,8 @@ class DraftLengths:
   Attributes:
     cost: `[contexts]`, the expected total cost from every context, rounds +
       token_cost * drafted tokens; numbered as by `analysis.remaining_rounds`.
-    goes_on: goes_on[n][l] is `[V**(n + l)]` bool: whether a round that starts
-      after n tokens drafts one more token after l drafted ones.
+    goes_on: decision to draft one more token. goes_on[n][l] is `[V**(n + l)]`
+      bool, for rounds that start after n tokens and have drafted l tokens.
     vocab_size: V.
   """
 
@@ -50,7 +50,7 @@ class DraftLengths:
 
 def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
                        *, eos: int | None = None) -> DraftLengths:
-  """Returns the stopping of drafts that costs least with block verification.
+  """Returns the cheapest stopping of drafts with block verification.
 
   Backward induction over contexts and, within a round, over the drafted
   tokens. The decision depends on the text and on the draft so far. No stop
@@ -62,7 +62,7 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
     gamma: largest draft length.
     length: tokens to write, at least 1.
     token_cost: cost of one drafted token, in target calls.
-    eos: the token that ends a sequence; default: no token does.
+    eos: end-of-sequence token; default: none.
 
   Raises:
     ValueError: a size is out of range, or the tables are not deep enough.
@@ -99,7 +99,7 @@ def _stopping(pair: Pair, n: int, values: list[np.ndarray], token_cost: float
     token_cost: cost of one drafted token.
 
   Returns:
-    `(saved [V**n], goes_on)`: the expected cost that the draft saves, and one
+    `(saved [V**n], goes_on)`: the expected cost saved by the draft, and one
     bool array for each number of drafted tokens, see `DraftLengths`.
   """
   survive, pays = np.ones(pair.vocab_size**n), []

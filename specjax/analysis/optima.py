@@ -47,7 +47,7 @@ def transport_optimum(pair: Pair, gamma: int) -> float:
 
 def verifier_optimum(pair: Pair, gamma: int,
                      weights: Sequence[np.ndarray] | None = None) -> float:
-  """Returns the most draft tokens that a valid verifier accepts in one round.
+  """Returns the most accepted tokens of a valid verifier in one round.
 
   The largest E[tau] over all verifiers of `emission_optimum`. Block
   verification attains it (Theorem 2 of the paper). This holds for one round:
@@ -63,7 +63,7 @@ def verifier_optimum(pair: Pair, gamma: int,
       any weights that are not negative.
 
   Returns:
-    max E[sum_{i<=tau} w_i(X^i)], which is E[tau] by default.
+    max E[sum_{i<=tau} w_i(X^i)]; E[tau] by default.
   """
   values, value = [], np.zeros(1)
   for tau in range(gamma + 1):
@@ -182,7 +182,7 @@ def _nodes(q: Sequence[np.ndarray], vocab: int
 
 def tree_optimum(pair: Pair, parents: Sequence[int],
                  scheme: str | schemes.Scheme) -> float:
-  """Returns the most tokens of a random tree that a rule accepts in one round.
+  """Returns the most accepted tokens of a random tree in one round.
 
   The program of `verifier_optimum` with trees T instead of chains. f(T, v, y)
   >= 0 is the probability of drafting T, stopping at its node v, and emitting y.

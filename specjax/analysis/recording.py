@@ -74,7 +74,7 @@ class Record:
 
   @classmethod
   def open(cls, path: str | os.PathLike[str]) -> "Record":
-    """Returns the record at `path`, which may be incomplete.
+    """Returns the record at `path`; it may be incomplete.
 
     Raises:
       ValueError: `path` contains no record with a complete prompt.

@@ -1,4 +1,4 @@
-"""Rounds that a rule needs to complete a sequence, exactly on small pairs.
+"""Number of rounds of a rule for a sequence, exactly on small pairs.
 
 A round starts at a context c and ends at a longer one, c followed by the N
 tokens that it emits. This module computes the probabilities of these ends by
@@ -99,9 +99,9 @@ def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
     pair: tables of at least length + gamma contexts deep.
     gamma: draft length.
     length: tokens to write, at least 1.
-    eos: the token that ends a sequence; default: no token does.
+    eos: end-of-sequence token; default: none.
     ended: function that ends chains early, from `exact.ended_by`; default:
-      none does.
+      none.
 
   Raises:
     ValueError: `gamma`, `length` or `eos` is out of range, or the tables are
@@ -141,8 +141,9 @@ def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
     pair: tables of at least length + gamma contexts deep.
     gamma: draft length.
     length: tokens to write, including the tokens of the context.
-    eos: the token that ends a sequence; default: no token does.
-    ended: rule that ends the chains early, from `exact.ended_by`.
+    eos: end-of-sequence token; default: none.
+    ended: function that ends chains early, from `exact.ended_by`; default:
+      none.
     token_cost: cost of one drafted token, in rounds. Then W is the expected
       total cost, rounds + token_cost * drafted tokens.
 

@@ -29,7 +29,7 @@ def fewest_rounds(pair: Pair, gamma: int, length: int, *,
     pair: tables of at least `length` contexts deep.
     gamma: largest draft length.
     length: tokens to write, at least 1.
-    eos: the token that ends a sequence; default: no token does.
+    eos: end-of-sequence token; default: none.
 
   Raises:
     ValueError: as `rounds_distribution`; or a row of the models does not sum

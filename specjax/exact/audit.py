@@ -44,7 +44,7 @@ _GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))  # depths, first to last
 
 
 class Audited(NamedTuple):
-  """Result of an audit, with the fields of an `Outcome` that `certify` reads.
+  """Result of an audit, with the fields of `Outcome` used by `certify`.
 
   Attributes:
     total_variation: total variation of the enumeration; 0 for drawn drafts.
@@ -66,7 +66,7 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   Args:
     compiled: the rule. If it has state, only the first emitted token is
       compared, because later tokens depend on its next rounds.
-    parents: `[N]` parents of the drafts, whose children are independent draws.
+    parents: `[N]` parents of the drafts. Children are independent draws.
     vocab_size: vocabulary size V.
     seed: seed of the models.
   """
@@ -113,7 +113,7 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
   Args:
     compiled: the rule, without state.
-    parents: `[N]` parents of the drafts, whose children are independent draws.
+    parents: `[N]` parents of the drafts. Children are independent draws.
     vocab_size: vocabulary size V.
     seed: seed of the models and of the drafts.
   """
@@ -318,11 +318,11 @@ def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
               ) -> tuple[float, int, np.ndarray]:
   """Returns the total variation, the worst context and its next token's law.
 
-  `mass [T, V]` is the mass that stops at a context and emits a token. The
-  target continues from there. So a sequence that leaves the tree of drafts
-  after context c with token y has probability mass[c, y] + continued[c]
-  p(y | c). Here `continued` is the mass that stopped above c and that the
-  target continued to c. With `only_first` only the first token is compared.
+  `mass [T, V]` is the mass by stopping context and emitted token. The target
+  continues from there. So a sequence that leaves the tree of drafts after
+  context c with token y has probability mass[c, y] + continued[c] p(y | c).
+  Here `continued` is mass stopped above c and continued to c by the target. With
+  `only_first` only the first token is compared.
   """
   count = len(mass)
   tree = _contexts(parents, drafts, which, count)

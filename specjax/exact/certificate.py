@@ -157,7 +157,7 @@ def certify(verifier: Verifier | Compiled, *,
     trees: the `parents` of the trees to enumerate. Default: none for a rule
       that requires a chain. For other rules all trees of up to 5 nodes, in
       every order of nodes, and some of up to 7 (fewer for larger V).
-    schemes: methods that draw the tokens of trees, see `enumerate_trees`.
+    schemes: drawing schemes for tokens of trees, see `enumerate_trees`.
       Default: all of `exact.schemes` for which the rule is exact.
     thorough: if True, also run trials not covered by small models in one
       precision, until one fails. They are: chains that end in padding; padding
@@ -224,7 +224,7 @@ def _is_chain_only(rule: Verifier, drafting: str | None,
 def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
              trees: Sequence[Sequence[int]] | None
              ) -> Sequence[str | schemes_lib.Scheme]:
-  """Returns the schemes that draw the trees, checked."""
+  """Returns the checked drawing schemes of the trees."""
   if schemes is None:
     return schemes_lib.sound_for(rule)
   if bool(schemes) != (trees is None or bool(trees)):
@@ -253,14 +253,14 @@ class _Settings(NamedTuple):
 
   @property
   def several_rounds(self) -> int:
-    """Rounds of a trial that is small enough for more than one."""
+    """Number of rounds of small trials."""
     if self.rounds is not None:
       return self.rounds
     return 3 if self.compiled.rule.remembers else 2
 
   @property
   def padded_to(self) -> int:
-    """Nodes of a chain: a rule on trees takes padding, which shares code."""
+    """Number of nodes of a chain; padded for tree rules to share code."""
     is_chain = "chain" in self.compiled.rule.requires
     return 0 if is_chain else max(self.gammas) + 1
 
@@ -380,7 +380,7 @@ def _certificate(chains: list[trials.Found], trees: list[trials.Found],
     chains: trials on small models with chains.
     trees: trials on small models with trees.
     others: all other trials.
-    dtype: the dtype that the user chose.
+    dtype: dtype of the numbers, chosen by the user.
     rule: the rule.
   """
   found = [*chains, *trees, *others]

@@ -27,10 +27,10 @@ class Drafts:
   A scheme starts from `Drafts.roots` and calls `grow` for every node.
 
   Attributes:
-    starts: `[n]` index of the context in which each draft begins.
+    starts: `[n]` index of the start context of each draft.
     weights: `[n]` probability of each draft in this context.
     tokens: `[n, N]` token ids.
-    parents: `[n, N]` parents, which can differ between drafts.
+    parents: `[n, N]` parents; they can differ between drafts.
     probs: `[n, N, V]` draft distributions, see `Draft`.
     contexts: `[n, N]` number of every node's context.
   """
@@ -109,7 +109,7 @@ class Drafts:
 
     Args:
       nodes: number of nodes N afterwards.
-      token: token id of padding, which can exceed V. None draws arbitrary ids.
+      token: token id of padding; it can exceed V. None draws arbitrary ids.
       chain: True if the parent of padding is the previous node, False if it is
         the root.
     """
@@ -163,7 +163,7 @@ class Drafts:
   def cut(self, lengths: np.ndarray) -> "Drafts":
     """Replaces all tokens of chains after `lengths [n]` tokens by padding.
 
-    Chains that become equal are not merged.
+    Equal results are not merged.
     """
     stays = np.arange(self.tokens.shape[1]) <= np.reshape(lengths, (-1, 1))
     return dataclasses.replace(

@@ -60,7 +60,7 @@ def horizon_of(rule: Verifier, gamma: int, rounds: int) -> int:
 
 
 def depth_of(rule: Verifier, gamma: int, rounds: int) -> int:
-  """Returns the depth that `enumerate_chains` needs of a pair."""
+  """Returns the depth of a pair needed by `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
 

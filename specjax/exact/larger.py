@@ -50,7 +50,7 @@ class _Hashed:
 
 
 class SparsePair(NamedTuple):
-  """Pair whose draft model has at most two tokens after every context.
+  """Pair of models with at most two tokens of q after every context.
 
   Attributes:
     p: `[contexts, V]` target distributions.
@@ -82,7 +82,7 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
     seed: random seed.
     narrow: if True, p also has at most two tokens, and one after most contexts,
       so that few sequences remain through many rounds.
-    single: share of the contexts after which q has one token.
+    single: share of contexts with one token of q.
   """
   if vocab_size**(depth + 1) >= 2**62:
     raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
@@ -114,7 +114,7 @@ def _mixture(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _wide_row(pair: np.ndarray, is_first: bool, rng: np.random.Generator
               ) -> np.ndarray:
-  """Returns a row of p that is positive almost everywhere."""
+  """Returns a row of p, positive almost everywhere."""
   weight = rng.random()
   row = weight * _mixture(pair, rng) + (1 - weight) * rng.dirichlet(
       np.full(pair.shape[1], 0.5))
@@ -155,8 +155,8 @@ class Deviation(NamedTuple):
 def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   """Returns the total variation from the target, and the worst context.
 
-  W(c) is the mass that stops at context c, after which the target continues.
-  U(c) is the mass that stops at c or at an extension of c. A sequence begins
+  W(c) is the mass stopping at context c; there the target continues. U(c) is
+  the mass stopping at c or at an extension of c. A sequence begins
   with c with probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
 
   Args:
@@ -245,7 +245,7 @@ class Drafts(NamedTuple):
 
 
 def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
-  """Returns models whose draft model has one or two tokens after a context.
+  """Returns models with one or two tokens of q after every context.
 
   Half of the tokens are ids at which programs often fail: the first ids, the
   last ids, and ids near powers of 2.

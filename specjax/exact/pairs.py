@@ -255,7 +255,7 @@ _SIDES = {"ties": _ties, "nearly_one_hot": _nearly_one_hot,
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """Returns the largest expected number of tokens that a coupling accepts.
+  """Returns the largest expected number of tokens accepted by a coupling.
 
   It is sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)) (Lemma 8). Greedy block
   verification attains it in its first round (Theorem 3).

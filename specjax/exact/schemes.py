@@ -1,4 +1,4 @@
-"""Schemes that draw the tokens of a tree.
+"""Schemes for drawing the tokens of a tree.
 
 A scheme is a function `(drafts, q, parents) -> Drafts`. Its arguments are the
 roots, the draft distributions q `[contexts, V]` and the shape of the tree. It
@@ -138,7 +138,7 @@ def expanded_by_score(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...],
                       replaced: bool = False) -> Drafts:
   """Draws nodes and expands the most likely paths of each level.
 
-  All nodes remain, and the scores of a level decide which of them get children.
+  All nodes remain. The scores of a level select the nodes with children.
   The j-th node of a level with children in `parents` is replaced by the node
   with the j-th largest product of q on its path.
 

@@ -57,9 +57,9 @@ class Found(NamedTuple):
     trial: name of the kind of trial.
     outcome: result with a total variation, defects and the number of laws.
     dtype: dtype of the numbers.
-    witness: settings that reproduce it.
+    witness: settings that reproduce the result.
     sizes: `(gamma, V, N)`; N is 0 for a chain.
-    tolerance: largest total variation that rounding explains.
+    tolerance: largest total variation explained by rounding.
     plan: plan of an enumeration, or None.
   """
 
@@ -114,7 +114,7 @@ def _enumerated(trial: str, compiled: Compiled, pair: Pair | larger.SparsePair,
 
 
 def telling(kinds: Sequence[str]) -> Sequence[str]:
-  """Returns the kinds of models that most often show a defect."""
+  """Returns the kinds of models most sensitive to defects."""
   return tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
 
 
