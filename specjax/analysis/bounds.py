@@ -38,8 +38,8 @@ _EDGES = (-6, -4, -3, -2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1,
 _COLUMNS = len(_EDGES) + 1
 _STEPS = 600
 _RATE = 0.1
-_SOFTNESS = 0.3, 0.003  # of the maximum, at the first and at the last steps
-_HALVINGS = 6  # of softness and learning rate
+_SOFTNESS = 0.3, 0.003  # softness of the maximum at the first and last step
+_HALVINGS = 6  # halvings of softness and learning rate
 _SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 
 
@@ -150,7 +150,7 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
 
 def _maxima(terms: BoundTerms, table: jax.Array,
             softness: jax.Array | None = None) -> jax.Array:
-  """`[R]`, the maxima over nodes and columns; soft ones for the fit."""
+  """Returns `[R]`, maxima over nodes and columns; soft ones for the fit."""
   on_path = jax.vmap(topology.ancestors)(terms.parents)
   depths = topology.depths_of(on_path)
   rows = jnp.concatenate([table, jnp.zeros_like(table[:1])])[

@@ -20,7 +20,7 @@ from specjax.exact.pairs import Pair
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftLengths:
-  """The best stopping of block verification's drafts.
+  """Optimal stopping of drafts for block verification.
 
   Attributes:
     cost: `[contexts]`, the expected total cost from every context, rounds +

@@ -74,7 +74,7 @@ def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
   p, q = (_rational(tables, gamma) for tables in (pair.p, pair.q))
 
   def walk(context, depth, ratio, largest, at):
-    """`(sums of phi below, expected number of l > depth with j(l) = at)`."""
+    """Returns `(sums of phi below, E[number of l > depth with j(l) = at])`."""
     if depth == gamma:
       return [Fraction(0)] * vocab, Fraction(0)
     texts, count = [], Fraction(0)
@@ -159,7 +159,7 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
 def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,
            best: list[list[Fraction | None]]
            ) -> tuple[Fraction, list[Fraction]]:
-  """A draft's exact probability, and depth + best Phi of its nodes."""
+  """Returns a draft's exact probability, and its nodes' depth + best Phi."""
   chance = Fraction(1)
   at = [(0, 0)]  # depth and context of every node; None is padding
   for token, parent, row in zip(tokens[1:], above[1:], probs[1:]):

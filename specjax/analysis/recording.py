@@ -43,7 +43,7 @@ _ROUNDS_A_CALL = 8  # rounds of one call of the compiled loop
 
 @struct.dataclass
 class Rollout:
-  """The R rounds of one prompt, as numpy arrays.
+  """Arrays of the R rounds of one prompt.
 
   Attributes:
     trace: a `Trace` whose leading axis is R instead of B.

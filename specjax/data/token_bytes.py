@@ -41,7 +41,7 @@ def check_text(text: str) -> None:
         "which is half of one; save it as UTF-8, or take that out") from None
 
 
-_OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # as Unicode has them
+_OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # Unicode categories
 
 
 def is_mark(text: str) -> bool:

@@ -128,9 +128,9 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   run = _Evaluation(compiled, pool, parents)
   depth = np.array(shapes.depths(parents))
   inside = np.array([(first <= depth) & (depth <= last)
-                     for first, last in _GROUPS])  # of a node's own token
+                     for first, last in _GROUPS])  # functions of a node's own token
   after = np.array([(first <= depth + 1) & (depth + 1 <= last)
-                    for first, last in _GROUPS])  # of the token after it
+                    for first, last in _GROUPS])  # functions of the next token
   terms = []
   for batch, stop, next_token, _ in run.laws(drafts):
     rows, tokens = drafts.rows[batch], drafts.tokens[batch]
@@ -321,8 +321,8 @@ def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
   `mass [T, V]` is the mass by stopping context and emitted token. The target
   continues from there. So a sequence that leaves the tree of drafts after
   context c with token y has probability mass[c, y] + continued[c] p(y | c).
-  Here `continued` is mass stopped above c and continued to c by the target. With
-  `only_first` only the first token is compared.
+  Here `continued` is mass stopped above c and continued to c by the target. If
+  `only_first` is True, only the first token is compared.
   """
   count = len(mass)
   tree = _contexts(parents, drafts, which, count)

@@ -234,7 +234,7 @@ def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
 
 
 class _Settings(NamedTuple):
-  """The arguments of `certify` with their defaults, and its trials.
+  """Arguments of `certify` with defaults applied, and its trials.
 
   `trees` is None for the default trees, `ended` is from `exact.ended_by`.
   """

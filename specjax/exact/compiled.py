@@ -39,7 +39,7 @@ class Compiled:
       law = rule.evaluate(draft, p, state)
       survival = None
       if rule.has_survival:
-        depths = jnp.arange(tokens.shape[0])  # of a chain
+        depths = jnp.arange(tokens.shape[0])  # depths of a chain
         _, survival = rule.figures(draft, p, state, law, depths)
       return law.stop, law.next_token, survival
 

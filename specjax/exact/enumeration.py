@@ -28,7 +28,7 @@ CHUNK = 1024  # laws per call; gives one compiled shape per (V, gamma)
 TREE_CHUNK = 256  # laws per call for trees, because most have few drafts
 _STARTS = 1024  # rounds expanded at a time; bounds the memory
 DRAFTING = ("autoregressive", "product")
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of a total variation
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # tolerated total variation
 _ENTRIES = 1 << 26  # most entries of an array in an enumeration
 
 
