@@ -16,7 +16,7 @@ from specjax.data import corpora
 from specjax.data import text_files
 from specjax.utils.files import read_text
 
-FIELDS = ("messages", "conversations")  # fields of a record, in order of preference
+FIELDS = ("messages", "conversations")  # in order of preference
 _PIECE = 2**20  # characters of a JSON array read at a time
 _TURN = ("from", "value", "role", "content")  # keys of a turn
 # From the speakers of files to the roles of chat templates.

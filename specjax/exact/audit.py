@@ -128,7 +128,7 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   run = _Evaluation(compiled, pool, parents)
   depth = np.array(shapes.depths(parents))
   inside = np.array([(first <= depth) & (depth <= last)
-                     for first, last in _GROUPS])  # functions of a node's own token
+                     for first, last in _GROUPS])  # of the node's token
   after = np.array([(first <= depth + 1) & (depth + 1 <= last)
                     for first, last in _GROUPS])  # functions of the next token
   terms = []
