@@ -1,9 +1,9 @@
-"""Drafting from distributions that the target predicted for later positions.
+"""Drafting from predictions that the target made for later positions.
 
-A round that stops at position t has read the target's hidden state there; the
-extra token is t + 1, the root of the next draft. What was forecast at t of
-token t + 1 + k is the law of depth k of that draft, whatever the path above
-says: a product law.
+A round that stops at position t has computed the target's hidden state at t.
+Token t + 1 becomes the root of the next draft. The prediction at t for token t
++ 1 + k is the distribution of all nodes at depth k. It does not depend on the
+path above a node, so the draft has a product distribution.
 """
 
 from typing import Any
@@ -36,21 +36,23 @@ class Forecast:
   """Prediction for the next draft, at the node where the last round stopped.
 
   Attributes:
-    values: `[B, ...]`, a hidden state or logits.
-    known: `[B]` bool, False if the sequence has one token and no feature.
+    values: hidden state or logits, `[B, ...]`.
+    known: `[B]` bool, False if the sequence has one token and thus no feature.
   """
 
   values: jax.Array
   known: jax.Array
 
   def advance(self, values, verdict, count) -> "Forecast":
-    """Returns the prediction after a round; rows without tokens keep theirs.
+    """Returns the prediction after a round.
+
+    Rows without new tokens are unchanged.
 
     Args:
-      values: `[B, N, ...]`, at every node of the draft.
+      values: predictions `[B, N, ...]` at every node of the draft.
       verdict: verdicts of the round.
-      count: `[B]` int32, tokens committed. The last one is the next root, and
-        the node before it is the one that counts.
+      count: number of committed tokens, `[B]` int32. The last committed token
+        is the next root. The prediction comes from the node before it.
     """
     last = jnp.take_along_axis(
         verdict.path, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
@@ -63,9 +65,9 @@ def draw(logits, parents, uniforms, proposal, transform):
   """Samples a tree of N nodes for one sequence.
 
   Args:
-    logits: `[depth, V]`; all nodes of depth d follow row d - 1.
+    logits: logits `[depth, V]`; row d - 1 applies to all nodes of depth d.
     parents: breadth-first tree of at least 2 nodes.
-    uniforms: `[(N - 1) UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    uniforms: uniform samples in [0, 1), `[(N - 1) UNIFORMS_A_DRAW]`.
     proposal: sampling method of children, a key of `_trees.DRAWS`.
     transform: transform of logits to probabilities.
 
@@ -93,17 +95,17 @@ def draw(logits, parents, uniforms, proposal, transform):
 class HeadsDrafter(_trees.StaticTree):
   """Base of drafters with K heads on the target's last hidden state.
 
-  `params["drafter"]` are the heads' parameters, and the LM head is that of
-  `params["target"]`. A round costs one pass of the heads over one hidden
-  state and none of a model. After a prompt of one token there is no hidden
-  state, and the first draft is padding.
+  `params["drafter"]` contains the parameters of the heads. The LM head comes
+  from `params["target"]`. A round applies the heads to one hidden state and
+  runs no draft model. After a prompt of one token there is no hidden state, and
+  the first draft is padding.
 
-  Classes that derive from it have `heads` besides what a `StaticTree` has.
+  Subclasses define `heads` and the fields of `StaticTree`.
   """
 
   @property
   def autoregressive(self) -> bool:
-    # The law of a deeper node depends on where the draft began.
+    # The distribution of a deeper node depends on the start of the draft.
     return self.iid and self.depth <= 1
 
   def bind(self, target: Model, transform: LogitsTransform
@@ -127,7 +129,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree per row."""
+    """Drafts a tree for each row."""
     forecast = state.drafter
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), forecast
@@ -143,13 +145,13 @@ class HeadsDrafter(_trees.StaticTree):
 
   def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
              ) -> Draft:
-    """Returns the drafts, padding in rows without a hidden state."""
+    """Returns the drafts, with padding in rows without a hidden state."""
     known = state.drafter.known[:, None, None]
     return _common.tree_drafts(
         state, self.parents, tokens, jnp.where(known, probs, 0))
 
   def _constrained(self, logits, uniforms, state):
-    """Samples tokens and probs of a tree under constraints."""
+    """Samples the tokens and probs of a tree under constraints."""
     def step(tokens, depths, ancestors, above, carry):
       del tokens, ancestors, above
       return jnp.take_along_axis(logits, depths[..., None] + 1, axis=1), carry

@@ -1,6 +1,6 @@
-"""Losses of K heads on one hidden state, a head at a time.
+"""Losses of K heads on one hidden state, computed one head at a time.
 
-Head k forecasts the token k places after the next one.
+Head k predicts the token k places after the next token.
 """
 
 from collections.abc import Callable
@@ -33,16 +33,16 @@ from specjax.training.objective import weighted_mean
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
                   weights: jax.Array) -> jax.Array:
-  """-mean_t log p^(k)(x_{t+1+k}), over the t that have a label.
+  """Returns -mean_t log p^(k)(x_{t+1+k}) over the t that have a label.
 
   Args:
     logits: logits `[B, S, V]` of head k.
-    k: `[]`, from 1.
+    k: number of the head, `[]`, from 1.
     tokens: token ids `[B, S + 1]` int32.
     weights: weights `[B, S]` of the tokens after the first.
 
   Returns:
-    `[]` nats; 0 where no label counts.
+    Loss `[]` in nats; 0 if no label has weight.
   """
   chex.assert_rank([logits, tokens, weights], [3, 2, 2])
   size = logits.shape[1]
@@ -61,7 +61,7 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     heads: function and sizes of the heads.
     params: parameters of the head.
     hidden: hidden states `[B, S, D]`.
-    k: `[]` int32, from 1.
+    k: number of the head, `[]` int32, from 1.
     tokens: token ids `[B, S + 1]` int32.
     weights: weights `[B, S]` of the tokens after the first.
     lm_head: LM head `[D, V]`.
@@ -74,13 +74,13 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 tuned: bool) -> jax.Array:
   """Returns `head_loss` of every head, `[K]`, with one logits array at a time.
 
-  The gradient of a head is taken beside its loss and before the next head
-  (Gloeckle et al. 2024, arXiv:2404.19737, section 2), and nothing is computed
+  The gradient of a head is computed together with its loss, before the next
+  head (Gloeckle et al. 2024, arXiv:2404.19737, section 2). Nothing is computed
   twice. The LM head gets no gradient.
 
   Args:
     heads: function and sizes of the heads.
-    params: stacked along K.
+    params: parameters of all heads, stacked along K.
     hidden: hidden states `[B, S, D]`.
     tokens: token ids `[B, S + 1]` int32.
     weights: weights `[B, S]` of the tokens after the first.
@@ -113,7 +113,7 @@ def _forward(heads, tuned, params, hidden, tokens, weights, lm_head):
 
 
 def _backward(heads, tuned, residuals, weights):
-  """Returns gradients, linear in the `weights [K]` of the losses."""
+  """Returns the gradients, linear in the `weights [K]` of the losses."""
   del heads
   grads, hidden = residuals
   by_head = lambda x: weights.astype(x.dtype).reshape(
@@ -127,7 +127,7 @@ _one_by_one.defvjp(_forward, _backward)
 
 
 def _numbers(params):
-  """Returns k of every head, `[K]` int32 from 1."""
+  """Returns the number k of every head, `[K]` int32, from 1."""
   count = jax.tree.leaves(params)[0].shape[0]
   return jnp.arange(1, count + 1, dtype=jnp.int32)
 
@@ -138,7 +138,7 @@ def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
 
 
 def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the positions whose K labels exist, and their hidden states.
+  """Returns the positions with all K labels, and their hidden states.
 
   Args:
     hidden: hidden states `[B, S, D]`.
@@ -148,7 +148,7 @@ def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     `hidden [B, P, D]` and positions `[B, P]`.
 
   Raises:
-    ValueError: there is no such place.
+    ValueError: no position has K labels.
   """
   chex.assert_rank(hidden, 3)
   batch, size, _ = hidden.shape
@@ -163,7 +163,7 @@ def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 lm_head: jax.Array, score: Score) -> Any:
   """Returns `score(k, logits [B, P, V], positions [B, P])` of every head.
 
-  The P positions are those of `labelled`.
+  The P positions come from `labelled`.
   """
   numbers = _numbers(params)
   hidden, positions = labelled(hidden, len(numbers))

@@ -1,7 +1,7 @@
 """Blockwise parallel decoding: a residual feed-forward head per position.
 
-Stern et al. 2018 (arXiv:1811.03115). The file contains the heads, the drafter,
-the training loss and the strategy.
+Stern et al. 2018 (arXiv:1811.03115). The module contains the heads, the
+drafter, the training loss and the strategy.
 """
 
 import dataclasses
@@ -39,17 +39,16 @@ from specjax.utils import fields
 class BlockwiseHeads(networks.HiddenStateHeads):
   """Residual feed-forward layers before one output projection.
 
-  Stern et al. 2018 (arXiv:1811.03115, section 6): z_k = h + W2_k ReLU(W1_k h +
-  b1_k) + b2_k, projected by the LM head. p_1 of the paper is here the LM head
-  on h itself, so that the target stays the target; heads 1..K are its
-  p_2..p_{K+1}. W2 and b2 are 0 at the start, so that an untrained head predicts
-  what the LM head does.
+  Stern et al. 2018 (arXiv:1811.03115, section 6): the LM head projects z_k = h
+  + W2_k ReLU(W1_k h + b1_k) + b2_k. The paper's p_1 is here the unchanged
+  target: the LM head on h. Heads 1..K are the paper's p_2..p_{K+1}. W2 and b2
+  start at 0, so the predictions of an untrained head equal the LM head's.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
-    hidden_width: F, of the inner layer.
+    hidden_width: width F of the inner layer.
   """
 
   width: int
@@ -69,7 +68,7 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
     Args:
       key: PRNG key.
-      target_params: unused; the LM head is no parameter of the heads.
+      target_params: unused; the LM head is not a parameter of the heads.
     """
     del target_params
     k, d, f = self.heads, self.width, self.hidden_width
@@ -82,10 +81,10 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
   def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
            ) -> jax.Array:
-    """Returns logits `[..., V]` of one head, whose parameters have no axis K.
+    """Returns the logits `[..., V]` of one head.
 
     Args:
-      params: parameters of one head.
+      params: parameters of one head, without the axis K.
       hidden: hidden states `[..., D]`.
       lm_head: LM head `[D, V]`.
     """
@@ -97,19 +96,20 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blockwise(_forecasts.HeadsDrafter):
-  """Drafts one token of each head, the likeliest, with certainty.
+  """Drafts the most likely token of each head as a deterministic proposal.
 
-  The pass that verifies a block returns the hidden state that predicts the
-  next one: the paper's combined scheme (section 4), one pass a block. The
-  paper's p_1 is the target, whose token is the extra one of a round. Any rule
-  for chains is exact; `verifiers.TopK` and `verifiers.Distance` are the paper's
-  lossy ones. `params["drafter"]` are the heads' parameters.
+  The pass that verifies a block also returns the hidden state that predicts the
+  next block. This is the paper's combined scheme (section 4): one pass per
+  block. The paper's p_1 is the target, and its token is the bonus token of a
+  round. Any rule for chains is exact. `verifiers.TopK` and `verifiers.Distance`
+  are the paper's lossy rules. `params["drafter"]` contains the parameters of
+  the heads.
 
   Attributes:
-    heads: `BlockwiseHeads` of the target, or heads of that form.
-    gamma: drafted tokens of a round, at most K; None: K.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    heads: heads of the target, `BlockwiseHeads` or the same interface.
+    gamma: drafted tokens per round, at most K; None: K.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
   """
 
   heads: Heads
@@ -132,9 +132,9 @@ class Blockwise(_forecasts.HeadsDrafter):
 class BlockwiseObjective:
   """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
-  One head drawn uniformly for each batch gives an unbiased estimate of the
-  mean over the heads at the price of one. A target that is trained as well
-  counts as head 0: its own next-token loss.
+  One head drawn uniformly per batch gives an unbiased estimate of the mean over
+  the heads, at the cost of one head. If the target is trained too, it is head 0
+  with its next-token loss.
 
   Attributes:
     model: target model.
@@ -153,8 +153,7 @@ class BlockwiseObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and with all heads that of each as
-    `head_<k>/train_loss`."""
+    """Returns the loss, and `head_<k>/train_loss` if all heads are trained."""
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens, tuned = batch["tokens"], "target" in trainable
@@ -197,7 +196,7 @@ def blockwise(heads: Heads, gamma: int | None = None,
               ) -> Strategy:
   """Drafts the most likely token of each head as a chain.
 
-  Stern et al. 2018 (arXiv:1811.03115). Their looser criteria are LOSSY.
+  Stern et al. 2018 (arXiv:1811.03115). Their relaxed criteria are LOSSY.
 
   >>> from specjax import methods
   >>> own = methods.BlockwiseHeads(
@@ -209,9 +208,10 @@ def blockwise(heads: Heads, gamma: int | None = None,
 
   Args:
     heads: heads of the target.
-    gamma: drafted tokens, at most K; None: K.
-    top_k: accept what is among the target's `top_k` likeliest. LOSSY.
-    distance: accept ids at most so far from the target's choice. LOSSY.
+    gamma: drafted tokens per round, at most K; None: K.
+    top_k: acceptance of the target's `top_k` most likely tokens. LOSSY.
+    distance: largest accepted difference from the id of the target's choice.
+      LOSSY.
 
   Raises:
     ValueError: both criteria are given.

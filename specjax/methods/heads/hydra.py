@@ -1,7 +1,7 @@
 """Hydra: Medusa heads that also read the drafted tokens.
 
-Ankner et al. 2024 (arXiv:2402.05109). The file contains the heads, the drafter,
-the training loss and the strategy.
+Ankner et al. 2024 (arXiv:2402.05109). The module contains the heads, the
+drafter, the training loss and the strategy.
 """
 
 from collections.abc import Sequence
@@ -46,20 +46,20 @@ class HydraHeads:
   """Heads that read the drafted tokens, with conditional distributions.
 
   Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads the
-  hidden state h of the token before the root and the embeddings of the root
+  hidden state h of the token before the root, and the embeddings of the root
   and of the k - 1 drafted tokens on the path, u = [h; e(x_0); ..; e(x_{k-1})]:
 
     z = R u + r + SiLU(W u + b),   z <- z + SiLU(W' z + b') blocks - 1 times,
     p^(k) = softmax(U z + c).
 
-  The embeddings are the target's. At the start R takes h, W and W' are 0 and U
-  is the LM head, so that an untrained head predicts what the LM head does.
+  The embeddings are the target's. Initially R selects h, W and W' are 0 and U
+  is the LM head, so the predictions of an untrained head equal the LM head's.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
-    blocks: residual blocks of a head; the first joins what it reads.
+    blocks: number of residual blocks per head; the first reads u.
   """
 
   width: int
@@ -74,7 +74,7 @@ class HydraHeads:
 
   @property
   def num_forecasts(self) -> int:
-    """K, the number of tokens predicted after the next one."""
+    """Number K of tokens predicted after the next one."""
     return self.heads
 
   @classmethod
@@ -89,17 +89,17 @@ class HydraHeads:
     return target, {"target": target_params, "drafter": params}
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns float32 parameters with which heads predict as the LM head does.
+    """Returns float32 parameters whose predictions equal the LM head's.
 
     Args:
       key: unused; nothing is drawn.
       target_params: parameters of the target.
 
     Returns:
-      A tree: for `head_0`..`head_<K-1>`, of which head_k reads k + 2 vectors,
-      `skip` and `inner` with a `kernel [(k + 2) D, D]`, `block_<l>` with one
-      `[D, D]` for l = 1..blocks-1, `output` with one `[D, V]`, and the `bias`
-      of each.
+      Parameter tree with `head_0`..`head_<K-1>`; head_k reads k + 2 vectors.
+      Each contains `skip` and `inner` with a `kernel [(k + 2) D, D]`,
+      `block_<l>` with a `kernel [D, D]` for l = 1..blocks-1, and `output` with
+      a `kernel [D, V]`. Each layer also has a `bias`.
     """
     del key
     d, lm_head = self.width, networks.lm_head(target_params).astype(jnp.float32)
@@ -114,12 +114,12 @@ class HydraHeads:
         for k in range(self.heads)}
 
   def head(self, params: Params, read: jax.Array) -> jax.Array:
-    """Returns logits `[..., V]` of the head with an input of this size.
+    """Returns the logits `[..., V]` of the head that has this input size.
 
     Args:
       params: parameters of all heads.
-      read: `[..., (k + 2) D]`, h and the embeddings of k + 1 tokens after one
-        another: head k, counted from 0, reads it.
+      read: concatenation `[..., (k + 2) D]` of h and the embeddings of k + 1
+        tokens, the input of head k, counted from 0.
     """
     own = params[f"head_{read.shape[-1] // self.width - 2}"]
     hidden = _linear(own["skip"], read) + jax.nn.silu(
@@ -138,19 +138,20 @@ def _linear(params, x):
 class Hydra(_forecasts.HeadsDrafter):
   """Drafts children at depth d + 1 from head d + 1, given the node's path.
 
-  Each node's law depends on the tokens above it, so that q is a conditional
-  law and not a product of laws as Medusa's is. With "top_k" the draft is the
-  paper's, deterministic, and `verifiers.TargetWalk` is exact; drafts that are
-  sampled report their q, and the rules that use it apply. `params["drafter"]`
-  are the heads' parameters; the embeddings are those of `params["target"]`.
+  The distribution of a node depends on the tokens above it, so q is
+  conditional. Medusa's q is a product of distributions. With "top_k" the draft
+  is deterministic, as in the paper, and `verifiers.TargetWalk` is exact.
+  Sampled drafts report their q for the rules that use it. `params["drafter"]`
+  contains the parameters of the heads. The embeddings come from
+  `params["target"]`.
 
   Attributes:
     heads: heads of the target.
     parents: draft tree, at most K deep, see `specjax.trees`; stored
       breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
   """
 
   heads: HydraHeads
@@ -160,14 +161,14 @@ class Hydra(_forecasts.HeadsDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree per row."""
+    """Drafts a tree for each row."""
     forecast, roots = state.drafter, rounds.roots(state)
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), forecast
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):
-      """Appends embeddings to the carry `[B, S, (d + 1) D]` of inputs."""
+      """Appends embeddings to the inputs, a carry `[B, S, (d + 1) D]`."""
       del depths, ancestors
       paths = jnp.take_along_axis(paths, above[..., None], axis=1)
       paths = jnp.concatenate([paths, table[tokens]], axis=-1)
@@ -185,10 +186,11 @@ class Hydra(_forecasts.HeadsDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraObjective:
-  """L = -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}).
+  """Loss -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}).
 
-  Ankner et al. 2024 (arXiv:2402.05109, section 3), on the data: heads read the
-  true tokens in training and drafted ones in decoding. The target is frozen.
+  Ankner et al. 2024 (arXiv:2402.05109, section 3), on the data. Heads read the
+  true tokens in training and the drafted tokens in decoding. The target is
+  frozen.
 
   Attributes:
     model: target model.
@@ -205,13 +207,13 @@ class HydraObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and that of each head as `head_<k>/train_loss`."""
+    """Returns the loss, and each head's loss as `head_<k>/train_loss`."""
     chex.assert_rank(batch["tokens"], 2)
     del key
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     losses, hidden = [], self._hidden(params, tokens)
 
-    # The logits of one head at a time are kept.
+    # Only the logits of one head at a time are in memory.
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
@@ -252,8 +254,9 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
           verifier: Verifier | None = None) -> Strategy:
   """Drafts a tree or chain with heads that read the drafted tokens.
 
-  Ankner et al. 2024 (arXiv:2402.05109). The paper ranks; the law of a node
-  given its path is known as well, so that drafts may be sampled from it.
+  Ankner et al. 2024 (arXiv:2402.05109). The paper drafts the most likely
+  tokens. The distribution of a node given its path is also known, so drafts can
+  be sampled from it.
 
   >>> from specjax import trees
   >>> from specjax import methods
@@ -265,11 +268,11 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
 
   Args:
     heads: heads of the target.
-    parents: N entries, the tree with its root, at most as deep as there are
-      heads; `range(-1, K)` is a chain of K.
+    parents: draft tree, the parents of N nodes including the root, at most as
+      deep as the number of heads K; `range(-1, K)` is a chain of K.
     proposal: sampling method of children: "top_k", "without_replacement" or
       "iid".
-    verifier: a rule for these drafts; None: what is exact for them.
+    verifier: verification rule; None: an exact rule for the proposal.
   """
   if verifier is None:
     verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)

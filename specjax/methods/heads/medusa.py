@@ -1,6 +1,6 @@
 """Medusa: heads on the target's last hidden state, drafting a static tree.
 
-Cai et al. 2024 (arXiv:2401.10774). The file contains the heads, the drafter,
+Cai et al. 2024 (arXiv:2401.10774). The module contains the heads, the drafter,
 the training losses Medusa-1 and Medusa-2, and the strategies.
 """
 
@@ -41,27 +41,27 @@ from specjax.training.objective import weights_of
 from specjax.utils import fields
 
 _OUTPUTS = ("own", "low_rank", "shared")
-_OWN_UP_TO = 8192  # tokens of a vocabulary with which "auto" means "own"
+_OWN_UP_TO = 8192  # largest vocabulary for which "auto" is "own"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHeads(networks.HiddenStateHeads):
-  """p^(k) = softmax(W2_k (SiLU(W1_k h) + h)): the heads of Medusa.
+  """Heads of Medusa: p^(k) = softmax(W2_k (SiLU(W1_k h) + h)).
 
-  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). W1 is 0 and W2 is the LM
-  head at the start, so that an untrained head predicts what the LM head does.
+  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). Initially W1 is 0 and W2 is
+  the LM head, so the predictions of an untrained head equal the LM head's.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
-    blocks: residual blocks `h + SiLU(W1 h)` of a head, one after the other.
-    output: W2_k. "auto" is "own" for up to 8192 tokens and the default rank,
-      else "low_rank". "own" is a matrix per head; "low_rank" the LM head plus
-      A_k B_k, with B_k = 0 at the start; "shared" the LM head itself. The LM
-      head is an argument and no parameter of the heads.
-    rank: columns of A_k, where `output` is "low_rank".
-    bias: True if W1 has a bias, as in the published heads; 0 at the start.
+    blocks: number of residual blocks `h + SiLU(W1 h)` per head, in sequence.
+    output: form of W2_k. "own" is a matrix per head. "low_rank" is the LM head
+      plus A_k B_k, with B_k = 0 initially. "shared" is the LM head itself.
+      "auto" is "own" up to 8192 tokens with the default rank, else "low_rank".
+      The LM head is an argument, not a parameter of the heads.
+    rank: number of columns of A_k if `output` is "low_rank".
+    bias: True if W1 has a bias, as in the published heads; initially 0.
   """
 
   width: int
@@ -86,7 +86,7 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Returns float32 parameters with which heads predict as the LM head does.
+    """Returns float32 parameters whose predictions equal the LM head's.
 
     Args:
       key: PRNG key.
@@ -111,17 +111,17 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def merged(self, params: Params, target_params: Params
              ) -> tuple["MedusaHeads", dict[str, Any]]:
-    """Returns the same heads, each with an output matrix of its own.
+    """Returns equal heads with a separate output matrix each.
 
-    W2_k is the LM head, plus A_k B_k with `output="low_rank"`. The matrices
-    are K D V numbers, where A_k and B_k were K rank (D + V).
+    W2_k is the LM head, plus A_k B_k with `output="low_rank"`. The matrices are
+    K D V numbers; A_k and B_k are K rank (D + V).
 
     Args:
       params: parameters of the heads.
       target_params: parameters of the target.
 
     Returns:
-      `(heads, params)`; `output` is a float32 array in the host's memory.
+      `(heads, params)`; `output` is a float32 array in host memory.
     """
     heads = dataclasses.replace(self, output="own", rank=MedusaHeads.rank)
     if self.output == "own":
@@ -138,10 +138,10 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def head(self, params: Params, hidden: jax.Array, lm_head: jax.Array
            ) -> jax.Array:
-    """Returns logits `[..., V]` of one head, whose parameters have no axis K.
+    """Returns the logits `[..., V]` of one head.
 
     Args:
-      params: parameters of one head.
+      params: parameters of one head, without the axis K.
       hidden: hidden states `[..., D]`.
       lm_head: LM head `[D, V]`.
     """
@@ -161,20 +161,20 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Medusa(_forecasts.HeadsDrafter):
-  """Drafts children at depth d + 1 from head d + 1, equal for all nodes.
+  """Drafts the same children for all nodes of depth d, from head d + 1.
 
-  With `trees.medusa_tree` and "top_k" it is the paper's draft: deterministic,
-  so that `verifiers.TargetWalk` is exact and `verifiers.Typical` the paper's
-  lossy rule. Drafts that are sampled report their q, and the rules that use it
-  apply. `params["drafter"]` are the heads' parameters.
+  With `trees.medusa_tree` and "top_k" this is the paper's deterministic draft:
+  `verifiers.TargetWalk` is exact and `verifiers.Typical` is the paper's lossy
+  rule. Sampled drafts report their q for the rules that use it.
+  `params["drafter"]` contains the parameters of the heads.
 
   Attributes:
-    heads: `MedusaHeads` of the target, or heads of that form.
+    heads: heads of the target, `MedusaHeads` or the same interface.
     parents: draft tree, at most K deep, see `specjax.trees`; stored
       breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
   """
 
   heads: MedusaHeads | BlockwiseHeads
@@ -197,7 +197,7 @@ class MedusaObjective:
   Attributes:
     model: target model.
     heads: heads of the target.
-    decay: 0.8 in the paper.
+    decay: weight ratio of consecutive heads; 0.8 in the paper.
   """
 
   model: Transformer
@@ -211,7 +211,7 @@ class MedusaObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and that of each head as `head_<k>/train_loss`."""
+    """Returns the loss, and each head's loss as `head_<k>/train_loss`."""
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
@@ -226,7 +226,7 @@ class MedusaObjective:
 
     Args:
       params: parameters `{"target", "drafter"}`.
-      hidden: the target's.
+      hidden: hidden states of the target.
       tokens: token ids `[B, S + 1]` int32.
       weights: weights `[B, S]` of the tokens after the first.
       tuned: True if the gradient reaches `hidden`.
@@ -250,18 +250,18 @@ class MedusaObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaJointObjective:
-  """Medusa-2: L_LM + lambda_0 L1, the target trained with its heads.
+  """Medusa-2: L_LM + lambda_0 L1, training the target together with its heads.
 
-  Section 2.2.2 of the paper. lambda_0 rises over the run as the published
-  code has it: sin(pi/2 progress) or progress times its peak, or constant.
+  Section 2.2.2 of the paper. As in the published code, lambda_0 is its peak
+  times sin(pi/2 progress), times progress, or times 1.
 
   Attributes:
     medusa: objective of L1.
     weight: peak of lambda_0; 0.2 in the paper.
-    ramp: "sine", "linear" or "constant".
-    distill: L_LM is KL(p_teacher || p), with the target before training as
-      `frozen["teacher"]`, and not the cross-entropy of the data: for data
-      that the target sampled itself (section 2.3.2).
+    ramp: shape of lambda_0: "sine", "linear" or "constant".
+    distill: True if L_LM is KL(p_teacher || p), with the target before training
+      as `frozen["teacher"]`; False if it is the cross-entropy of the data. Use
+      True for data that the target sampled itself (section 2.3.2).
   """
 
   medusa: Medusa
@@ -276,16 +276,16 @@ class MedusaJointObjective:
 
   @property
   def model(self) -> Transformer:
-    """The target."""
+    """Target model."""
     return self.medusa.model
 
   @property
   def needs(self) -> tuple[str, ...]:
-    """Names of the parameters that are read."""
+    """Names of the parameters in use."""
     return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
 
   def heads_weight(self, progress: jax.Array) -> jax.Array:
-    """Returns lambda_0 `[]` after the share `progress []` of the run."""
+    """Returns lambda_0 `[]` after the fraction `progress []` of the run."""
     return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
@@ -319,8 +319,8 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
            typical: bool = False) -> Strategy:
   """Drafts the most likely tokens of the target's heads as a tree.
 
-  Cai et al. 2024 (arXiv:2401.10774). The paper's rule is typical acceptance,
-  which is LOSSY; the walk of the target is exact.
+  Cai et al. 2024 (arXiv:2401.10774). The paper's typical acceptance is LOSSY.
+  The default rule, the walk of the target, is exact.
 
   >>> from specjax import trees
   >>> from specjax import methods
@@ -332,9 +332,10 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 
   Args:
     heads: heads of the target.
-    parents: N entries, the tree with its root, at most as deep as there are
-      heads; `trees.medusa_tree` finds the paper's for measured accuracies.
-    typical: True to use typical acceptance. LOSSY.
+    parents: draft tree, the parents of N nodes including the root, at most as
+      deep as the number of heads; `trees.medusa_tree` finds the paper's tree
+      from measured accuracies.
+    typical: True for typical acceptance. LOSSY.
   """
   rule = verifiers.Typical() if typical else verifiers.TargetWalk()
   return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
@@ -343,10 +344,11 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
-  """Samples from the target's heads, for a rule that uses q.
+  """Samples drafts from the target's heads for a verifier that uses q.
 
-  Not in the Medusa paper (arXiv:2401.10774), which ranks: a head's law is known
-  as well, so that any rule for sampled drafts is exact.
+  This variant is not in the Medusa paper (arXiv:2401.10774), which drafts the
+  most likely tokens. The distribution of a head is known, so any rule for
+  sampled drafts is exact.
 
   >>> from specjax import methods
   >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
@@ -355,9 +357,10 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 
   Args:
     heads: heads of the target.
-    parents: N entries, the tree with its root; `range(-1, K)` is a chain of K.
+    parents: draft tree, the parents of N nodes including the root; `range(-1,
+      K)` is a chain of K.
     proposal: sampling method of children: "without_replacement" or "iid".
-    verifier: rule for these drafts.
+    verifier: verification rule for these drafts.
   """
   return Strategy(Medusa(
       heads=heads, parents=tuple(parents), proposal=proposal), verifier)

@@ -1,6 +1,6 @@
-"""PaSS: embeddings of look-ahead tokens, and their training loss.
+"""PaSS: embeddings of look-ahead tokens, their training loss and the drafter.
 
-Monea et al. 2023 (arXiv:2311.13581). The drafter is in `pass_lookahead`.
+Monea et al. 2023 (arXiv:2311.13581).
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ from specjax.utils import fields
 class PaSSEmbeddings:
   """Embeddings of [LA]_1..[LA]_L (PaSS, Monea et al. 2023).
 
-  arXiv:2311.13581, section 3. The only parameters: L D numbers.
+  arXiv:2311.13581, section 3. The method has no other parameters: L D numbers.
 
   Attributes:
-    count: L, look-ahead tokens; their ids are V..V + L - 1.
+    count: number L of look-ahead tokens; their ids are V..V + L - 1.
     width: hidden width D.
   """
 
@@ -70,7 +70,7 @@ class PaSSEmbeddings:
 
   @property
   def num_forecasts(self) -> int:
-    """L, the number of tokens predicted after the next one."""
+    """Number L of tokens predicted after the next one."""
     return self.count
 
   @classmethod
@@ -102,16 +102,16 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
   """Returns the target with look-ahead tokens.
 
   Args:
-    target: the `Transformer` that the embeddings are for.
-    params: parameters of the model.
+    target: `Transformer` to which the embeddings belong.
+    params: parameters of the target.
     embeddings: parameters `{"embeddings": [L, D]}` of `PaSSEmbeddings`.
 
   Returns:
-    `(target, params)`, with which a decoder drafts by `drafters.PaSS`. On
-    ids below V they are what they were.
+    `(target, params)` for a decoder with `drafters.PaSS`. Outputs for ids below
+    V are unchanged.
 
   Raises:
-    ValueError: the embeddings are of another width.
+    ValueError: the width of the embeddings differs from the target's.
   """
   table = embeddings["embeddings"]
   count, width = table.shape
@@ -128,16 +128,18 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSObjective:
-  """-sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t) (equation 1).
+  """Loss -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t) (equation
+  1).
 
-  The mean over `cuts` random m of every row. The row is read once, and the
-  look-ahead tokens of all its cuts hang under it as branches of a tree: one
-  pass of cuts * L tokens, the only one that is differentiated.
+  The loss is the mean over `cuts` random m of every row. One pass reads the
+  row. A second pass reads the look-ahead tokens of all its cuts, cuts * L
+  tokens, as branches of a tree below the row. Only the second pass is
+  differentiated.
 
   Attributes:
     model: target model.
     embeddings: look-ahead embeddings of the target.
-    cuts: cut points of a row.
+    cuts: number of cut points per row.
   """
 
   model: Transformer
@@ -153,7 +155,7 @@ class PaSSObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and that of each token as `head_<t>/train_loss`."""
+    """Returns the loss, and each token's loss as `head_<t>/train_loss`."""
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -175,9 +177,9 @@ class PaSSObjective:
     Args:
       params: parameters `{"target", "drafter"}`.
       tokens: token ids `[B, S + 1]` int32.
-      key: PRNG key of the cuts; `positions` are those of the last token read,
+      key: PRNG key of the cuts.
+      score: function called for t = 1..L; `positions` are the last tokens read,
         m.
-      score: called for t = 1..L.
     """
     batch, size = tokens.shape[0], tokens.shape[1] - 1
     count = self.embeddings.count
@@ -197,10 +199,10 @@ class PaSSObjective:
     Args:
       params: parameters `{"target", "drafter"}`.
       tokens: token ids `[B, S]` int32.
-      positions: `[B, n]` int32, of the last token that a cut sees.
+      positions: position of the last token before each cut, `[B, n]` int32.
 
     Returns:
-      `[B, n, L, V]`; entry t - 1 is the law of the token at position + 1 + t.
+      Logits `[B, n, L, V]`; entry t - 1 predicts the token at position + 1 + t.
     """
     chex.assert_rank([tokens, positions], 2)
     batch, size = tokens.shape
@@ -227,28 +229,30 @@ class PaSSObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSS(Drafter):
-  """Drafts a chain from what the target predicts after [LA]_1..[LA]_L.
+  """Drafts a chain from the target's predictions after [LA]_1..[LA]_L.
 
-  Look-ahead token k, read k positions after t, has the law of token t + 1 + k
-  whatever token t + 1 is. The decoder's target must hold the embeddings, see
-  `methods.with_lookahead`; `params["drafter"]` is unused and may be ().
+  Look-ahead token k, read k positions after t, predicts token t + 1 + k without
+  reading token t + 1. The decoder's target must contain the embeddings, see
+  `methods.with_lookahead`. `params["drafter"]` is unused and may be ().
 
   As published, a round has two passes. The first reads the root and its
-  look-ahead tokens; it draws token 1 from the target's own law, which is as
-  good as accepted, and tokens 2..L + 1 from the look-ahead laws. The second one
-  verifies. Folded, there is one: look-ahead tokens hang under every node that
-  is verified, and those of the node where the round stops have the laws of the
-  next L tokens. That pass has (1 + L)^2 nodes, of which 1 + L are a chain and
-  all others padding; the first round after a prompt drafts nothing.
+  look-ahead tokens. Token 1 is drawn from the target's distribution and is in
+  effect accepted; tokens 2..L + 1 are drawn from the look-ahead distributions.
+  The second pass verifies.
+
+  Folded, a round has one pass. Look-ahead tokens are attached to every verified
+  node. Those of the node where the round stops predict the next L tokens. The
+  pass has (1 + L)^2 nodes: a chain of 1 + L, and padding. The first round after
+  a prompt drafts nothing.
 
   Attributes:
     embeddings: look-ahead embeddings of the target.
     folded: True for one pass per round, False for two, as published.
-    count: look-ahead tokens that are read, at most L; None: L.
-    transform: transform of the look-ahead logits; None: the decoder's. Any is
-      lossless because q is reported.
+    count: number of look-ahead tokens in use, at most L; None: L.
+    transform: transform of the look-ahead logits; None: the decoder's. Any
+      transform is lossless because q is reported.
     target: target model; `bind` sets it.
-    target_transform: the decoder fills it in.
+    target_transform: the decoder's transform; `bind` sets it.
   """
 
   embeddings: PaSSEmbeddings
@@ -258,10 +262,10 @@ class PaSS(Drafter):
   target: Transformer | None = None
   target_transform: LogitsTransform | None = None
 
-  chain = True  # what hangs beside it is padding
+  chain = True  # all other nodes are padding
   iid = True
   conditional = True
-  autoregressive = False  # a law depends on where the draft began
+  autoregressive = False  # q depends on the draft's start
   proposal = "iid"
 
   def __post_init__(self):
@@ -296,7 +300,7 @@ class PaSS(Drafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns an unknown forecast: prompts have no look-ahead tokens."""
+    """Returns an unknown forecast because prompts have no look-ahead tokens."""
     del params, prefill_output
     if not self.folded:
       return None
@@ -307,7 +311,7 @@ class PaSS(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain per row."""
+    """Drafts a chain for each row."""
     roots = rounds.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
@@ -319,11 +323,11 @@ class PaSS(Drafter):
     return draft, state.drafter
 
   def _read(self, params, state):
-    """Returns logits `[B, 1 + count, V]` after the root and look-ahead
+    """Returns logits `[B, 1 + count, V]` at the root and the look-ahead
     tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
-    # The cache with this block is dropped: the verifying pass starts from the
+    # The returned cache is dropped because the verifying pass starts from the
     # same committed tokens.
     return self.target(
         params["target"],
@@ -349,7 +353,7 @@ class PaSS(Drafter):
     chain = Draft.chain(
         root, _drawn(probs, uniforms), jnp.where(known, probs, 0))
     nodes = 1 + self.count
-    # Node s has its look-ahead tokens at nodes + s * count, in a row.
+    # The look-ahead tokens of node s are consecutive, from nodes + s * count.
     hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
     first = (hanging - nodes) % self.count == 0
     return Draft(
@@ -359,8 +363,8 @@ class PaSS(Drafter):
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
   def _constrained(self, logits, uniforms, memory, laws):
-    """Returns logits `[n, V]`, each under the constraints after those
-    before."""
+    """Returns logits `[n, V]`, each under the constraints after earlier
+    tokens."""
     constraints = self.transform.constraints
     if not constraints:
       return logits
@@ -383,7 +387,7 @@ class PaSS(Drafter):
     return drafter.advance(logits, verdict, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns one specification: there are no parameters."""
+    """Returns a specification for no parameters."""
     del axis, size
     return PartitionSpec()
 
@@ -398,8 +402,8 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
                    ) -> Strategy:
   """Drafts a chain from the target's predictions after look-ahead tokens.
 
-  PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must hold the
-  embeddings, see `methods.with_lookahead`.
+  PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must contain
+  the embeddings, see `methods.with_lookahead`.
 
   >>> from specjax import methods
   >>> own = methods.PaSSEmbeddings(count=3, width=8)
@@ -411,8 +415,8 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
   Args:
     embeddings: L look-ahead embeddings of the target.
     folded: True for one pass per round, False for two, as published.
-    count: look-ahead tokens that are read, at most L; None: L.
-    verifier: rule for chains.
+    count: number of look-ahead tokens in use, at most L; None: L.
+    verifier: verification rule for chains.
   """
   return Strategy(PaSS(
       embeddings=embeddings, folded=folded, count=count), verifier)

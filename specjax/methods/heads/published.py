@@ -32,9 +32,12 @@ _HYDRA = table({
 
 
 def _read_medusa(found: Found) -> MedusaHeads:
-  """Heads on the last hidden state; some uploaded configurations say 2 of 5."""
+  """Heads on the last hidden state, counted in the tensors.
+
+  Some published configurations list 2 heads although the file contains 5.
+  """
   keys = found.keys()
-  if keys("model_type"):  # the target's configuration, which has the others
+  if keys("model_type"):  # a target's configuration
     found.check_target(keys)
   keys.refuse_others()
   blocks = found.count(r"0\.(\d+)\.linear\.")
@@ -50,7 +53,7 @@ def _read_medusa(found: Found) -> MedusaHeads:
 
 
 def _read_medusa_vllm(found: Found) -> MedusaHeads:
-  """Medusa heads as vLLM reads them, with the whole vocabulary."""
+  """Medusa heads in vLLM's format, with the complete vocabulary."""
   keys = found.keys()
   heads = MedusaHeads(
       heads=found.count(r"lm_heads\.(\d+)\."),
@@ -75,7 +78,7 @@ def _read_medusa_vllm(found: Found) -> MedusaHeads:
 
 
 def _read_hydra(found: Found) -> HydraHeads:
-  """Heads that read the drafted tokens: the kind "mlp" of Hydra."""
+  """Heads that read the drafted tokens: Hydra's architecture "mlp"."""
   keys = found.keys()
   for name in ("hydra_num_heads", "hydra_num_layers"):
     keys(name)
@@ -97,7 +100,7 @@ def _read_hydra(found: Found) -> HydraHeads:
 
 
 def _own_outputs(heads: MedusaHeads) -> MedusaHeads:
-  """Returns the same heads with a complete output matrix each."""
+  """Returns equal heads with a complete output matrix each."""
   return dataclasses.replace(heads, output="own", rank=MedusaHeads.rank)
 
 
@@ -121,7 +124,7 @@ def _write_medusa_vllm(heads: MedusaHeads) -> dict[str, Any]:
 _medusa = functools.partial(
     Layout, kind="medusa",
     sizes=lambda heads, target: {"blocks": heads.blocks})
-# Text Generation Inference and vLLM read the first two.
+# Text Generation Inference and vLLM read the first two layouts.
 LAYOUTS = {
     "medusa": _medusa(
         read=_read_medusa, names=_MEDUSA, sign=r"0\.0\.linear\.",
