@@ -1,9 +1,9 @@
 """Base of drafters with a layer on the target's features.
 
-A feature layer holds (g_t, x_{t+1}) at position t, see `models.features`. So
-after n committed tokens its cache holds n - 1 positions, all of them of true
-features: what it drafts in a round is never written, and what is accepted is
-read anew with the features that the target computed of it.
+At position t a feature layer reads (g_t, x_{t+1}), see `models.features`. After
+n committed tokens its cache contains n - 1 positions, all computed from the
+target's features. Positions drafted in a round are not committed to the cache.
+Accepted tokens are read again with the features that the target computed.
 """
 
 from typing import Any
@@ -31,10 +31,10 @@ class FeatureState:
   """State of the layer after the committed tokens.
 
   Attributes:
-    cache: the layer's, of all positions but the last token's.
+    cache: cache of the layer for all positions except the last token's.
     hidden: output `[B, D]` at the last position, input of the next step.
     read: input `[B, D]` of the head there, for the token after the root.
-    known: `[B]` bool, False if the sequence has one token and no feature.
+    known: `[B]` bool, False if the sequence has one token and thus no feature.
     rule: state of the stop rule; () without one.
   """
 
@@ -48,13 +48,13 @@ class FeatureState:
 class LayerDrafter(Drafter):
   """Base of drafters whose `heads` continue from the target's features.
 
-  Every device holds all of the heads, and what a round commits is read by
-  `commit` or kept by it, drafted or not, so that nothing is to be caught up.
+  Every device stores all of the heads. `commit` reads or stores the tokens of
+  every round, drafted or not, so `catch_up` has nothing to read.
   """
 
   heads: FeatureHeads
-  # The features below the root are the heads' own, so that q depends on where
-  # the draft began.
+  # Features below the root come from the heads, not from the target, so q
+  # depends on the start of the draft.
   autoregressive = False
 
   @property
@@ -62,7 +62,7 @@ class LayerDrafter(Drafter):
     return self.heads.context_length
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Returns the state unchanged: `commit` reads all tokens."""
+    """Returns the state unchanged because `commit` reads all tokens."""
     del params, since
     return state.drafter
 
@@ -73,11 +73,11 @@ class LayerDrafter(Drafter):
 
 
 def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
-  """Raises a `ValueError` where siblings cannot all differ.
+  """Raises a `ValueError` if the siblings cannot all differ.
 
   Args:
     heads: heads that draft.
-    width: the most children of a node that must differ.
+    width: largest number of children of a node that must differ.
   """
   if width > heads.draft_size:
     raise ValueError(
@@ -87,11 +87,11 @@ def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput
             ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-  """Splits a prompt into chunks.
+  """Splits a prompt into K chunks of S columns.
 
   Returns:
-    `(hidden [K, B, S, F], places [K, S])` of K pieces of S columns, and a mask
-    `[B, S, S]` by which each of them is causal.
+    `(hidden [K, B, S, F], places [K, S])` of the chunks, and a causal mask `[B,
+    S, S]` within a chunk.
   """
   batch, columns = prompt.tokens.shape
   size = prefill.chunk_size(columns)
@@ -117,7 +117,7 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
     return cache, (out.hidden, out.read)
 
   cache = heads.init_cache(own, prompt.lengths.shape[0], prompt.capacity)
-  # That it is empty is not told to XLA, see `prefill.empty_cache`.
+  # XLA must not know that the cache is empty, see `prefill.empty_cache`.
   cache, found = jax.lax.scan(
       read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
   last = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
@@ -173,8 +173,8 @@ def growing(heads: FeatureHeads, params: Any, state: FeatureState):
   """Returns a step of `_trees` for the layer, with its initial values.
 
   Returns:
-    The step; its carry, a cache and the hidden states `[B, S, D]` of the nodes
-    of the step before; and the logits `[B, V]` of the token after the root.
+    The step; its carry, a cache and the hidden states `[B, S, D]` of the
+    previous step's nodes; and the logits `[B, V]` of the token after the root.
   """
   own, target = params["drafter"], params["target"]
   laws = lambda read: heads.whole(heads.logits(own, target, read))
@@ -196,7 +196,7 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
 
   Returns:
     The first forecast; `read`; and its carry, a cache with room for the tokens
-    of the chain and the hidden states `[B, 1, D]` of the last of them.
+    of the chain and the hidden state `[B, 1, D]` of the last one.
   """
   own, target = params["drafter"], params["target"]
 
@@ -217,6 +217,6 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:
-  """Returns the drafts, all padding in rows that are not `known [B]`."""
+  """Returns the drafts, with padding in rows that are not `known [B]`."""
   return draft.replace(
       probs=jnp.where(known[:, None, None], draft.probs, 0))

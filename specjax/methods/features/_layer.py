@@ -1,4 +1,4 @@
-"""Network of a `features.FeatureConfig`, and keys without a cache."""
+"""Network of a `features.FeatureConfig`, and keys of passes without a cache."""
 
 import dataclasses
 from typing import Any
@@ -17,15 +17,16 @@ from specjax.models.features import FeatureConfig
 class Keys:
   """Keys and values of passes without a cache, for later passes.
 
-  In training a text is read in one pass of T rows, and then again from the
-  layer's own output, step after step. A row of such a step sees of the first
-  pass what it saw then, and of each later step its own key alone.
+  In training, one pass reads a sequence of T rows. Later steps read the
+  sequence again from the layer's own output. In a later step each row sees the
+  same keys of the first pass as before, and only its own key of each later
+  step.
 
   Attributes:
     k: keys `[B, T, H, D]` of the block; None before the first pass.
     v: values, like `k`.
-    visible: `[B or 1, S, T]` bool, what each row sees of the block.
-    own_k: `[B, S, I, H, D]`, keys that each row alone sees, or None.
+    visible: mask `[B or 1, S, T]` bool of the block's keys that each row sees.
+    own_k: keys `[B, S, I, H, D]` that only their own row sees, or None.
     own_v: values, like `own_k`.
     own: True if the next `append` adds keys that only their own row sees.
   """
@@ -39,7 +40,7 @@ class Keys:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "Keys":
-    """Appends `k`, `v [B, S, H, D]` of a pass; see `interfaces.Cache`."""
+    """Appends `k`, `v [B, S, H, D]` of a pass, see `interfaces.Cache`."""
     del layer, after
     if self.own:
       grown = lambda old, new: new[:, :, None] if old is None else (
@@ -52,7 +53,8 @@ class Keys:
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              softcap: float = 0.0) -> jax.Array:
-    """Attention of `query [B, S, G * H, D]`, one row for each key row."""
+    """Returns the attention of `query [B, S, G * H, D]`, one row per key
+    row."""
     del layer
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
@@ -64,7 +66,7 @@ class Keys:
 
 
 def _own_part(query, k, v, softcap):
-  """Attention of each row over its own `k`, `v [B, S, I, H, D]`."""
+  """Returns the attention of each row over its `k`, `v [B, S, I, H, D]`."""
   wide = jnp.promote_types(query.dtype, jnp.float32)
   shape, heads = query.shape, k.shape[3]
   query = (query * shape[3]**-0.5).reshape(*shape[:2], heads, -1, shape[3])
@@ -84,7 +86,7 @@ class LayerOf:
   """One layer of a cache, for a module that counts its layers from 0.
 
   Attributes:
-    cache: with `append` and `attend` of `interfaces.Cache`.
+    cache: cache with `append` and `attend` of `interfaces.Cache`.
     layer: index of the layer.
   """
 
@@ -122,7 +124,8 @@ class Entry(nn.Module):
 
 
 class FeatureModule(nn.Module):
-  """One module: features `[B, S, D]` and embeddings to the next stream."""
+  """Module that maps features `[B, S, D]` and embeddings to the next
+  features."""
 
   config: FeatureConfig
 

@@ -1,8 +1,8 @@
 """Base of drafters with one module per depth.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.2): module k reads, at position t, what
-module k - 1 returned there and the token t + k, and forecasts t + k + 1. The
-layers of Gloeckle et al. 2024 (arXiv:2404.19737) read no token.
+DeepSeek-V3 (arXiv:2412.19437, section 2.2): at position t, module k reads the
+output of module k - 1 and token t + k, and predicts token t + k + 1. The layers
+of Gloeckle et al. 2024 (arXiv:2404.19737) do not read tokens.
 """
 
 from typing import Any
@@ -24,16 +24,17 @@ from specjax.types import Verdict
 class ModulesState:
   """State of the modules after the committed tokens.
 
-  After n tokens module k is sure of positions up to n - 1 - k: it reads k
-  tokens ahead. So the last features are kept, and read anew with what is
-  drafted; those before them are in the cache.
+  Module k reads k tokens ahead, so after n tokens its final positions end at n
+  - 1 - k. The cache contains the positions final for all modules. The features
+  of later positions are stored here and read again with the drafted tokens.
 
   Attributes:
-    cache: a layer for each module.
-    hidden: features `[B, W, D]` of the last positions, the first `held` of
-      them. They begin at the end of the cache and end at position n - 2.
-    after: `[B, W]` int32, the token after each of these positions.
-    held: `[B]` int32; 0: the text has one token, and no position is known.
+    cache: cache with a layer for each module.
+    hidden: features `[B, W, D]` of the last positions, valid in the first
+      `held`. They begin at the end of the cache and end at position n - 2.
+    after: token after each of these positions, `[B, W]` int32.
+    held: number of valid positions, `[B]` int32; 0 if the sequence has one
+      token.
   """
 
   cache: Any
@@ -45,22 +46,25 @@ class ModulesState:
 class ModulesDrafter(_drafter.LayerDrafter):
   """Base of drafters with one module per depth.
 
-  Classes that derive from it are frozen dataclasses that have `heads`,
-  `transform`, `depth`, the levels of a draft below its root, and `readers`, R:
-  modules that read the text, at least `depth`. The target is that of
-  `heads.attach`, and `params["drafter"]` are the modules' parameters. A round
-  costs a pass of each of the R modules over the last 2 R positions. After a
-  prompt of one token there is no feature yet, and the first draft is padding.
+  Subclasses are frozen dataclasses with four fields: `heads`; `transform`;
+  `depth`, the number of levels below the root; and `readers`, the number R of
+  modules that read the sequence, at least `depth`.
+
+  The target comes from `heads.attach`. `params["drafter"]` contains the
+  parameters of the modules. In a round each of the R modules runs one pass over
+  the last 2 R positions. After a prompt of one token there are no features, and
+  the first draft is padding.
   """
 
   @property
   def window(self) -> int:
-    """W, the positions that are read again, and those of a round."""
+    """Number W of positions: those read again and those of a round."""
     return 2 * self.readers
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the caches after the prompt and its last features."""
+    """Returns the caches after the prompt and the last features of the
+    prompt."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
     chunks, causal = _drafter.chunked(prompt, prefill_output)
@@ -78,7 +82,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
     cache = heads.init_cache(
         own, batch, prompt.capacity + self.window, self.readers)
-    # That it is empty is not told to XLA, see `prefill.empty_cache`.
+    # XLA must not know that the cache is empty, see `prefill.empty_cache`.
     cache, entered = jax.lax.scan(
         read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
     entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
@@ -92,17 +96,18 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   def run(self, params, module, entered, before, tokens, visible, cache,
           positions=None):
-    """Runs a module; returns its output, the head's input and the cache.
+    """Runs a module and returns its output, the head's input and the cache.
 
     Args:
       params: parameters `{"target", "drafter"}`.
-      module: counted from 0.
+      module: index of the module, from 0.
       entered: features `[B, S, D]` of the target.
-      before: output `[B, S, D]` of the module before.
-      tokens: `[B, S]` int32, which this one reads.
-      visible: `[B, S, S]` bool, what each position sees of this pass.
-      cache: cache of all modules, with the inputs of those before.
-      positions: `[B, S]` int32; None: one after the other, as `cache` ends.
+      before: output `[B, S, D]` of the previous module.
+      tokens: tokens that this module reads, `[B, S]` int32.
+      visible: mask `[B, S, S]` bool of the positions of this pass that each
+        position sees.
+      cache: cache of all modules, with the keys and values of earlier modules.
+      positions: positions `[B, S]` int32; None: consecutive, after the cache.
     """
     out = self.heads.step(
         params["drafter"], params["target"],
@@ -111,12 +116,13 @@ class ModulesDrafter(_drafter.LayerDrafter):
     return out.hidden, out.read, out.cache
 
   def read(self, params, own, draw=None):
-    """Returns the state with all settled positions in the cache.
+    """Returns the state with all final positions in the cache.
 
     Args:
       params: parameters `{"target", "drafter"}`.
-      own: the `ModulesState`; what it keeps is read in one pass of each module.
-      draw: function `(module, head input) -> tokens [B]` of the draft so far,
+      own: state, a `ModulesState`; each module reads its stored positions in
+        one pass.
+      draw: function `(module, head input) -> tokens [B]` that drafts a token
         for later modules; None: no draft.
     """
     size, readers = self.window, self.readers
@@ -142,7 +148,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ModulesState:
     """Appends the features of the accepted tokens."""
-    if draft.tokens.shape[1] == 1:  # a round in which nobody drafted
+    if draft.tokens.shape[1] == 1:  # no row has a draft
       drafter = self.read(params, drafter)
     heads, size = self.heads, self.window
     new = heads.enter(params["drafter"], _drafter.on_path(

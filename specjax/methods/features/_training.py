@@ -1,10 +1,9 @@
 """Training of feature layers: unrolled steps, and parts of records.
 
-Row t of a pass holds the target's features at t and token t + 1; step k = 1..K
-forecasts token t + 1 + k from what step k - 1 returned there and the true token
-between. The target is read in the same program, and nothing of it is stored.
-Where a row holds several documents, the layer reads across them as the target
-does.
+Row t of a pass contains the target's features at t and token t + 1. Step k =
+1..K predicts token t + 1 + k from the output of step k - 1 and the true token
+between. The target runs in the same program, and its output is not stored. If a
+row contains several documents, the layer reads across them as the target does.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from specjax.models.transformer import Transformer
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 
-_FLOOR = 20.0  # nats below which a score counts all tokens alike
+_FLOOR = 20.0  # nats; a score uses probabilities of at least e^-20
 
 
 class Read(NamedTuple):
@@ -41,7 +40,7 @@ class Read(NamedTuple):
   Attributes:
     features: taps `[B, S, F]` of the heads.
     final: input `[B, S, D]` of the LM head.
-    logits: `[B, S, V]`.
+    logits: logits `[B, S, V]`.
   """
 
   features: jax.Array
@@ -50,7 +49,7 @@ class Read(NamedTuple):
 
 
 def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
-  """Checks that some row has the labels of all steps.
+  """Checks that some position has the labels of all steps.
 
   Raises:
     ValueError: rows `[B, S + 1]` are too short.
@@ -63,13 +62,13 @@ def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
 
 def read(model: Transformer, heads: FeatureHeads, params: Params,
          tokens: jax.Array) -> Read:
-  """Runs the target over `tokens [B, S]`.
+  """Runs the target on `tokens [B, S]`.
 
   Args:
     model: target model.
-    heads: whose taps are read.
+    heads: feature layer with the taps.
     params: parameters `{"target", "drafter"}`.
-    tokens: int32.
+    tokens: token ids `[B, S]` int32.
   """
   chex.assert_rank(tokens, 2)
   target, _ = heads.attach(model, params["target"], params["drafter"])
@@ -79,7 +78,7 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
 
 
 def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
-  """Returns `[B, size]`, token t + by at place t, or 0 after the end."""
+  """Returns `[B, size]` with token t + by at place t, or 0 after the end."""
   rest = tokens[:, by:by + size]
   return jnp.pad(rest, ((0, 0), (0, size - rest.shape[1])))
 
@@ -88,17 +87,17 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
               tokens: jax.Array, count: int) -> Iterator[Any]:
   """Yields the `FeatureOutput` of steps 1..count at every row.
 
-  One module that is used again sees at step k the true features' keys up to its
-  row, and its own row's of the steps since: the training-time test of EAGLE-3
-  (arXiv:2503.01840, figure 6). Modules of their own each see their own keys up
-  to their row (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+  With one reused module, a row at step k sees the keys of the true features up
+  to the row, and its own keys of later steps. This is the training-time test of
+  EAGLE-3 (arXiv:2503.01840, figure 6). With several modules, each sees its own
+  keys up to the row (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
   Args:
     heads: feature layer.
     params: parameters `{"target", "drafter"}`.
     features: features `[B, S, F]` of the target; the gradient includes them.
-    tokens: `[B, >= S]` int32, the row that they are of.
-    count: steps, at most `heads.num_forecasts` where each has a module.
+    tokens: token ids of the sequence, `[B, >= S]` int32.
+    count: number of steps, at most `heads.num_forecasts` if each has a module.
   """
   chex.assert_rank([features, tokens], [3, 2])
   own, target = params["drafter"], params["target"]
@@ -128,12 +127,12 @@ def floored(logits: jax.Array) -> jax.Array:
 
 def score(model: Transformer, heads: FeatureHeads, params: Params,
           tokens: jax.Array, score: Score) -> Any:
-  """Returns `score(k, logits [B, P, V], positions [B, P])` of all steps,
-  stacked.
+  """Returns the stacked scores of all steps.
 
-  The true tokens are given, so the forecast at k is that of a draft whose first
-  k - 1 tokens are the row's. Tokens that the heads cannot draft, and all that
-  are less likely than e^-20, count with that.
+  The score of step k is `score(k, logits [B, P, V], positions [B, P])`. The
+  layer reads the true tokens, so the prediction at k equals that in a draft
+  with k - 1 correct tokens. Probabilities are at least e^-20, also for tokens
+  that the heads cannot draft.
 
   Args:
     model: target model.
@@ -164,10 +163,10 @@ _FEED_NORMED = Option(
     "before it")
 
 
-_TOP_K = 8  # nodes that a level of a dynamic tree expands, children of each
+_TOP_K = 8  # expanded nodes per level, and children of each
 
 
-_DRAWN = 4  # children of an expanded node, where they are drawn
+_DRAWN = 4  # children of an expanded node if they are sampled
 
 
 def _layer_tree(heads, parents, proposal, rule) -> Strategy:
@@ -183,7 +182,7 @@ def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
 
 
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
-  """Returns a sampled chain or tree, or a top-k tree, for a rule."""
+  """Returns a sampled chain, a sampled tree or a top-k tree to suit a rule."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: _layer_chain(heads, rule, gamma),

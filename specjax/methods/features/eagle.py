@@ -1,8 +1,8 @@
-"""Layers that read the target's features: EAGLE's, MTP modules, and others.
+"""EAGLE drafters and strategies: chains, static trees and dynamic trees.
 
-What they are made of is data, see `models.features`; the classes here differ in
-its defaults. A draft reads the features of the committed text, and from there
-on what the layer itself returned.
+A draft starts from the target's features of the committed tokens. It continues
+from the output of the layer. The layer is configured by `models.features`; the
+classes of heads differ in its defaults.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,8 @@ class Eagle1Heads(FeatureHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Heads(FeatureHeads):
-  """Heads of EAGLE-3: three taps, attention on [e; g], and an own LM head."""
+  """Heads of EAGLE-3: three taps, attention on [e; g], and a separate LM
+  head."""
 
   entry: bool = True
   fusion: str = "attention"
@@ -60,7 +61,8 @@ class Eagle3Heads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns 2, L // 2 and L - 3, or layers spread over a shallow target."""
+    """Returns 2, L // 2 and L - 3, or evenly spread layers of a shallow
+    target."""
     taps = (2, layers // 2, layers - 3)
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
@@ -70,13 +72,14 @@ class Eagle3Heads(FeatureHeads):
 class FeatureDrafter(_drafter.LayerDrafter):
   """Base of drafters that continue from a layer's own output.
 
-  Classes that derive from it are frozen dataclasses that have `heads` and
-  `transform`, `depth`, and `grow`. The target is that of `heads.attach`;
-  `params["drafter"]` are the layer's parameters, and it may use embedding and
-  head of `params["target"]`. A round costs one pass of the layer over what was
-  accepted, which commits it with the target's features, and one over each level
-  of the draft but the last. After a prompt of one token there is no feature
-  yet, and the first draft is padding.
+  Subclasses are frozen dataclasses with `heads`, `transform`, `depth` and
+  `grow`. The target comes from `heads.attach`. `params["drafter"]` contains the
+  parameters of the layer, which may also use the embedding and head of
+  `params["target"]`.
+
+  In a round the layer runs one pass over the accepted tokens with the target's
+  features, and one pass over each level of the draft except the last. After a
+  prompt of one token there are no features, and the first draft is padding.
   """
 
   conditional = True
@@ -85,12 +88,12 @@ class FeatureDrafter(_drafter.LayerDrafter):
     """Checks a layer against its target and the width of a draft.
 
     Args:
-      target: to draft for.
-      width: the most children of a node that must differ.
+      target: target model.
+      width: largest number of children of a node that must differ.
 
     Raises:
-      ValueError: it has several modules, is for another target, or has too few
-        tokens.
+      ValueError: the layer has several modules, belongs to another target, or
+        has too few tokens.
     """
     if self.heads.modules > 1:
       raise ValueError(
@@ -106,7 +109,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain or tree per row."""
+    """Drafts a chain or tree for each row."""
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), state.drafter
     step, carry, logits = _drafter.growing(self.heads, params, state.drafter)
@@ -125,17 +128,17 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(_common.DrawnChain, FeatureDrafter):
-  """Samples a chain, whose length a controller may choose.
+  """Samples a chain; a controller can choose its length.
 
   Attributes:
     heads: feature layer with one module.
     gamma: draft length, at least 0.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
-    stop: one of `methods.stop_rules`, which is shown what the layer returned
-      as hidden states; None: all chains have gamma tokens. If the rule has
-      parameters, `params["drafter"]` is `{"model": parameters of the layer,
-      "stop": the rule's}`.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
+    stop: rule of `methods.stop_rules`, with the layer's outputs as hidden
+      states; None: all chains have gamma tokens. If the rule has parameters,
+      `params["drafter"]` is `{"model": parameters of the layer, "stop":
+      parameters of the rule}`.
   """
 
   heads: FeatureHeads
@@ -157,7 +160,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> FeatureState:
-    """Returns the layer's state and that of the stop rule."""
+    """Returns the states of the layer and of the stop rule."""
     state = super().init(self._layer(params), prompt, prefill_output)
     if self.stop is None:
       return state
@@ -165,13 +168,13 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
         rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
   def _layer(self, params):
-    """Returns the parameters without those of a stop rule."""
+    """Returns the parameters without the parameters of a stop rule."""
     own, _ = stop_rules.split_params(self.stop, params["drafter"])
     return {**params, "drafter": own}
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain per row."""
+    """Drafts a chain for each row."""
     if self.stop is None or self.gamma == 0:
       return super().propose(self._layer(params), uniforms, state)
     own = state.drafter
@@ -193,7 +196,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
         self.stop, drafter.rule, draft, verdict, count))
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """Returns the batch of drafts; arguments as in `_trees.grow`."""
+    """Returns the drafts, with the arguments of `_trees.grow`."""
     parents = tuple(range(-1, self.gamma))
     tokens, probs, _ = _trees.grow(
         step, carry, logits, uniforms, parents,
@@ -203,15 +206,15 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle(FeatureDrafter, _trees.StaticTree):
-  """Samples the same tree in every round.
+  """Samples a tree of the same shape in every round.
 
   Attributes:
     heads: feature layer with one module.
-    parents: the tree, see `specjax.trees`; `range(-1, gamma)` is a chain. It is
-      put in breadth-first order.
+    parents: draft tree, see `specjax.trees`, stored breadth-first; `range(-1,
+      gamma)` is a chain.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
   """
 
   heads: FeatureHeads
@@ -225,7 +228,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
     return super().bind(target, transform)
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """Returns the batch of drafts; arguments as in `_trees.grow`."""
+    """Returns the drafts, with the arguments of `_trees.grow`."""
     tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs)
 
@@ -234,15 +237,15 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
 class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
   """Drafts EAGLE-2's deterministic tree of the most likely candidates.
 
-  As `DynamicTree` grows it, from a feature layer.
+  The tree grows from a feature layer, as `DynamicTree` does from a draft model.
 
   Attributes:
     heads: feature layer with one module.
     depth: number of levels below the root, one pass each.
     top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, the root included.
-    transform: transform of logits to confidences. It is not the decoder's,
-      because at temperature 0 there would be no second best token.
+    num_nodes: number of nodes N, including the root.
+    transform: transform of logits to confidences. It differs from the decoder's
+      because temperature 0 would leave no second most likely token.
   """
 
   heads: FeatureHeads
@@ -258,7 +261,7 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
     return dataclasses.replace(self, transform=self.transform.under(transform))
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """Returns the batch of drafts; arguments as in `_dynamic_trees.expand`."""
+    """Returns the drafts, with the arguments of `_dynamic_trees.expand`."""
     del uniforms
     return _dynamic_trees.expand(
         step, carry, logits, rounds.roots(state), transform=self.transform,
@@ -269,20 +272,20 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
 class SampledEagle(FeatureDrafter):
   """Samples a tree that is expanded at nodes of high confidence.
 
-  Not in the EAGLE papers, whose dynamic trees are deterministic. A score
-  decides which nodes of a level get children, and never which nodes stay, see
-  `drawn_trees`: so q is the law that tokens were drawn from, and rules for
-  sampled trees are exact.
+  This variant is not in the EAGLE papers, whose dynamic trees are
+  deterministic. A score selects the nodes of a level that get children. It
+  never removes nodes, see `drawn_trees`. So q is the distribution from which
+  tokens were sampled, and rules for sampled trees are exact.
 
   Attributes:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    expanded: nodes of a level that get children, those with the best scores.
-    children: number of children of each, and of the root.
+    expanded: number of nodes per level that get children, by best score.
+    children: number of children of each expanded node, and of the root.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the layer's logits; None: the decoder's.
-    confidence: transform of logits to the probabilities whose product along the
-      path is the score of a node.
+    confidence: transform of logits to confidences; a node's score is their
+      product along the path.
   """
 
   heads: FeatureHeads
@@ -320,7 +323,7 @@ class SampledEagle(FeatureDrafter):
     return _common.with_transform(self, transform)
 
   def grow(self, step, carry, logits, uniforms, state: DecodeState) -> Draft:
-    """Returns the batch of drafts; arguments as in `_dynamic_trees.grow`."""
+    """Returns the drafts, with the arguments of `_dynamic_trees.grow`."""
     return _dynamic_trees.grow(
         step, carry, logits, uniforms, rounds.roots(state),
         _trees.drawer(self.proposal, self.transform, state.temperature),
@@ -333,8 +336,8 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           verifier: Verifier | None = None) -> Strategy:
   """Samples a chain or a tree from a layer on the target's features.
 
-  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840); the
-  target is that which `heads.attach` returns.
+  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840). Use
+  the target returned by `heads.attach`.
 
   >>> import jax
   >>> import specjax as sj
@@ -355,8 +358,8 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
     parents: draft tree of N nodes; None: a sampled chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`;
       EAGLE's own trees are "top_k".
-    verifier: rule; None: block verification of a chain, traversal of a sampled
-      tree, the target's walk through a deterministic tree.
+    verifier: verification rule; None: block verification of a chain, traversal
+      of a sampled tree, the target's walk through a deterministic tree.
   """
   if parents is None:
     drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
@@ -369,7 +372,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
   """Drafts EAGLE-2's tree, whose shape follows the layer's confidence.
 
-  EAGLE-2 (Li et al. 2024, arXiv:2406.16858), and EAGLE-3 as it is served.
+  EAGLE-2 (Li et al. 2024, arXiv:2406.16858), also used with EAGLE-3 layers.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -381,7 +384,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
     heads: feature layer with one module.
     depth: number of levels below the root.
     top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, the root included.
+    num_nodes: number of nodes N, including the root.
   """
   return Strategy(DynamicEagle(
       heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
@@ -392,9 +395,9 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = TRAVERSAL) -> Strategy:
   """Samples a tree that is expanded at nodes of high confidence.
 
-  Not in the EAGLE papers, whose trees are deterministic: nodes are expanded by
-  their score and never dropped by it, so that rules for sampled trees are
-  exact.
+  This variant is not in the EAGLE papers, whose trees are deterministic. The
+  score of a node only decides its expansion and never removes it, so rules for
+  sampled trees are exact.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -405,9 +408,9 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
   Args:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    expanded: nodes of a level that get children.
-    children: number of children of each, and of the root.
-    verifier: a rule for drawn trees.
+    expanded: number of nodes per level that get children.
+    children: number of children of each expanded node, and of the root.
+    verifier: verification rule for sampled trees.
   """
   return Strategy(SampledEagle(
       heads=heads, depth=depth, expanded=expanded, children=children), verifier)

@@ -1,4 +1,4 @@
-"""EAGLE: losses and records of its first and third versions."""
+"""EAGLE: losses and training records of versions 1 and 3."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ from specjax.training.objective import Score
 from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 
-_NOISE_TOKENS = 512  # of a row that the published scale of the noise is for
+_NOISE_TOKENS = 512  # row length at which the noise has scale 1
 
 
 _NORMALIZERS = ("rows", "mask")
@@ -41,14 +41,14 @@ def uniform_noise(key: jax.Array, features: jax.Array, width: float
                   ) -> jax.Array:
   """Returns noise for `features [B, S, F]`, +- width / 2 for 512 tokens.
 
-  The published code scales it by 512 / S.
+  As in the published code, it is scaled by 512 / S.
   """
   return width * _NOISE_TOKENS / features.shape[1] * jax.random.uniform(
       key, features.shape, features.dtype, -0.5, 0.5)
 
 
 class _Unrolled:
-  """Base of both losses: checks, target passes and scores."""
+  """Base of both losses, with checks, target passes and scores."""
 
   needs = ("target", "drafter")
 
@@ -60,8 +60,8 @@ class _Unrolled:
                        "as MTP")
 
   def _target(self, params, tokens):
-    """Returns the target's output for all but the last token, without
-    gradient."""
+    """Returns the target's output, without gradient, except at the last
+    token."""
     _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
         _training.read(self.model, self.heads, params, tokens[:, :-1]))
@@ -72,11 +72,12 @@ class _Unrolled:
         logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
 
   def read(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns the target's output for a batch, to be stored with it.
+    """Returns the target's output for a batch, for storage with the batch.
 
     Returns:
-      `features [B, S, F]`; `final [B, S, D]`, which the target's head reads,
-      where that is not the same; and `counts [B, S]`, the places that count.
+      `features [B, S, F]`; `final [B, S, D]`, the input of the target's head,
+      if it differs from the features; and the weights `counts [B, S]` of
+      positions.
     """
     seen = self._target(params, tokens)
     found = {"features": seen.features, "counts": self._counts(seen.logits)}
@@ -84,11 +85,11 @@ class _Unrolled:
         **found, "final": seen.final}
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions whose label counts, else 0."""
+    """Returns `[B, S]`, 1 at positions with a counted label, else 0."""
     return jnp.ones(logits.shape[:2], jnp.float32)
 
   def _seen(self, params, batch):
-    """Returns `(features, law, counts)`, from a pass or from stored values."""
+    """Returns `(features, law, counts)` from a pass or from stored values."""
     if "features" not in batch:
       seen = self._target(params, batch["tokens"])
       return seen.features, self._law(seen.logits), self._counts(seen.logits)
@@ -109,18 +110,18 @@ class _Unrolled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1Objective(_Unrolled):
-  """SmoothL1(f, f^) + w CE(p, p^), of the next feature and distribution.
+  """SmoothL1(f, f^) + w CE(p, p^) of the next feature and distribution.
 
-  Li et al. 2024 (arXiv:2401.15077, section 4.2), in the published code's terms:
-  the first is a mean over features as well. The features that are read, not
-  those that are learned, have noise on them, uniform and of width `noise` for
-  rows of 512 tokens; for others as wide as the published code makes it.
+  Li et al. 2024 (arXiv:2401.15077, section 4.2). As in the published code, the
+  first term is also a mean over features. Uniform noise is added to the input
+  features, not to the labels. Its width is `noise` for rows of 512 tokens and
+  is scaled for other lengths, see `uniform_noise`.
 
   Attributes:
     model: target model.
-    heads: `methods.Eagle1Heads`, or others whose state is a feature.
-    noise: 0.2 in the paper.
-    law_weight: w, 0.1 in the paper.
+    heads: `methods.Eagle1Heads`, or other heads whose state is a feature.
+    noise: width of the noise; 0.2 in the paper.
+    law_weight: weight w of the second term; 0.1 in the paper.
   """
 
   model: Transformer
@@ -139,7 +140,7 @@ class Eagle1Objective(_Unrolled):
                key: jax.Array) -> Loss:
     """Returns the loss, `feature_loss` and `law_loss`.
 
-    A batch with what `read` returns of it needs no pass of the target.
+    If the batch contains the output of `read`, the target is not run.
     """
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
@@ -148,7 +149,7 @@ class Eagle1Objective(_Unrolled):
     counts = weights_of(batch)[:, 1:]
     noisy = features + uniform_noise(key, features, self.noise)
     out = next(_training.forecasts(self.heads, params, noisy, tokens, 1))
-    # Nothing is known of the feature after the last one.
+    # The feature after the last one is unknown.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
     feature_loss = weighted_mean(jnp.mean(optax.huber_loss(
@@ -161,22 +162,22 @@ class Eagle1Objective(_Unrolled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Objective(_Unrolled):
-  """-sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v): the training-time test.
+  """Training-time test: -sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v).
 
   Li et al. 2025 (arXiv:2503.01840, section 3.2). The layer runs K =
-  `heads.num_forecasts` steps on its own states, as it will when it drafts, and
-  learns at each step the target's law two tokens and more ahead, restricted to
-  the tokens that it can draft.
+  `heads.num_forecasts` steps on its own states, as in drafting. At each step
+  its label is the target's distribution two or more tokens ahead, restricted to
+  the draft vocabulary.
 
   Attributes:
     model: target model.
-    heads: `methods.Eagle3Heads`, or others with one module.
-    decay: decay of the steps' weights, 0.8 in the published code.
+    heads: `methods.Eagle3Heads`, or other heads with one module.
+    decay: weight ratio of consecutive steps; 0.8 in the published code.
     normalizer: divisor of a step's sum: "rows", the weights of all positions
-      (SafeAILab/EAGLE), or "mask", of the positions that count (vLLM's
+      (SafeAILab/EAGLE), or "mask", the weights of counted positions (vLLM's
       speculators).
-    drop_outside: True to drop positions whose most likely token cannot be
-      drafted (SafeAILab/EAGLE).
+    drop_outside: True to drop positions whose most likely token is outside the
+      draft vocabulary (SafeAILab/EAGLE).
   """
 
   model: Transformer
@@ -193,9 +194,9 @@ class Eagle3Objective(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and that of each step as `head_<i + 1>/train_loss`.
+    """Returns the loss, and each step's loss as `head_<i + 1>/train_loss`.
 
-    A batch with what `read` returns of it needs no pass of the target.
+    If the batch contains the output of `read`, the target is not run.
     """
     chex.assert_rank(batch["tokens"], 2)
     del key
@@ -216,7 +217,7 @@ class Eagle3Objective(_Unrolled):
       params: parameters `{"target", "drafter"}`.
       features: features `[B, S, F]` of the target.
       logits: logits `[B, S, V]` of the target.
-      tokens: `[B, >= S]` int32.
+      tokens: token ids `[B, >= S]` int32.
     """
     chex.assert_rank([features, logits, tokens], [3, 3, 2])
     counts = self._counts(logits)
@@ -224,7 +225,7 @@ class Eagle3Objective(_Unrolled):
                         jnp.ones_like(counts), tokens)
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions whose label counts, else 0."""
+    """Returns `[B, S]`, 1 at positions with a counted label, else 0."""
     if not (self.heads.ids and self.drop_outside):
       return super()._counts(logits)
     drafted = np.zeros(logits.shape[-1], np.float32)
@@ -232,12 +233,13 @@ class Eagle3Objective(_Unrolled):
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
   def _losses(self, params, features, law, counts, weights, tokens):
-    """Returns the losses `[K]` for the distribution `[B, S, Vd]` of draft
-    tokens."""
+    """Returns the losses `[K]` given the distribution `[B, S, Vd]` of draft
+    tokens.
+    """
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
-      # Row t forecasts token t + 1 + k, whose law is known after t + k.
+      # Row t predicts token t + 1 + k. Its target distribution is at t + k.
       log_q = jax.nn.log_softmax(heads.logits(
           params["drafter"], params["target"], out.read[:, :-k]))
       nats = -jnp.sum(law[:, k:] * log_q, axis=-1)

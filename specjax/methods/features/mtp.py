@@ -1,8 +1,7 @@
-"""Layers that read the target's features: EAGLE's, MTP modules, and others.
+"""Multi-token prediction: heads, drafters of chains and trees, and strategies.
 
-What they are made of is data, see `models.features`; the classes here differ in
-its defaults. A draft reads the features of the committed text, and from there
-on what the layer itself returned.
+A draft starts from the target's features of the committed tokens. The layer is
+configured by `models.features`; the classes of heads differ in its defaults.
 """
 
 from collections.abc import Sequence
@@ -56,9 +55,9 @@ class MTPHeads(FeatureHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelLayers(FeatureHeads):
-  """Heads that are layers parallel to the target's last one (Gloeckle et al.).
+  """Layers parallel to the target's last layer, as heads (Gloeckle et al.).
 
-  They read no token, so that the law of a draft is a product, and share the
+  They do not read tokens, so a draft has a product distribution. They share the
   target's final norm and head.
   """
 
@@ -80,15 +79,16 @@ class ParallelLayers(FeatureHeads):
 class MTP(_common.DrawnChain, _modules.ModulesDrafter):
   """Samples token k of a chain from module k.
 
-  Heads whose one module is used again and again draft by `EagleChain`.
+  Heads with one reused module draft with `EagleChain` instead.
 
   Attributes:
-    heads: with a module for every token.
-    gamma: drafted tokens of a round, at most as many as modules; None: so many.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
-    readers: R, modules that read the text, at least gamma; None: gamma. So the
-      shorter chains of a controller leave the others nothing to read later.
+    heads: heads with a module for every token.
+    gamma: drafted tokens per round, at most the number of modules, the default.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
+    readers: number R of modules that read the sequence, at least gamma; None:
+      gamma. If a controller shortens chains, all R modules still read every
+      round, so none has to catch up later.
   """
 
   heads: FeatureHeads
@@ -123,7 +123,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain per row."""
+    """Drafts a chain for each row."""
     heads, own = self.heads, state.drafter
     u = uniforms.reshape(len(own.held), self.gamma, UNIFORMS_A_DRAW)
     last = jnp.maximum(own.held - 1, 0)[:, None]
@@ -153,9 +153,9 @@ class _Paths(NamedTuple):
   """Inputs of later modules, for S nodes of a level.
 
   Attributes:
-    module: module of these nodes, counted from 0.
-    text: `[B, S, W + R]` int32, the tokens after the positions that are kept
-      (`ModulesState.after`), those of the way down to the node after them.
+    module: index of the module of these nodes, from 0.
+    text: tokens after the stored positions (`ModulesState.after`), followed by
+      the tokens on the path to the node, `[B, S, W + R]` int32.
     before: output `[B, S, W, D]` of the module at these positions, on the paths
       to the parents of the nodes.
   """
@@ -167,18 +167,18 @@ class _Paths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
-  """Samples a tree, the nodes of depth k from module k.
+  """Samples a tree whose nodes of depth k come from module k.
 
-  A module reads tokens ahead of its position, drafted ones among them, so that
-  on each way down a tree it is run anew over what no module was sure of: with S
-  nodes of a level that have children, over 2 R S positions.
+  A module reads tokens ahead of its position, including drafted tokens. So on
+  each path of the tree it must run again over the positions that are not final.
+  With S nodes of a level that have children, it runs over 2 R S positions.
 
   Attributes:
-    heads: with a module for every depth.
-    parents: the tree, see `specjax.trees`. It is put in breadth-first order.
+    heads: heads with a module for every depth.
+    parents: draft tree, see `specjax.trees`, stored breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
   """
 
   heads: FeatureHeads
@@ -208,7 +208,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts a chain or tree per row."""
+    """Drafts a chain or tree for each row."""
     own = state.drafter
     step, carry, logits = constraints_lib.steered(
         self.transform.constraints, state.constraints,
@@ -225,7 +225,8 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     last = jnp.maximum(own.held - 1, 0)
 
     def run(module, text, before):
-      """Returns logits `[B, S, V]` after S paths, and the module's output."""
+      """Returns the logits `[B, S, V]` after S paths, and the module's
+      output."""
       batch, ways = text.shape[:2]
       flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
       each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
@@ -241,7 +242,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
           params["drafter"], params["target"], read)), ways_of(hidden)
 
     def step(tokens, depths, ancestors, above, carry):
-      del depths, ancestors  # the ways say it
+      del depths, ancestors  # `text` determines both
       module, text, before = carry
       text, before = (jax.vmap(lambda row, at: row[at])(x, above)
                       for x in (text, before))
@@ -268,8 +269,8 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   """Samples a chain or a tree from modules of multi-token prediction.
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
-  (arXiv:2404.19737). One module that is used again and again (FastMTP,
-  arXiv:2509.18362) drafts as EAGLE does.
+  (arXiv:2404.19737). One reused module (FastMTP, arXiv:2509.18362) drafts as
+  EAGLE does.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -284,11 +285,11 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   Traversal()
 
   Args:
-    heads: modules.
-    gamma: drafted tokens of a chain, at most as many as modules unless one is
-      used again; None: as many as the layer forecasts.
-    verifier: rule; None: block verification of a chain, traversal of a sampled
-      tree, the target's walk through a deterministic tree.
+    heads: modules of multi-token prediction.
+    gamma: drafted tokens of a chain, at most the number of modules unless one
+      is reused; None: the number that the heads predict.
+    verifier: verification rule; None: block verification of a chain, traversal
+      of a sampled tree, the target's walk through a deterministic tree.
     parents: draft tree of N nodes; None: a sampled chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
 

@@ -1,4 +1,5 @@
-"""Multi-token prediction: losses and records, with or without the trunk."""
+"""Multi-token prediction: losses and records, with a frozen or trained
+target."""
 
 import dataclasses
 from typing import Any
@@ -28,15 +29,15 @@ from specjax.training.objective import weights_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPObjective:
-  """-sum_k w_k mean_t log p^(k)(x_{t+1+k}), w_k = decay^(k-1) / their sum.
+  """Loss -sum_k w_k mean_t log p^(k)(x_{t+1+k}), w_k = decay^(k-1) / their sum.
 
-  FastMTP, Cai et al. 2025 (arXiv:2509.18362, equation 2), where one module is
-  used again; the same for modules of their own. The target stays as it is.
+  FastMTP, Cai et al. 2025 (arXiv:2509.18362, equation 2), for one reused
+  module. Several modules use the same loss. The target is frozen.
 
   Attributes:
     model: target model.
-    heads: `methods.MTPHeads`, or others that draft all of its tokens.
-    decay: 0.6 in the paper.
+    heads: `methods.MTPHeads`, or other heads with the target's vocabulary.
+    decay: weight ratio of consecutive depths; 0.6 in the paper.
   """
 
   model: Transformer
@@ -54,7 +55,7 @@ class MTPObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and that of each depth as `head_<k>/train_loss`."""
+    """Returns the loss, and each depth's loss as `head_<k>/train_loss`."""
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
@@ -79,7 +80,7 @@ class MTPObjective:
     found = []
     for k, out in enumerate(_training.forecasts(
         self.heads, params, features, tokens, self.heads.num_forecasts), 1):
-      # Row t forecasts token t + 1 + k, and the row has S + 1 tokens.
+      # Row t predicts token t + 1 + k, and the sequence has S + 1 tokens.
       labels = tokens[:, 1 + k:]
       logits = self.heads.logits(params["drafter"], params["target"],
                                  out.read[:, :labels.shape[1]])
@@ -96,14 +97,14 @@ class MTPObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPJointObjective:
-  """L_LM + weight mean_k CE_k, of a trunk and its modules.
+  """Loss L_LM + weight mean_k CE_k of a target and its modules.
 
-  DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) has `MTPHeads` and weight
-  lambda, 0.3 at first. Gloeckle et al. 2024 (arXiv:2404.19737, equation 2) have
-  `ParallelLayers` and all heads weigh as much as the next token: K.
+  DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) uses `MTPHeads` and weight
+  lambda, initially 0.3. Gloeckle et al. 2024 (arXiv:2404.19737, equation 2) use
+  `ParallelLayers` and weight K, so each head has the weight of the next token.
 
   Attributes:
-    mtp: the modules' losses; its `decay` is not used.
+    mtp: losses of the modules; its `decay` is not used.
     weight: weight of the mean.
   """
 
@@ -114,12 +115,12 @@ class MTPJointObjective:
 
   @property
   def model(self) -> Transformer:
-    """The target."""
+    """Target model."""
     return self.mtp.model
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, `lm_loss`, and that of each depth."""
+    """Returns the loss, `lm_loss`, and the loss of each depth."""
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}

@@ -1,8 +1,7 @@
-"""Layers that read the target's features: EAGLE's, MTP modules, and others.
+"""Feature layers with which a target drafts for itself.
 
-What they are made of is data, see `models.features`; the classes here differ in
-its defaults. A draft reads the features of the committed text, and from there
-on what the layer itself returned.
+The layer is configured by `models.features`. A draft starts from the target's
+features of the committed tokens and continues from the output of the layer.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ class FeatureOutput:
     hidden: input `[B, S, D]` of the next step.
     read: input `[B, S, D]` of the head.
     keys: keys of a pass without a cache, for later passes.
-    cache: the cache with the keys and values of the pass, not committed.
+    cache: cache with the keys and values of the pass, not committed.
   """
 
   hidden: jax.Array
@@ -51,16 +50,16 @@ class FeatureOutput:
 class FeatureHeads(FeatureConfig):
   """Feature layer with which a target drafts for itself.
 
-  Parameters are a tree: `module_{m}` of every module, `entry` and its norms,
-  and `embedding [V, D]` and `head [D, Vd]` where they are its own. Vd is
-  `draft_size`. `attach` adds the `head` of `narrow_head`.
+  The parameters are a tree: `module_{m}` of every module, `entry` and its
+  norms, and `embedding [V, D]` and `head [D, Vd]` if the layer does not share
+  the target's. Vd is `draft_size`. `attach` adds the `head` of `narrow_head`.
   """
 
   kind: ClassVar[str] = "features"
 
   @property
   def num_forecasts(self) -> int:
-    """K, the default number of drafted tokens."""
+    """Default number K of drafted tokens."""
     return self.forecasts
 
   @classmethod
@@ -74,14 +73,14 @@ class FeatureHeads(FeatureConfig):
     """Returns a layer of the target's sizes.
 
     Args:
-      target: model that will draft with it.
+      target: target model.
       count: number of heads K.
-      **options: other fields of the class. `taps` may be a text, such as
-        "2,4,final"; an empty one means `default_taps`.
+      **options: other fields of the class. `taps` may be a string, such as
+        "2,4,final"; the empty string means `default_taps`.
 
     Raises:
-      ValueError: the target has no such hidden state, or the fields do not fit
-        together.
+      ValueError: the target does not have such a hidden state, or the fields do
+        not fit together.
     """
     c = target.config
     like = {field.name: getattr(c, field.name)
@@ -103,10 +102,10 @@ class FeatureHeads(FeatureConfig):
                   **options})
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns random float32 parameters; an own head is the target's.
+    """Returns random float32 parameters.
 
-    Where the widths differ an own head is random, too, and so is an own
-    embedding; else it begins as the target's.
+    A separate head or embedding begins as a copy of the target's. It is random
+    if the widths differ.
 
     Args:
       key: PRNG key.
@@ -140,7 +139,7 @@ class FeatureHeads(FeatureConfig):
     """Returns `(target, {"target", "drafter"})`; the target returns the taps.
 
     Raises:
-      ValueError: the layer is for another target.
+      ValueError: the layer belongs to another target.
     """
     self.check_sizes(target)
     taps = self.taps if FINAL in self.taps else (*self.taps, FINAL)
@@ -156,7 +155,7 @@ class FeatureHeads(FeatureConfig):
     return whole[:, np.array(self.ids)] if self.ids else whole
 
   def check_sizes(self, target: Model) -> None:
-    """Raises a `ValueError` where a target has another width or vocabulary."""
+    """Raises a `ValueError` if the target has another width or vocabulary."""
     config = getattr(target, "config", None)
     if config is None:
       raise ValueError(f"the target is a {type(target).__name__}, of which no "
@@ -171,10 +170,10 @@ class FeatureHeads(FeatureConfig):
             "this target by for_target")
 
   def check_target(self, target: Model) -> None:
-    """Checks that a target returns what the layer reads.
+    """Checks that the target's output contains the taps of the layer.
 
     Raises:
-      ValueError: another width or vocabulary, or the taps are missing.
+      ValueError: the width or the vocabulary differs, or the taps are missing.
     """
     self.check_sizes(target)
     names = target.config.features or (FINAL,)
@@ -209,21 +208,22 @@ class FeatureHeads(FeatureConfig):
            cache: Any = None, module: int = 0) -> FeatureOutput:
     """Runs one pass of a module.
 
-    Without a cache it is causal over its own rows, or as `visible` says. Given
-    the `keys` of an earlier pass each row sees of them what it saw there, and
-    of what came since its own; with `visible [B or 1, S, T + S]` too, what that
-    says of the block of T keys and the S new ones.
+    Without a cache the pass is causal over its own rows, or uses `visible`.
+    Given the `keys` of an earlier pass, each row sees the keys that it saw
+    there and its own later keys. With `keys` and `visible [B or 1, S, T + S]`,
+    the mask covers the block of T keys and the S new keys.
 
     Args:
       params: parameters of the layer.
       target_params: parameters of the target.
-      hidden: result `[B, S, D]` of `enter` or of the step before.
-      tokens: `[B, S]` int32, the token after each row's text.
-      positions: `[B, S]` int32; default: 0.. without a cache, and those after
-        its committed tokens with one.
-      visible: `[B or 1, S, S]` bool; with a cache `[B, S, T]`, over the block.
+      hidden: result `[B, S, D]` of `enter` or of the previous step.
+      tokens: token after each position, `[B, S]` int32.
+      positions: positions `[B, S]` int32; None: consecutive, from 0 without a
+        cache and after the committed tokens with one.
+      visible: mask `[B or 1, S, S]` bool; with a cache a mask `[B, S, T]` over
+        the block.
       keys: keys of an earlier `FeatureOutput`.
-      cache: with `append` and `attend` of `interfaces.Cache`.
+      cache: cache with `append` and `attend` of `interfaces.Cache`.
       module: index of the module.
     """
     chex.assert_rank([hidden, tokens], [3, 2])
@@ -256,7 +256,8 @@ class FeatureHeads(FeatureConfig):
     return output.replace(cache=memory.cache)
 
   def _embedded(self, params, target_params, tokens, dtype):
-    """Returns the embeddings `[B, S, D]`, or None if none is read."""
+    """Returns the embeddings `[B, S, D]`, or None if the layer reads no
+    tokens."""
     if self.fusion == "none":
       return None
     own = params if self.own_embedding else target_params
@@ -265,8 +266,8 @@ class FeatureHeads(FeatureConfig):
 
   def logits(self, params: Params, target_params: Params, read: jax.Array
              ) -> jax.Array:
-    """Returns logits `[B, S, Vd]`, at least float32."""
-    head = (params["head"] if "head" in params  # own, or of `attach`
+    """Returns the logits `[B, S, Vd]`, at least float32."""
+    head = (params["head"] if "head" in params  # trained, or from `attach`
             else self.columns(target_params))
     return layers.logits(read.astype(head.dtype), head, self)
 

@@ -1,7 +1,7 @@
 """Published EAGLE and multi-token-prediction layers: tables, readers, writers.
 
-If the configuration and the tensors differ, the tensors are trusted, unless a
-key contradicts them.
+Architecture details come from the tensors if the configuration omits them. A
+configuration key that contradicts the tensors is an error.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ _MTP_DEEPSEEK_COPIES = {
 
 def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
             final_norm: str) -> Table:
-  """A module for multi-token prediction around a decoder layer."""
+  """Returns the table of a multi-token-prediction module with a decoder
+  layer."""
   return decoder_layer(layer, "module_{i}.", "{j}") | table({
       "module_{i}.embedding_norm": embedding_norm,
       "module_{i}.hidden_norm": hidden_norm,
@@ -73,7 +74,7 @@ _MTP_SPECULATORS = _module(*(f"mtp_layers.{{i}}{rest}" for rest in (
 
 
 def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
-  """The fields of a feature layer that are its decoder layer's."""
+  """Returns the fields of a feature layer that describe its decoder layer."""
   layers = max(1, found.count(r"layers\.(\d+)\."))
   if layers != 1:
     found.fail(f"has {layers} layers; a feature layer is one here: take a "
@@ -83,7 +84,7 @@ def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
 
 
 def _read_eagle1(found: Found) -> FeatureHeads:
-  """EAGLE-1 and 2: what the target's head reads, and no norm at either end."""
+  """EAGLE-1 and 2: input of the target's head, and no norm at either end."""
   keys = found.keys()
   fields = _one_layer(found, keys)
   for name in ("qkv_bias", "eagle_fc_bias"):
@@ -102,12 +103,12 @@ def _read_eagle1(found: Found) -> FeatureHeads:
 def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
   """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
 
-  All feed back what was before the final norm.
+  In all of them the next step reads the state before the final norm.
 
   Args:
-    found: the files.
-    bare: whether there is a key `norm_output`, which if false says that the
-      head reads a state without the final norm.
+    found: files of the drafter.
+    bare: True if the configuration may have the key `norm_output`. If the key
+      is false, the head reads a state without the final norm.
   """
   keys = found.keys()
   head_norm = keys("norm_output", True)
@@ -125,7 +126,7 @@ def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
 
 
 def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
-  """The fields that all EAGLE-3 files have in common."""
+  """Returns the fields that all EAGLE-3 files have in common."""
   fields = _one_layer(found, keys)
   norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
                                   ) if outer(key)]
@@ -147,7 +148,8 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
 
 
 def _read_eagle3_speculators(found: Found) -> FeatureHeads:
-  """EAGLE-3 and 3.1 of speculators, where `norm_output` says what is fed."""
+  """EAGLE-3 and 3.1 of speculators; `norm_output` selects the fed-back
+  state."""
   outer = found.keys()
   found.used.update(OF_VERIFIER)
   keys = found.keys(outer, "transformer_layer_config")
@@ -164,10 +166,10 @@ def _read_eagle3_speculators(found: Found) -> FeatureHeads:
 def _read_mtp_deepseek(found: Found) -> FeatureHeads:
   """Modules after the target's layers, each with copies of its matrices.
 
-  The first one reads what the target's head reads, after the final norm, and
-  each further step what the module's own head read, as vLLM, SGLang and
-  Megatron do. One module is used again on its own output. More of them are
-  chained, as DeepSeek trains them; where each reads the target's state
+  The first module reads the input of the target's head, after the final norm.
+  Each further step reads the input of the module's own head, as in vLLM, SGLang
+  and Megatron. A single module is reused on its own output. Several modules are
+  chained, as in DeepSeek's training. If each module reads the target's state
   (MiMo-V2), set `chained=False` with `dataclasses.replace`.
   """
   first = found.target.config.layers
@@ -179,7 +181,7 @@ def _read_mtp_deepseek(found: Found) -> FeatureHeads:
 
 
 def _read_mtp_qwen(found: Found) -> FeatureHeads:
-  """The module in the files of a Qwen, which reads as DeepSeek's does."""
+  """The module in the files of a Qwen model, with the inputs of DeepSeek's."""
   modules = found.count(r"mtp\.layers\.(\d+)\.")
   if modules != 1:
     found.fail(f"has {modules} modules with one final norm; specjax reads one "
@@ -188,7 +190,7 @@ def _read_mtp_qwen(found: Found) -> FeatureHeads:
 
 
 def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
-  """Modules made as the target is, whose configuration has all other keys."""
+  """Modules with the target's architecture and configuration keys."""
   keys, config = found.keys(), found.target.config
   if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
     found.fail("has attention with an output gate, which specjax does not "
@@ -202,9 +204,9 @@ def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
 
 
 def _read_mtp_speculators(found: Found) -> FeatureHeads:
-  """The one module of speculators; its next step reads its normed state.
+  """The single module of speculators; its next step reads its normed state.
 
-  Its first one is trained on the target's state before the final norm.
+  The first step is trained on the target's state before the final norm.
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
@@ -221,19 +223,19 @@ def _read_mtp_speculators(found: Found) -> FeatureHeads:
 
 
 def _eagle3_taps(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
-  """The states of the target that EAGLE-3 reads, in our numbers.
+  """Returns the layers of the target that EAGLE-3 reads, in our numbering.
 
-  If the files name none, the defaults of the authors' code are assumed and
+  If the files do not list them, the defaults of the authors' code are used and
   printed on stderr.
 
   Args:
-    found: the files.
-    keys: the keys of the configuration.
-    count: the number of states that the tensors require.
+    found: files of the drafter.
+    keys: keys of the configuration.
+    count: number of states that the tensors require.
 
   Raises:
-    ValueError: the files contradict each other, or name none of other than
-      three states.
+    ValueError: the files contradict each other, or list no states and the
+      number of states is not three.
   """
   inner = found.keys(keys, "eagle_config")
   for name in ("use_aux_hidden_state", "use_last_layernorm",
@@ -290,7 +292,7 @@ def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
 
 
 def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
-  """Returns heads whose columns of the target's head are stored with them."""
+  """Returns heads that store their columns of the target's head."""
   return (dataclasses.replace(heads, narrow_head=False, own_head=True)
           if heads.narrow_head else heads)
 
