@@ -1,18 +1,18 @@
-"""Markov heads of DSpark, which condition a slot on the token before it.
+"""Markov heads of DSpark: each slot is conditioned on the token before it.
 
-arXiv:2607.05147. The slots of a block are computed in one pass, so that their
-laws are a product. A *Markov head* adds to the logits of slot k a bias of low
-rank r, made of the embedding W1[x_(k-1)] of the token before, and then q_k is a
-true conditional law: it is drawn from left to right, by a product of r numbers
-with W2 for each token.
+arXiv:2607.05147. One pass computes all slots of a block, so their distributions
+form a product. A *Markov head* adds to the logits of slot k a bias of low rank
+r, computed from the embedding W1[x_(k-1)] of the previous token. Then q_k is a
+conditional distribution. Tokens are drawn from left to right; each needs one
+product of r numbers with W2.
 
   plain   bias = W1[x] W2
   gated   bias = (sigmoid([h; W1[x]] G + b) * W1[x]) W2
   rnn     g, c, o = split([s; W1[x]; h] J + b), s' = sigmoid(g) s + (1 -
           sigmoid(g)) tanh(c), bias = tanh(o) W2, from s = 0
 
-h is the hidden state of the slot, and x of the first slot is the anchor. W2 is
-0 at the start, and the laws are a product until it is trained.
+h is the hidden state of the slot; for the first slot, x is the anchor. W2 is
+initially 0, so the distributions are a product until it is trained.
 """
 
 from typing import Any
@@ -29,15 +29,15 @@ KINDS = ("none", "plain", "gated", "rnn")
 
 def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
          draft_size: int | None = None) -> dict[str, Any]:
-  """Returns float32 parameters of a Markov head, whose bias is 0.
+  """Returns float32 parameters of a Markov head whose bias is 0.
 
   Args:
     key: PRNG key.
-    kind: type, one of `KINDS` except "none".
+    kind: type of the head, one of `KINDS` except "none".
     vocab_size: vocabulary size V.
-    width: D, of the slots' hidden states.
-    rank: r.
-    draft_size: tokens that are forecast; None: V, all.
+    width: width D of the slots' hidden states.
+    rank: rank r of the bias.
+    draft_size: size of the draft vocabulary; None: V.
   """
   embedding, mixing = jax.random.split(key)
   normal = lambda key, *shape: shape[0] ** -0.5 * jax.random.normal(
@@ -66,14 +66,14 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
   """Returns the bias of a slot, given the token before it.
 
   Args:
-    kind: type, one of `KINDS` except "none".
+    kind: type of the head, one of `KINDS` except "none".
     params: parameters, see `init`.
-    state: state of the slot before `[..., r]`, or ().
+    state: state of the previous slot `[..., r]`, or ().
     hidden: hidden state `[..., D]` of the slot.
-    before: `[...]` int32, the token before it.
+    before: token before the slot, `[...]` int32.
 
   Returns:
-    `[..., V]`, float32 at least, and the state of this slot.
+    Bias `[..., V]`, at least float32, and the state of this slot.
   """
   chex.assert_equal_shape_prefix([hidden, before], before.ndim)
   x = params["w1"][before]
@@ -92,13 +92,13 @@ def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
   """Returns the biases of the K slots of blocks with known tokens.
 
   Args:
-    kind: type, see `step`.
+    kind: type of the head, see `step`.
     params: parameters, see `init`.
     hidden: hidden states `[..., K, D]`.
-    before: `[..., K]` int32, the token before each slot.
+    before: token before each slot, `[..., K]` int32.
 
   Returns:
-    `[..., K, V]`.
+    Biases `[..., K, V]`.
   """
   chex.assert_equal_shape_prefix([hidden, before], before.ndim)
   if kind != "rnn":

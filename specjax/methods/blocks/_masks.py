@@ -1,10 +1,11 @@
 """Attention masks for training drafters that predict several positions.
 
-Every query and key is an *element*: it has read the true text up to its
-*anchor* and lies *depth* positions after it. One rule then holds for all:
+Every query and key is an *element*. Its *anchor* is the last true token that it
+has read, and its *depth* is the number of positions after the anchor. All
+methods share one rule:
 
-  an element sees the true tokens up to its anchor, and of the drafted
-  positions those with its own anchor.
+  an element sees the true tokens up to its anchor, and the drafted
+  positions with the same anchor.
 
   training-time test   row t at step i is (anchor t, depth i)
   P-EAGLE              the same, all depths in one pass
@@ -12,14 +13,15 @@ Every query and key is an *element*: it has read the true text up to its
   DFlash, DSpark       a block is (anchor first - 1, depths 1..size), and its
                        slots see each other in both directions
 
-The objective `Parallel` takes its mask from here. `Eagle3` has no mask to
-build, for each step goes over the whole row (`FeatureHeads.step` with `keys`);
-tests show what this rule makes of its steps, of PARD's copies and of P-EAGLE's
-depths. Rows of several documents are for objectives of your own: those of
-specjax train on rows of one text each.
+The objective `Parallel` uses this mask. `Eagle3` needs no mask because each
+step reads the complete row (`FeatureHeads.step` with `keys`). Tests apply the
+rule to its steps, to PARD's copies and to P-EAGLE's depths. The objectives of
+specjax train on rows with one document each; masks for several documents are
+for other objectives.
 
 EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
-DFlash (arXiv:2602.06036). Everything here is of one row: `jax.vmap` for more.
+DFlash (arXiv:2602.06036). All functions take one row; use `jax.vmap` for a
+batch.
 """
 
 import chex
@@ -31,13 +33,14 @@ from jax.typing import ArrayLike
 
 @struct.dataclass
 class Elements:
-  """N queries or keys of a row.
+  """Queries or keys of a row, N in number.
 
   Attributes:
-    anchor: `[N]` int32, the last position of the text that is read; -1: none.
-    depth: `[N]` int32. 0 is the true token at the anchor; d > 0 is the d-th
-      drafted position after it.
-    document: `[N]` int32, of a row that holds several; none sees another's.
+    anchor: position of the last true token that is read, `[N]` int32; -1: none.
+    depth: position after the anchor, `[N]` int32. 0 is the true token at the
+      anchor; d > 0 is the d-th drafted position after it.
+    document: index of the document, `[N]` int32. An element does not see other
+      documents.
   """
 
   anchor: jax.Array
@@ -59,8 +62,8 @@ def steps(documents: ArrayLike, depth: int) -> Elements:
   """Returns an element `depth` positions after every token of a row.
 
   Args:
-    documents: `[T]` int32.
-    depth: i of the training-time test, or of a copy.
+    documents: document of each token, `[T]` int32.
+    depth: step i of the training-time test, or number i of a copy.
   """
   documents = jnp.asarray(documents, jnp.int32)
   return Elements(
@@ -72,13 +75,13 @@ def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
   """Returns the slots of blocks, block by block.
 
   Args:
-    first: `[n]` int32, where each block begins: slot 0 is the token there. No
-      two are equal, for slots see all that have their anchor.
+    first: position of slot 0 of each block, `[n]` int32. All must differ
+      because slots see every slot with their anchor.
     size: number of slots of a block.
-    documents: `[T]` int32, of the row's tokens.
+    documents: document of each token, `[T]` int32.
 
   Returns:
-    n * size elements; slot k lies at position first + k.
+    n * size elements; slot k is at position first + k.
   """
   first = jnp.asarray(first, jnp.int32)
   slots = jnp.arange(1, size + 1, dtype=jnp.int32)
@@ -89,19 +92,19 @@ def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
 
 
 def joined(*parts: Elements) -> Elements:
-  """Concatenates elements."""
+  """Returns the concatenation of elements."""
   return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def visible(queries: Elements, keys: Elements, causal: bool = True
             ) -> jax.Array:
-  """Returns `[Q, K]` bool, the keys that each query attends to.
+  """Returns the keys that each query attends to, `[Q, K]` bool.
 
   Args:
     queries: Q elements.
     keys: K elements.
     causal: True if a drafted position attends to positions up to its own depth,
-      False (DFlash) if it attends to all with its anchor.
+      False (DFlash) if it attends to all positions with its anchor.
   """
   chex.assert_rank([queries.anchor, keys.anchor], 1)
   column = lambda x: x[:, None]

@@ -1,11 +1,13 @@
-"""DDTree: the best tree of a product law (arXiv:2604.12989).
+"""DDTree: the best tree of a product distribution (arXiv:2604.12989).
 
-A block-parallel drafter forecasts K laws q_1..q_K at once, whatever the tokens
-before. The probability of a path is a product of their entries, and the tree of
-N nodes with the largest sum of these is that of the N - 1 likeliest paths: no
-path is likelier than the one above it. The paper finds them with a heap. Here
-a level is found from the one above: of n nodes in falling order, that of rank
-r below the p-th has (p + 1)(r + 1) - 1 others before it, so that few pairs can
+A block-parallel drafter predicts K distributions q_1..q_K at once, independent
+of the drafted tokens. The probability of a path is the product of its entries.
+The best tree of N nodes consists of the N - 1 most likely paths, because a path
+is never more likely than its parent.
+
+The paper finds the paths with a heap. This module computes each level from the
+level above. In a level sorted by probability, the token of rank r below node p
+has at least (p + 1)(r + 1) - 1 paths before it. So only a few pairs (p, r) can
 be among the best n.
 """
 
@@ -20,12 +22,12 @@ from specjax.utils import fields
 
 
 def most_nodes(depth: int, vocab_size: int) -> int:
-  """Returns N of the complete tree of paths of at most `depth` tokens."""
+  """Returns the node count N of the complete tree of depth `depth`."""
   return sum(vocab_size**d for d in range(depth + 1))
 
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises `ValueError` if `best_tree` cannot find such a tree."""
+  """Raises a `ValueError` if `best_tree` cannot find a tree of this size."""
   fields.check_at_least("depth", depth, 1)
   fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)
@@ -47,25 +49,26 @@ def best_tree(log_probs: jax.Array, num_nodes: int
               ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the most likely paths of one sequence as a tree.
 
-  Of equal ones that nearest to the root comes first, then that below the
-  likelier node, then that of the lower token.
+  Ties are resolved in this order: nearest to the root, most likely parent,
+  lowest token id.
 
   Args:
     log_probs: log probabilities `[K, V]` of the levels; -inf excludes a token
-      as long as others remain.
-    num_nodes: N, at most `most_nodes(K, V)`.
+      unless no others remain.
+    num_nodes: number of nodes N, at most `most_nodes(K, V)`.
 
   Returns:
-    Tokens `[N - 1]` int32, parents `[N]` int32 and the logarithms `[N - 1]` of
-    the paths' probabilities. Levels are contiguous.
+    Tokens `[N - 1]` int32, parents `[N]` int32 and log probabilities `[N - 1]`
+    of the paths. Levels are contiguous.
   """
   chex.assert_rank(log_probs, 2)
   size = num_nodes - 1
   likeliest, ids = jax.lax.top_k(log_probs, min(size, log_probs.shape[1]))
   ids = ids.astype(jnp.int32)
-  # Where a rounded probability exceeds 1, no path may be above its beginning.
+  # A rounded probability can exceed 1. Clip it so that no path is more likely
+  # than its parent.
   likeliest = jnp.minimum(likeliest, 0)
-  values, first = jnp.zeros((1,), log_probs.dtype), 0  # of the root
+  values, first = jnp.zeros((1,), log_probs.dtype), 0  # root
   levels = []
   for scores, tokens in zip(likeliest, ids):
     place, rank = _pairs(values.shape[0], tokens.shape[0], size)
@@ -76,7 +79,7 @@ def best_tree(log_probs: jax.Array, num_nodes: int
     levels.append((new, tokens[chosen_rank], first + chosen_place))
     first, values = first + values.shape[0], new
   values, tokens, parents = (jnp.concatenate(x) for x in zip(*levels))
-  # The first of equal ones is the one above: what is kept is connected.
+  # Among ties, `top_k` prefers ancestors, so the selected nodes form a tree.
   _, best = jax.lax.top_k(values, size)
   best = jnp.sort(best)
   nodes = jnp.append(jnp.zeros_like(best[:1]), best + 1)

@@ -1,8 +1,8 @@
 """Drafting from the distributions of a block: DFlash, DSpark, DDTree.
 
 DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
-A round costs one pass of a few layers over a block, and with a Markov head a
-product of rank r for each token, drawn from left to right.
+In a round a few layers run one pass over a block. A Markov head adds a product
+of rank r per token, drawn from left to right.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,9 @@ class ParallelState:
   """State of a block-parallel drafter.
 
   Attributes:
-    cache: keys and values of the draft layers, of all committed tokens but the
-      root: they are made of the target's features, which the root has not yet.
+    cache: keys and values of the draft layers for all committed tokens except
+      the root. They are computed from the target's features, which do not yet
+      exist at the root.
     rule: state of the stop rule; () without one.
   """
 
@@ -61,15 +62,15 @@ class ParallelState:
 class BlockDrafter(Drafter):
   """Base of drafters with a block-parallel network.
 
-  Classes that derive from it are frozen dataclasses with `heads`, `cache`,
-  `transform`, `target` (which `bind` fills in), `depth` and `num_nodes`.
-  `params["drafter"]` are the heads' parameters. The target's features of the
-  tokens that a round accepts are in its verifying pass already; `commit` makes
-  keys and values of them, and nothing of the block is kept.
+  Subclasses are frozen dataclasses with `heads`, `cache`, `transform`, `target`
+  (set by `bind`), `depth` and `num_nodes`. `params["drafter"]` contains the
+  parameters of the heads. `commit` computes keys and values of accepted tokens
+  from the target's features in the verifying pass. Keys and values of the draft
+  block are dropped.
   """
 
   conditional = True
-  autoregressive = False  # a law depends on where the block began
+  autoregressive = False  # q depends on the start of the block
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """Returns the drafter specialised to a target."""
@@ -94,7 +95,7 @@ class BlockDrafter(Drafter):
     return ParallelState(cache=cache.rollback(prompt.lengths - 1))
 
   def _extended(self, params, cache, hidden, positions):
-    """Returns the cache with a block of tokens that the target read."""
+    """Returns the cache after a block of tokens that the target read."""
     heads = self.heads
     context = heads.context(params, heads.tap(self.target, hidden))
     return heads.with_context(params, cache, context, positions)
@@ -109,10 +110,10 @@ class BlockDrafter(Drafter):
 
   def steps(self, params: Any, state: DecodeState, hidden: jax.Array,
             logits: jax.Array):
-    """Returns a step of `_trees`, its carry and the logits `[B, V]` after the
-    root.
+    """Returns a step of `_trees`, its carry and the logits after the root.
 
-    The carry are the states of the Markov head at the nodes of a level.
+    The carry contains the states of the Markov head at the nodes of a level.
+    The logits are `[B, V]`.
     """
     heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
 
@@ -153,7 +154,7 @@ class BlockDrafter(Drafter):
     return drafter.replace(cache=cache.rollback(before + count))
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Returns the state unchanged: `commit` reads all tokens."""
+    """Returns the state unchanged because `commit` reads all tokens."""
     del params, since
     return state.drafter
 
@@ -168,23 +169,23 @@ class BlockDrafter(Drafter):
 class Parallel(BlockDrafter, _trees.StaticTree):
   """Samples a static tree or a chain from the distributions of a block.
 
-  Without a Markov head all nodes of a depth follow one law (DFlash). With one
-  the law of a node depends on the token above it (DSpark), so that q is a true
-  conditional law: block and traversal verification use it.
+  Without a Markov head all nodes of a depth share one distribution (DFlash).
+  With a Markov head the distribution of a node depends on its parent's token
+  (DSpark). Then q is conditional, and block and traversal verification use it.
 
-  A stop rule ends a chain after it was drawn, which costs little; what it drops
-  it decides from the tokens before. Rules with parameters get those of the
-  confidence head, and as `hidden` what that head reads.
+  A stop rule shortens a chain after it is drawn, at little cost. The decision
+  to drop a token uses only earlier tokens. Rules with parameters use the
+  parameters of the confidence head, and its input as `hidden`.
 
   Attributes:
     heads: heads of the target.
-    parents: the tree, at most K deep, see `specjax.trees`; it is put in
-      breadth-first order. `range(-1, K)` is a chain of K tokens.
+    parents: draft tree, at most K deep, see `specjax.trees`, stored
+      breadth-first; `range(-1, K)` is a chain of K tokens.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
-    stop: stop rule for chains; None: all have K tokens.
-    cache: the class of the draft layers' cache.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless because q is reported.
+    stop: stop rule for chains; None: all chains have K tokens.
+    cache: class of the draft layers' cache.
     target: target model; `bind` sets it.
   """
 
@@ -231,7 +232,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:
-    """Returns the keys and values of the prompts and the rule's state."""
+    """Returns the keys and values of the prompts and the state of the rule."""
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
       return state
@@ -240,7 +241,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
-    """Drafts the tree per row."""
+    """Drafts a tree for each row."""
     if self.num_nodes == 1:
       return (rounds.root_only(state, self.heads.vocab_size),
               state.drafter)
@@ -254,8 +255,8 @@ class Parallel(BlockDrafter, _trees.StaticTree):
         rule=stop_rules.record_chains(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
-    """Returns the distributions `[B, K, V]` of chains, 0 after a rule's
-    stop."""
+    """Returns distributions `[B, K, V]` of chains, 0 after the stop of a
+    rule."""
     own, roots = params["drafter"], rounds.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
@@ -270,7 +271,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def commit(self, params: Any, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """Adds the keys and values of committed tokens; updates the rule."""
+    """Adds the keys and values of committed tokens and updates the rule."""
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
@@ -282,20 +283,21 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 class ParallelTree(BlockDrafter):
   """Drafts the most likely paths of a block deterministically.
 
-  Of K laws without a Markov head it is DDTree's tree, the best that N nodes
-  allow (`slot_trees`). With one, or under constraints, a law depends on the
-  path: then each level expands its `top_k` likeliest nodes, as in EAGLE-2
-  (`expansion`). The tree is a function of the context, and the walk of the
-  target is exact.
+  Without a Markov head, the draft is DDTree's tree of the K distributions, the
+  best tree of N nodes (`slot_trees`). With a Markov head or under constraints,
+  a distribution depends on the path. Then each level expands its `top_k` most
+  likely nodes, as in EAGLE-2 (`expansion`). The tree is a function of the
+  context, so the walk of the target is exact.
 
   Attributes:
     heads: heads of the target.
-    num_nodes: number of nodes N, the root included.
-    depth: tokens of the longest path, at most K; None: K.
+    num_nodes: number of nodes N, including the root.
+    depth: number of tokens of the longest path, at most K; None: K.
     top_k: number of expanded nodes per level, and of children of each.
-    transform: transform of logits to the probabilities of paths. It is not the
-      decoder's, because at temperature 0 there would be no second best token.
-    cache: the class of the draft layers' cache.
+    transform: transform of logits to the probabilities of paths. It differs
+      from the decoder's because temperature 0 would leave no second most likely
+      token.
+    cache: class of the draft layers' cache.
     target: target model; `bind` sets it.
   """
 
@@ -328,7 +330,7 @@ class ParallelTree(BlockDrafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ParallelState]:
-    """Drafts a tree per row."""
+    """Drafts a tree for each row."""
     del uniforms
     hidden, logits = self.forecast(params, state)
     if not self._expands:
@@ -345,7 +347,7 @@ class ParallelTree(BlockDrafter):
     tokens, parents, values = _slot_trees.best_tree(
         jnp.log(self.transform(logits)), self.num_nodes)
     probs = jax.nn.one_hot(tokens, logits.shape[-1])
-    # Certainty must not hide that the model's numbers broke down.
+    # A deterministic proposal must not hide NaN or infinite logits.
     probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
     return Draft.tree(root, parents, tokens, probs)
 
@@ -356,9 +358,9 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
              stop: stop_rules.StopRule | None = None) -> Strategy:
   """Samples a chain or a tree from the distributions of a block.
 
-  DSpark (arXiv:2607.05147) has a Markov head, by which the laws are conditional
-  ones, and DFlash (arXiv:2602.06036) none. They are published with chains and
-  token verification.
+  DSpark (arXiv:2607.05147) has a Markov head with conditional distributions;
+  DFlash (arXiv:2602.06036) does not. Both papers use chains and token
+  verification.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -370,9 +372,9 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
   Args:
     heads: heads of the target.
     gamma: drafted tokens of a chain, at most K; None: K.
-    parents: draft tree of N nodes, in place of the chain.
+    parents: draft tree of N nodes; None: a chain.
     proposal: sampling method of children, see `drafters.Parallel`.
-    verifier: rule for these drafts.
+    verifier: verification rule for these drafts.
     stop: stop rule of a chain.
   """
   if parents is None:
@@ -386,7 +388,8 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   """Drafts the most likely paths of a block for the target's walk.
 
-  DDTree (arXiv:2604.12989): without a Markov head, the best tree of the laws.
+  DDTree (arXiv:2604.12989). Without a Markov head, it is the best tree of the
+  distributions.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -397,7 +400,7 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
 
   Args:
     heads: heads of the target.
-    num_nodes: number of nodes N, the root included.
+    num_nodes: number of nodes N, including the root.
   """
   drafter = ParallelTree(
       heads=heads, num_nodes=num_nodes, top_k=min(10, heads.draft_size))

@@ -1,17 +1,18 @@
-"""A network that drafts a whole block in one pass: DFlash and DSpark.
+"""A network that drafts a block of tokens in one pass: DFlash and DSpark.
 
 DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block is the last
-committed token, its *anchor*, and masks after it. The draft layers see all of
-the block in both directions, and the committed text before it through the
+committed token, its *anchor*, followed by masks. The draft layers see all of
+the block in both directions. They see earlier committed tokens through the
 target's features of these tokens:
 
   H = norm(W [h_l1; ..; h_lm])                      once a token, `context`
-  k, v of layer i = those that the layer makes of H        `with_context`
+  k, v of layer i = keys and values that layer i computes from H
+                                                           `with_context`
   block -> draft layers over (H's k, v; the block) -> norm -> LM head
 
-H is not changed by the layers, so that what a token leaves in the cache of a
-layer is a product with its features, written once. Embedding and LM head are
-the target's.
+The layers do not change H, so the keys and values of a token are a product with
+its features and are written once. The embedding and the LM head are the
+target's.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from specjax.utils import fields
 
 _CONFIDENCE = ("none", "hidden", "markov")
 _TAPS = 3
-# What the draft layers have in common with the layers of their target.
+# Fields that the draft layers share with the layers of their target.
 _SHARED = (
     "width", "vocab_size", "heads", "kv_heads", "head_dim", "context_length",
     "rope_theta", "rope_fraction", "rope_scaling", "norm", "norm_epsilon",
@@ -52,26 +53,28 @@ _SHARED = (
 class ParallelHeads(TransformerConfig):
   """Block-parallel network of a target.
 
-  An untrained one predicts nothing yet: its masks are as good as equal.
+  An untrained network does not yet predict, because all its masks are almost
+  equal.
 
   Attributes:
-    block_size: slots of a block, the anchor's included.
+    block_size: number of slots of a block, including the anchor's.
     taps: fused hidden states of the target, see `TransformerConfig.features`; a
       "target layer id" i of published files is i + 1 here.
-    from_anchor: True if the anchor's slot predicts the next token, so that K =
+    from_anchor: True if the anchor's slot predicts the next token, so K =
       block_size (DSpark). False if only the masks predict, each its own token,
-      so that K = block_size - 1 (DFlash).
-    markov: one of `coupling.KINDS`; "none": the K laws are a product.
-    markov_rank: r, of the Markov head.
+      so K = block_size - 1 (DFlash).
+    markov: type of the Markov head, one of `coupling.KINDS`; "none": the draft
+      has a product distribution.
+    markov_rank: rank r of the Markov head.
     confidence: input of the head that predicts acceptance: "hidden", the slot's
       hidden state h; "markov", [h; W1[x]] with the Markov head's embedding of
       the token before; "none", no such head.
     ids: sorted draft tokens; empty: all. Logits have Vd columns, see `whole`.
-    mask_token: the id whose row of the target's embedding stands for a mask;
-      None: a row of its own is learned.
+    mask_token: token id whose target embedding is the mask; None: the mask is a
+      trained vector.
 
-  All other attributes are those of the draft layers; width and vocabulary are
-  the target's.
+  All other attributes configure the draft layers. The width and the vocabulary
+  are the target's.
   """
 
   block_size: int
@@ -119,12 +122,12 @@ class ParallelHeads(TransformerConfig):
 
   @property
   def draft_size(self) -> int:
-    """Vd, the number of tokens that can be drafted."""
+    """Number Vd of tokens that can be drafted."""
     return len(self.ids) or self.vocab_size
 
   @property
   def num_forecasts(self) -> int:
-    """K, the number of tokens predicted after the anchor."""
+    """Number K of tokens predicted after the anchor."""
     return self.block_size - (not self.from_anchor)
 
   @classmethod
@@ -134,12 +137,12 @@ class ParallelHeads(TransformerConfig):
     """Returns heads of the target's sizes that predict `count` tokens.
 
     Args:
-      target: model that will draft with them.
-      count: number of heads K.
+      target: target model.
+      count: number of predicted tokens K.
       layers: number of draft layers.
       mlp_width: width of the layers' MLPs; None: the target's.
-      taps: the target's hidden states, or a text like "2,4,final";
-        nothing: three, evenly from 1 to those before the last layer.
+      taps: hidden states of the target, or a string like "2,4,final"; empty:
+        three, evenly spread up to the input of the last layer.
       **options: other fields of the class.
     """
     config = target.config
@@ -166,15 +169,16 @@ class ParallelHeads(TransformerConfig):
             f"to the {target.config.layers} layers of the target")
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Float32 parameters, by the names of a `Transformer`'s and these.
+    """Returns float32 parameters, named like a `Transformer`'s where they
+    match.
 
     Args:
       key: PRNG key.
       target_params: parameters of the target.
 
     Returns:
-      The draft layers and `final_norm`; `fc` and `hidden_norm`, which make H;
-      `mask [D]` where it is learned; `markov`, see `coupling.init`; and
+      The draft layers and `final_norm`; `fc` and `hidden_norm`, which compute
+      H; `mask [D]` if it is trained; `markov`, see `coupling.init`; and
       `confidence`, a `kernel` and a `bias []`.
     """
     stack, fusion, mask, markov = jax.random.split(key, 4)
@@ -203,7 +207,7 @@ class ParallelHeads(TransformerConfig):
   def tapped(self, target: Transformer) -> Transformer:
     """Returns the target with the tapped hidden states as features.
 
-    What it returned before, it still does.
+    Its other outputs are unchanged.
     """
     self.check_taps(target)
     names = target.config.features or (FINAL,)
@@ -220,7 +224,7 @@ class ParallelHeads(TransformerConfig):
     """Checks that a target returns the features, in the same sizes.
 
     Raises:
-      ValueError: it does not.
+      ValueError: the features are missing or a size differs.
     """
     features = networks.check_sizes_match(self, target).features
     if not set(self.taps) <= set(features):
@@ -255,8 +259,8 @@ class ParallelHeads(TransformerConfig):
     Args:
       params: parameters of the network.
       cache: cache of the draft layers; `rollback` or `commit` of the result
-        sets the number of kept tokens.
-      context: H `[B, S, D]`.
+        sets the number of tokens in it.
+      context: fused features H `[B, S, D]`.
       positions: positions `[B, S]` int32.
     """
     alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
@@ -270,8 +274,7 @@ class ParallelHeads(TransformerConfig):
 
   def slots(self, params: Params, target_params: Params, anchors: jax.Array
             ) -> jax.Array:
-    """Returns the inputs `[..., block_size, D]` of blocks after `anchors
-    [...]`."""
+    """Returns inputs `[..., block_size, D]` of blocks after `anchors [...]`."""
     table = target_params["embedding"]
     dtype = params["fc"]["kernel"].dtype
     mask = (params["mask"] if self.mask_token is None
@@ -291,12 +294,12 @@ class ParallelHeads(TransformerConfig):
       params: parameters of the network.
       slots: slots `[B, S, D]` of one or several blocks.
       positions: positions `[B, S]` int32.
-      visible: `[B, S, T]` bool, as `ancestors` of `Cache.attend`; the cache's
-        committed tokens are seen by all.
+      visible: mask `[B, S, T]` bool, see `ancestors` of `Cache.attend`; all
+        slots see the cache's committed tokens.
       cache: cache of the draft layers; it is not changed.
 
     Returns:
-      `[B, S, D]`.
+      Hidden states `[B, S, D]`.
     """
     return _Layers(self).apply(
         {"params": params}, slots, positions, visible, cache)
@@ -307,9 +310,9 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      target_params: whose embedding is read.
-      anchors: `[B]` int32, the last committed tokens.
-      cache: with all committed tokens but these.
+      target_params: parameters of the target, for the embedding.
+      anchors: last committed tokens, `[B]` int32.
+      cache: cache with all committed tokens except the anchors.
     """
     size, batch = self.block_size, anchors.shape[0]
     positions = cache.lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
@@ -319,12 +322,14 @@ class ParallelHeads(TransformerConfig):
     return self.predicting(hidden)
 
   def predicting(self, hidden: jax.Array) -> jax.Array:
-    """Selects the predicting slots `[..., K, D]` of `[..., block_size, D]`."""
+    """Returns the predicting slots `[..., K, D]` of `[..., block_size, D]`."""
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns logits `[..., K, Vd]` without the Markov head, at least
-    float32."""
+    """Returns logits `[..., K, Vd]` without the Markov head.
+
+    They are at least float32.
+    """
     head = networks.lm_head(target_params)
     if self.ids:
       head = head[:, np.array(self.ids)]
@@ -339,7 +344,7 @@ class ParallelHeads(TransformerConfig):
     Args:
       params: parameters of the network.
       hidden: hidden states `[..., K, D]` of the predicting slots.
-      before: `[..., K]` int32, the token before each forecast one.
+      before: token before each predicted token, `[..., K]` int32.
     """
     return _coupling.along(self.markov, params["markov"], hidden, before)
 
@@ -351,7 +356,7 @@ class ParallelHeads(TransformerConfig):
                ) -> jax.Array:
     """Returns the input of the confidence head, `[..., D]` or `[..., D + r]`.
 
-    Arguments are those of `coupled`.
+    The arguments equal those of `coupled`.
     """
     if self.confidence != "markov":
       return hidden
@@ -360,7 +365,7 @@ class ParallelHeads(TransformerConfig):
 
   def confidences(self, params: Params, hidden: jax.Array, before: jax.Array
                   ) -> jax.Array:
-    """Returns the acceptance logits `[..., K]`; see `coupled`."""
+    """Returns the acceptance logits `[..., K]`, see `coupled`."""
     own = params["confidence"]
     evidence = self.evidence(params, hidden, before).astype(jnp.float32)
     return evidence @ own["kernel"] + own["bias"]

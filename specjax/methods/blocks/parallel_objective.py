@@ -1,10 +1,9 @@
 """Training objective of block-parallel networks: DFlash, D-PACE and DSpark.
 
-DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). Of every row some
-positions are drawn as anchors. The target reads the row once; the blocks of all
-anchors hang in one pass of the draft layers over its features, each of which
-sees what lies before its own anchor. Nothing is stored, and the target stays
-as it is.
+DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). Some positions of every
+row are sampled as anchors. The target reads the row once. The draft layers then
+process the blocks of all anchors in one pass over its features, and each block
+sees the tokens before its anchor. The target is frozen.
 """
 
 import dataclasses
@@ -58,8 +57,8 @@ class Blocks:
   Attributes:
     hidden: hidden states `[B, n, K, D]` of the predicting slots.
     logits: logits `[B, n, K, V]` with the Markov head's bias.
-    before: `[B, n, K]` int32, the true token before each forecast one.
-    labels: `[B, n, K]` int32, the true tokens that are forecast.
+    before: true token before each predicted token, `[B, n, K]` int32.
+    labels: true tokens to predict, `[B, n, K]` int32.
     target: logits `[B, n, K, V]` of the target for the same tokens.
   """
 
@@ -72,26 +71,28 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelObjective:
-  """A mean over the slots k = 1..K of blocks, weighed by w_k, of
+  """Loss of block-parallel heads, a mean over the slots of blocks.
+
+  The slots k = 1..K have weights w_k. The loss of a slot is
 
     c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(c_k, 1 - TV(q_k, p_k))
 
-  where x is the text, p the target's law, and the last term is the confidence
-  head's, where there is one. DSpark has c = 0.1 and a = 1, DFlash c = 1 and no
-  such head. A Markov head is given the true token before. Tokens that the heads
-  cannot draft have q_k = 0 and no cross-entropy.
+  where x is the true token and p the target's distribution. The last term
+  trains the confidence head, if there is one. DSpark has c = 0.1 and a = 1.
+  DFlash has c = 1 and no confidence head. A Markov head reads the true previous
+  token. Tokens that the heads cannot draft have q_k = 0 and no cross-entropy.
 
   Attributes:
     model: target model.
     heads: heads of the target.
-    anchors: blocks of a row, at most.
-    position_weights: "decay": w_k = exp(-(k - 1) / gamma), over the sum of all
-      weights; "dpace": w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, over
-      the number of slots, and a constant of the gradient (D-PACE, with its
-      constant 1/2).
-    position_decay: gamma.
-    ce_share: c.
-    confidence_weight: a.
+    anchors: largest number of blocks per row.
+    position_weights: form of the weights. "decay": w_k = exp(-(k - 1) / gamma),
+      divided by the sum of all weights. "dpace": w_k = sum_{j>=k} prod_{i<=j}
+      (q_i(x_i) + 1) / 2, divided by the number of slots, without gradient
+      (D-PACE, with its constant 1/2).
+    position_decay: constant gamma of "decay".
+    ce_share: weight c of the cross-entropy.
+    confidence_weight: weight a of the confidence loss.
   """
 
   model: Transformer
@@ -123,12 +124,12 @@ class ParallelObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and the cross-entropy of slots as
-    `head_<k>/train_loss`.
+    """Returns the loss, and each slot's cross-entropy as `head_<k>/train_loss`.
 
     The cross-entropy is a mean over the tokens that the heads can draft.
-    `acceptance` is the mean of 1 - TV, and `accepted` what token verification
-    accepts along the text: the mean of sum_k prod_{i<=k} (1 - TV_i).
+    `acceptance` is the mean of 1 - TV. `accepted` is the number of tokens that
+    token verification accepts on the data: the mean of sum_k prod_{i<=k} (1 -
+    TV_i).
     """
     chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
@@ -159,14 +160,13 @@ class ParallelObjective:
     return loss, metrics
 
   def _known(self, labels):
-    """Returns whether each token can be drafted, bool."""
+    """Returns True for tokens that can be drafted, else False."""
     ids = self.heads.ids or range(self.heads.vocab_size)
     known = np.isin(np.arange(self.heads.vocab_size), ids)
     return jnp.asarray(known)[labels]
 
   def weights(self, nats: jax.Array) -> jax.Array:
-    """Returns the weights w_k `[..., K]` of slots with `-log q_k(x_k) [...,
-    K]`."""
+    """Returns slot weights w_k `[..., K]` for `-log q_k(x_k) [..., K]`."""
     if self.position_weights == "dpace":
       reach = jnp.cumprod(
           (jnp.exp(-jax.lax.stop_gradient(nats)) + 1) / 2, axis=-1)
@@ -178,7 +178,7 @@ class ParallelObjective:
   def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
     """Samples different anchors `[B, n]` int32 whose block is within the row.
 
-    The first token of a row is none: nothing lies before it.
+    The first token of a row is never an anchor because no token precedes it.
     """
     count = size - 1 - self.heads.num_forecasts
     if count < 1:
@@ -196,7 +196,7 @@ class ParallelObjective:
     Args:
       params: parameters `{"target", "drafter"}`; the target gets no gradient.
       tokens: token ids `[B, S + 1]` int32.
-      anchors: `[B, n]` int32, positions in the row, those of a row different.
+      anchors: positions in the row, `[B, n]` int32, distinct within a row.
     """
     chex.assert_rank([tokens, anchors], 2)
     heads, own = self.heads, params["drafter"]
@@ -220,8 +220,11 @@ class ParallelObjective:
         target=target.reshape(batch, count, size, -1))
 
   def _hidden(self, own, target_params, features, tokens, anchors):
-    """Runs all blocks in one pass over the features, `[B, n, block_size,
-    D]`."""
+    """Runs all blocks in one pass over the features.
+
+    Returns:
+      Hidden states `[B, n, block_size, D]`.
+    """
     heads = self.heads
     batch, length, _ = features.shape
     size, count = heads.block_size, anchors.shape[1]
@@ -243,10 +246,10 @@ class ParallelObjective:
             score: Score) -> Any:
     """Returns `score(k, logits [B, n, V], positions [B, n])` stacked along K.
 
-    A Markov head is given the row's own tokens. `positions` are those before
-    the anchors, so that slot k predicts the token at `positions + 1 + k`.
-    Tokens that heads of a few tokens cannot draft, and all that are less likely
-    than e^-20, count with that.
+    A Markov head reads the true tokens of the row. `positions` are one before
+    the anchors, so slot k predicts the token at `positions + 1 + k`.
+    Probabilities are at least e^-20, also for tokens that the heads cannot
+    draft.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
@@ -260,13 +263,13 @@ class ParallelObjective:
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
   """Returns the mask of one row's blocks, `[n size, length + n size]` bool.
 
-  A slot sees the text before its anchor, for the anchor itself is in slot 0,
-  and its own block.
+  A slot sees the tokens before its anchor and its own block; slot 0 of the
+  block is the anchor.
 
   Args:
-    anchors: `[n]` int32.
+    anchors: positions of the anchors, `[n]` int32.
     size: number of slots of a block.
-    length: tokens of the row.
+    length: number of tokens of the row.
   """
   chex.assert_rank(anchors, 1)
   one_document = jnp.zeros((length,), jnp.int32)
@@ -276,18 +279,19 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
 
 
 def _at(x, anchors, size):
-  """Gathers `[B, n, size]` of `x [B, S]` from the anchors on."""
+  """Gathers `[B, n, size]` from `x [B, S]`, starting at the anchors."""
   at = anchors[..., None] + jnp.arange(size)
   return jnp.take_along_axis(
       x, at.reshape(len(x), -1), axis=1).reshape(at.shape)
 
 
-_SHORT = 4  # tokens of a shorter chain, as many as other methods draft
+_SHORT = 4  # tokens of a short chain, the draft length of other methods
 
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
                        ) -> Strategy:
-  """Returns a sampled chain or tree, or the most likely paths, for a rule."""
+  """Returns a sampled chain or tree, or the most likely paths, to suit a
+  rule."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: parallel(heads, gamma, verifier=rule),

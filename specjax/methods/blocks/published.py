@@ -29,7 +29,7 @@ _MARKOV_WRITTEN = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
 
 
 class Row(Stored):
-  """A parameter that a file holds as the only row of a matrix."""
+  """A parameter that a file stores as the only row of a matrix."""
 
   def shapes(self, config, shape):
     return [(1, *shape)]
@@ -43,12 +43,12 @@ class Row(Stored):
 
 
 def input_size(heads: ParallelHeads) -> int:
-  """Returns how many tokens heads read: the vocabulary and a learned mask."""
+  """Returns the number of input tokens: the vocabulary and a trained mask."""
   return heads.vocab_size + (heads.mask_token is None)
 
 
 class MaskRow(Stored):
-  """A learned mask, which a file holds as the row after an embedding.
+  """A trained mask, which a file stores as the row after an embedding.
 
   `split` takes the embedding with this row.
   """
@@ -65,9 +65,9 @@ class MaskRow(Stored):
 
 
 class InputRows(Stored):
-  """Rows of tokens, and in a file one of zeros for a learned mask.
+  """Rows of tokens; a file has a further row of zeros for a trained mask.
 
-  No token comes after a mask, so that nothing reads this row.
+  No token follows a mask, so this row is never read.
   """
 
   def shapes(self, config, shape):
@@ -97,8 +97,8 @@ _PARALLEL_SPECULATORS = _PARALLEL | {
 def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
   """DFlash of z-lab and SpecForge, DSpark of SpecForge and DeepSpec.
 
-  Their layer ids are those of outputs; `from_anchor` is their convention. Keys
-  lie in `dflash_config`, beside it, or in both places.
+  Their layer ids refer to layer outputs, and `from_anchor` follows their
+  convention. Keys are in `dflash_config`, at the top level, or in both places.
   """
   keys = found.keys()
   own = found.keys(keys, "dflash_config")
@@ -118,7 +118,7 @@ def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
 def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
   """DFlash and DSpark of speculators.
 
-  A mask that is the token after the target's vocabulary is a learned one.
+  The mask is trained if its id is the first id after the target's vocabulary.
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
@@ -175,7 +175,10 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
 
 
 def _parallel_speculators(heads, algorithm, architecture, **keys):
-  """A learned mask is the token after the target's vocabulary."""
+  """Returns the configuration keys of speculators.
+
+  The id of a trained mask is the first after the target's vocabulary.
+  """
   mask = heads.mask_token
   return speculators_keys(
       heads, algorithm, architecture, layer_keys(
@@ -206,7 +209,8 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
 
 def _with_mask_row(form: ParallelHeads, heads: ParallelHeads, params: Any,
                    target_params: Any) -> Any:
-  """Returns parameters whose mask is the target's embedding and its row."""
+  """Returns parameters with a trained mask appended to the target's
+  embedding."""
   del form
   if heads.mask_token is not None:
     return params
@@ -221,7 +225,7 @@ _writer = functools.partial(
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, from_anchor=True)
-# vLLM reads those of speculators.
+# vLLM reads the files of speculators.
 LAYOUTS = {
     "dspark of deepspec": _parallel_layout(
         read=_dspark, architectures=("Qwen3DSparkModel",)),
