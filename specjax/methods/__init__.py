@@ -1,16 +1,15 @@
 """Drafting methods, one folder for each family.
 
 A family contains networks, drafters, losses and strategies. Its `__init__.py`
-lists them in a `Family`, from which `specjax.drafters`, `specjax.strategies`
-and `specjax.objectives` are built. A new method is one file in the folder of
-its family and its names in that list.
+lists them in a `Family`. `specjax.drafters`, `specjax.strategies` and
+`specjax.objectives` are built from these lists. To add a method, add a file to
+the folder of its family and its names to the list.
 
-`Method` is the record of a method that is trained: its class of `Heads`, its
-objective, its strategies and its options. Scripts read everything from the
-record. This module also has the classes of heads by name, such as
-`methods.MedusaHeads`.
+`Method` is the record of a trained method: its class of `Heads`, its objective,
+its strategies and its options. Scripts use only the record. This module also
+exports the classes of heads, such as `methods.MedusaHeads`.
 
-Modules with a leading underscore contain helpers of several methods.
+Modules with a leading underscore contain helpers shared by several methods.
 """
 
 import os
@@ -55,7 +54,7 @@ __all__ = [
 
 
 def by_name(name: str) -> Method:
-  """Returns the method that flags and files call `name`."""
+  """Returns the method with this name in flags and files."""
   return next(method for method in METHODS if method.name == name)
 
 
@@ -70,12 +69,12 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   """Loads heads of `save_heads`, or a published drafter.
 
   Args:
-    directory: directory of `save_heads`, or a directory or repository that
-      `load_drafter` reads.
-    target: model that will draft with the heads.
+    directory: directory of `save_heads`, or a directory or repository for
+      `load_drafter`.
+    target: target model.
     dtype: type of the parameters; None is `default_dtype()`.
-    target_params: parameters of the target. If they are given, copies of its
-      matrices in a published drafter are dropped.
+    target_params: parameters of the target. If given, copies of its matrices in
+      a published drafter are dropped.
 
   Returns:
     `(heads, params)`.

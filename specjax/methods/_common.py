@@ -95,8 +95,8 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
   Args:
     state: decoding state.
-    parents: N entries of the tree.
-    tokens: `[B, N - 1]` int32 of the nodes below the root.
+    parents: draft tree of N nodes.
+    tokens: tokens `[B, N - 1]` int32 of the nodes below the root.
     probs: distributions `[B, N - 1, V]` of the tokens.
   """
   parents = jnp.array(parents, jnp.int32)
@@ -110,8 +110,8 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
   Args:
     state: decoding state.
-    parents: N entries of the tree.
-    tokens: `[B, N - 1]` int32 of the nodes below the root; an id outside of
+    parents: draft tree of N nodes.
+    tokens: tokens `[B, N - 1]` int32 of the nodes below the root; an id outside
       [0, V) is padding.
     vocab_size: vocabulary size V.
   """
@@ -128,14 +128,14 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
   """Samples a chain of gamma tokens per row and reads all except the last.
 
   Args:
-    law: function `(logits, memory of the constraints, k)` to the distribution
-      `[B, V]` of token k = 1..gamma.
+    law: function `(logits, memory of the constraints, k)` that returns the
+      distribution `[B, V]` of token k = 1..gamma.
     read: function `(tokens [B, 1], carry) -> (logits, carry)`.
     carry: initial carry of `read`.
     logits: logits of the first token.
-    uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state.
-    transform: transform whose constraints the tokens advance.
+    transform: transform with the constraints that the tokens advance.
     vocab_size: vocabulary size V.
 
   Returns:
@@ -175,11 +175,11 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
   """Returns the drafter with the transform for its draft distributions.
 
   A drafter keeps its own transform; None takes the target's. The constraints
-  are always the target's, because the decoding state has the memory of no
-  others. They include the target's banned tokens if it has constraints.
+  are always the target's, because the decoding state has memory only for them.
+  They include the target's banned tokens if it has constraints.
 
   Args:
-    drafter: a frozen dataclass that has `transform`.
+    drafter: drafter, a frozen dataclass with a field `transform`.
     transform: transform of the target.
     **changes: other fields that `bind` sets.
   """
@@ -216,14 +216,18 @@ def check_siblings(children: int, target: Model) -> None:
 
 def read_token(model: Model, params: Any, token: jax.Array, cache: Cache
                ) -> tuple[ModelOutput, Any]:
-  """Feeds one token `[B, 1]` per row; returns the output and the cache."""
+  """Runs the model on one token `[B, 1]` per row.
+
+  Returns:
+    The output and the cache.
+  """
   out = model(params, token, jnp.zeros_like(token),
               jnp.ones((len(token), 1, 1), bool), cache)
   return out, out.cache.rollback(cache.lengths + 1)
 
 
 def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
-  """Returns a language model as a step of `_trees`; it carries its cache."""
+  """Returns a language model as a step of `_trees` whose carry is the cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
     out = model(params, tokens, depths, ancestors, cache)
@@ -234,23 +238,23 @@ def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
 
 def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, Any]:
-  """Catches up with the committed tokens by feeding the last `size` again.
+  """Reads the missing committed tokens by reading the last `size` tokens again.
 
-  Feeding a cached token changes nothing, so one pass of a fixed size serves
-  every row.
+  Reading a cached token again does not change the cache, so one pass of a fixed
+  size serves every row.
 
   Args:
     model: draft model.
     params: parameters of the model.
     state: decoding state.
     cache: cache of the model; it may lack up to `size` committed tokens.
-    size: number of tokens to feed.
-    more: number of tokens that are fed after them in this round. If it is not
+    size: number of tokens to read.
+    more: number of tokens that are read after them in this round. If it is not
       0, return the settled cache from `propose`.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
-    committed tokens, the root included.
+    committed tokens, including the root.
   """
   logits, _, cache = read_last(model, params, state, cache, size, more)
   return logits, cache
@@ -258,7 +262,7 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
 
 def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
-  """Returns `feed_last` with the hidden state `[B, F]` of the root."""
+  """Returns `feed_last` together with the hidden state `[B, F]` of the root."""
   start = jnp.maximum(state.lengths - size, 0)
   # A row with fewer committed tokens feeds stale ones after them, which the
   # next pass overwrites.
@@ -284,8 +288,8 @@ def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
     size: number of tokens of a block.
 
   Returns:
-    The cache. It lacks at most the last two committed tokens, which
-    `feed_last` with `size=2` feeds.
+    The cache. It lacks at most the last two committed tokens, which `feed_last`
+    with `size=2` reads.
   """
   missing = jnp.where(state.done, 0, state.lengths - 2 - since)
 
@@ -315,14 +319,14 @@ def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
               count: jax.Array) -> Any:
   """Keeps the keys and values of the accepted path.
 
-  The deepest accepted token and the bonus token may not have been fed.
-  `feed_last` with `size=2` feeds them in the next round.
+  The model may not yet have read the deepest accepted token and the bonus
+  token. `feed_last` with `size=2` reads them in the next round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.
-    slots: `[B, N]` int32, slot of each node in that block; any value for the
-      root and for nodes that were not fed.
-    path: `[B, N]` int32, path of the verdict.
+    slots: slot of each node in that block, `[B, N]` int32; arbitrary for the
+      root and for nodes that were not read.
+    path: path of the verdict, `[B, N]` int32.
     size: number of tokens of the block.
     count: number `[B]` int32 of committed tokens.
   """

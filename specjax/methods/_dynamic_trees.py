@@ -1,9 +1,9 @@
 """Trees whose shape follows the confidence of the draft model.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any `growth` step.
-The value of a node is the product of the probabilities on its path. Every
-level expands its `top_k` best nodes by `top_k` children each; of all
-candidates the N - 1 best are drafted.
+The value of a node is the product of the probabilities on its path. Every level
+expands its `top_k` best nodes by `top_k` children each. The draft consists of
+the N - 1 best candidates.
 """
 
 import chex
@@ -20,9 +20,9 @@ from specjax.utils import fields
 class ExpandedTree(Drafter):
   """Base of deterministic drafters whose tree `expand` grows.
 
-  Classes that derive from it are frozen dataclasses that have `depth`, levels
-  below the root, `top_k`, nodes expanded of a level and children of each, and
-  `num_nodes`, N with the root.
+  Subclasses are frozen dataclasses with three fields: `depth`, the number of
+  levels below the root; `top_k`, the number of expanded nodes per level and of
+  children of each; and `num_nodes`, the number N of nodes including the root.
   """
 
   deterministic = True
@@ -47,12 +47,11 @@ class _Frontier:
   """The K = `top_k` expanded nodes of a level.
 
   Attributes:
-    candidates: `[B, K]` int32, their numbers among all candidates.
-    tokens: `[B, K]` int32.
+    candidates: indices of the nodes among all candidates, `[B, K]` int32.
+    tokens: token ids `[B, K]` int32.
     values: log of the product of confidences on the path, `[B, K]`.
-    ancestors: `[B, K, T]` bool, over the T frontier nodes so far.
-    above: `[B, K]` int32, the place of each node's parent in the frontier
-      before.
+    ancestors: mask `[B, K, T]` bool over the T frontier nodes so far.
+    above: place of each node's parent in the previous frontier, `[B, K]` int32.
   """
 
   candidates: jax.Array
@@ -63,12 +62,12 @@ class _Frontier:
 
 
 def most_nodes(depth: int, top_k: int) -> int:
-  """Returns the number of candidates of `depth` levels, with the root."""
+  """Returns the number of candidates of `depth` levels, including the root."""
   return 1 + top_k + (depth - 1) * top_k**2
 
 
 def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
-  """Raises `ValueError` if `expand` cannot grow such a tree."""
+  """Raises `ValueError` if `expand` cannot grow a tree of this size."""
   for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
                              ("num_nodes", num_nodes, 2)):
     fields.check_at_least(name, value, least)
@@ -92,7 +91,7 @@ def fed_nodes(depth: int, top_k: int) -> int:
 
 def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
            num_nodes: int):
-  """Grows a deterministic tree per row.
+  """Grows a deterministic tree for each row.
 
   Args:
     step: function that reads the nodes of a level, see `_trees`.
@@ -105,8 +104,8 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     num_nodes: number of nodes N.
 
   Returns:
-    The batched `Draft`; `[B, N]` int32, where each node lies in the block that
-    was fed (anything for the root and for nodes that were not); and the carry.
+    The batched `Draft`; the slot of each node in the fed block, `[B, N]` int32,
+    arbitrary for the root and for nodes that were not fed; and the carry.
   """
   chex.assert_rank([logits, roots], [2, 1])
   batch, vocab_size = logits.shape
@@ -158,7 +157,7 @@ def _best(frontier, tokens, values, first):
 
 def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   """Returns the best candidates of a row as a draft, and slots `[N]`."""
-  # Equal values go to the lower number, hence to the parent.
+  # Ties go to the lower index, which is the parent's.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
   values, best = values[order], best[order]
@@ -167,7 +166,7 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # Certainty must not hide that the model's numbers broke down.
+  # A deterministic proposal must not hide NaN or infinite logits.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
@@ -175,7 +174,7 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
 
 
 def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
-  """Returns the number of expanded nodes of each level, the root first."""
+  """Returns the number of expanded nodes of each level, from the root."""
   found = [1]
   for _ in range(depth - 1):
     found.append(min(expanded, found[-1] * children))
@@ -183,14 +182,14 @@ def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
 
 
 def num_nodes(depth: int, expanded: int, children: int) -> int:
-  """Returns N, the number of nodes, the root included."""
+  """Returns the number N of nodes, including the root."""
   return 1 + children * sum(level_sizes(depth, expanded, children))
 
 
 def most_expanded(nodes: int, depth: int, children: int) -> int:
   """Returns the largest `expanded` for which a tree has at most `nodes` nodes.
 
-  At least 1, though such a tree may have more.
+  The result is at least 1, although such a tree may have more nodes.
   """
   fits = (expanded for expanded in range((nodes - 1) // children, 0, -1)
           if num_nodes(depth, expanded, children) <= nodes)
@@ -199,20 +198,20 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
 
 def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
-  """Samples a tree per row.
+  """Samples a tree for each row.
 
   Args:
     step: function that reads the nodes of a level, see `_trees`.
     carry: initial carry of the step.
     logits: logits `[B, V]` of the token after the root.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
+    uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     roots: last committed tokens `[B]` int32.
     draw: function that samples children, see `_trees.grow`.
-    confidence: transform of logits to the probabilities whose product along the
-      path is the score of a node.
+    confidence: transform of logits to confidences; a node's score is their
+      product along the path.
     depth: number of levels below the root.
     expanded: number of nodes per level that get children, by score.
-    children: number of children of each.
+    children: number of children of each expanded node.
 
   Returns:
     The batched `Draft` and the carry after the last step.

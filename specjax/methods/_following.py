@@ -1,13 +1,13 @@
-"""Drafters for sequences that others extend.
+"""Drafters for sequences to which other drafters also add tokens.
 
-A drafter that drafts alone knows what was committed since its last draft: a
-part of that draft and one token more. Inside of another drafter it cannot know.
-A cascade takes back what its target rejects; beside others, the tokens of
-another draft are committed, and in some rounds nobody asks.
+A drafter used alone knows that each round commits a part of its last draft and
+one more token. A drafter inside a combination does not. A cascade removes the
+tokens that its target rejects. In a merge, another drafter's tokens may be
+committed. Some rounds do not call the drafter.
 
-So the text that a cache holds is kept beside it. What of it still holds is
-found by comparing it with the committed text, token by token, and what is
-missing is read a few tokens a pass; mostly nothing is.
+So `Following` stores the tokens in the drafter's cache. A comparison with the
+committed tokens finds the part that is still valid. The missing tokens are read
+a few per pass; usually none is missing.
 """
 
 import dataclasses
@@ -29,17 +29,20 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # tokens of a pass that catches up
+PASS = 4  # tokens per catch-up pass
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
-  """Returns `[B]` int32, the length of the common prefix with the committed
-  tokens.
+  """Returns the length of the common prefix with the committed tokens.
 
   Args:
-    tokens: `[B, T]` int32, T at least the columns of the state's tokens.
-    fed: `[B]` int32, how many of them count.
+    tokens: token ids `[B, T]` int32, T at least the columns of the state's
+      tokens.
+    fed: number of valid tokens, `[B]` int32.
     state: decoding state.
+
+  Returns:
+    `[B]` int32.
   """
   columns = state.tokens.shape[1]
   at = jnp.arange(columns, dtype=jnp.int32)
@@ -53,13 +56,14 @@ def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
   """Returns the cache of all committed tokens except the root.
 
   Args:
-    model: a `Model`.
+    model: language model, a `Model`.
     params: parameters of the model.
     state: decoding state.
-    cache: the model's, with the first `since` committed tokens of every row.
+    cache: cache of the model with the first `since` committed tokens of every
+      row.
     since: number `[B]` int32 of cached tokens.
   """
-  # `catch_up` leaves out the last two tokens, and here it must be one.
+  # `catch_up` omits the last two tokens. Here only the root may be missing.
   longer = state.replace(lengths=state.lengths + 1)
   cache = _common.catch_up(model, params, longer, cache, since, size=PASS)
   return cache.rollback(state.lengths - 1)
@@ -73,7 +77,7 @@ def check_follows(drafter: Drafter, state: Any) -> None:
     state: initial state of the drafter.
 
   Raises:
-    ValueError: it has a state and no `follow`.
+    ValueError: the drafter has a state and no `follow`.
   """
   if jax.tree.leaves(state) and not drafter.can_follow:
     raise ValueError(
@@ -85,12 +89,12 @@ def check_follows(drafter: Drafter, state: Any) -> None:
 
 @struct.dataclass
 class Followed:
-  """State of a `Following`; every leaf has the rows B first.
+  """State of a `Following`; the first axis of every leaf is the batch B.
 
   Attributes:
-    tokens: `[B, C]` int32, the text that the drafter's cache holds.
-    fed: `[B]` int32, how many of these tokens it holds.
-    drafter: the drafter's own state.
+    tokens: tokens in the drafter's cache, `[B, C]` int32.
+    fed: number of valid tokens, `[B]` int32.
+    drafter: state of the drafter.
   """
 
   tokens: jax.Array
@@ -147,12 +151,12 @@ class Following(Drafter):
         self, drafter=interfaces.bind(self.drafter, target, transform))
 
   def follow(self) -> "Following":
-    """Returns itself."""
+    """Returns the adapter unchanged."""
     return self
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Followed:
-    """Returns the drafter's state and the prompt."""
+    """Returns the drafter's state and the tokens of the prompt."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
         tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
@@ -161,7 +165,7 @@ class Following(Drafter):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Followed]:
-    """Drafts the drafter's chains."""
+    """Drafts chains with the drafter, after catching up."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)

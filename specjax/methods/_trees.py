@@ -1,17 +1,16 @@
 """Static trees, sampled level by level, and the sampling of children.
 
-What predicts them is a *step*, a function that reads the nodes of one level
+The predictions come from a *step*, a function that reads the nodes of a level:
 
   step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
     -> (logits [B, S, V] of the token after each node, carry)
 
-`depths` are counted from the root's children, which have depth 0, and
-`ancestors` is over the T nodes fed so far, those of this level last. `above`
-says where the parent of each node stands among the nodes of the step before;
-at depth 0 it is 0 throughout, for the root. So a drafter that carries features
-from parents to children, as EAGLE does, gathers them with `above` from its
-carry and can grow every tree of this library; a language model ignores it and
-carries its cache (`common.model_step`).
+`depths` are 0 for the root's children. `ancestors` is a mask over the T nodes
+read so far, with this level last. `above` is the index of each node's parent
+among the nodes of the previous step, and 0 at depth 0. A drafter that passes
+features from parents to children, such as EAGLE, gathers them from its carry
+with `above`. A language model ignores `above` and carries its cache
+(`common.model_step`).
 """
 
 import functools
@@ -39,11 +38,11 @@ class Level(NamedTuple):
 
   Attributes:
     nodes: numbers of the nodes `[S]`.
-    counts: S numbers of children.
+    counts: number of children of each node, S numbers.
     first: number of the first child; the others follow.
-    ancestors: `[S, T]` bool, over the T nodes fed so far, these included;
-      the root is not one of them, for it is committed before.
-    above: index `[S]` of each node's parent in the level before.
+    ancestors: mask `[S, T]` bool over the T nodes fed so far, including this
+      level. The root is not included because it is committed earlier.
+    above: index `[S]` of each node's parent in the previous level.
   """
 
   nodes: np.ndarray
@@ -60,8 +59,7 @@ class Level(NamedTuple):
 
 @functools.cache
 def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
-  """Returns the levels with children of a breadth-first tree, the root
-  first."""
+  """Returns the levels with children of a breadth-first tree, from the root."""
   size = len(parents)
   counts = np.bincount(np.array(parents[1:], np.int64), minlength=size)
   reach, depths = np.eye(size, dtype=bool), np.array(shapes.depths(parents))
@@ -84,8 +82,8 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
 class StaticTree(Drafter):
   """Base of drafters with the same tree in every round.
 
-  Classes that derive from it are frozen dataclasses that have `parents`
-  (breadth-first), `proposal` and `transform`.
+  Subclasses are frozen dataclasses with `parents` (breadth-first), `proposal`
+  and `transform`.
   """
 
   conditional = True
@@ -150,14 +148,14 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
     step: function that reads the nodes of a level, see `_trees`.
     carry: initial carry of the step, such as a cache with all committed tokens.
     logits: logits `[B, V]` of the token after the root.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
+    uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     parents: breadth-first tree of at least 2 nodes.
-    draw: `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW]) ->
-      (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
+    draw: function `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW])
+      -> (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
-    and the carry after the last step; a model's cache then has the block of
+    and the carry after the last step. A model's cache then has the block of
     `fed_slots` after `lengths`.
   """
   chex.assert_rank([logits, uniforms], 2)
@@ -188,11 +186,11 @@ def iid(logits, counts, uniforms, transform):
 
 
 def without_replacement(logits, counts, uniforms, transform):
-  """Samples children without replacement, each from the renormalised rest.
+  """Samples children without replacement from the renormalised remainder.
 
   Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
-  arXiv:2402.12374). One inverse CDF a draw costs less than Gumbel noise over
-  the vocabulary and a top-k of it.
+  arXiv:2402.12374). One inverse CDF per draw is cheaper than Gumbel noise over
+  the vocabulary followed by a top-k.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -223,7 +221,7 @@ def top_k(logits, counts, uniforms, transform):
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
-  # Certainty must not hide that a model's numbers broke down.
+  # A deterministic proposal must not hide NaN or infinite logits.
   finite = jnp.isfinite(best[:, :1])[nodes]
   return tokens, jnp.where(finite, probs, jnp.nan)
 
@@ -231,9 +229,9 @@ def top_k(logits, counts, uniforms, transform):
 def hybrid(logits, counts, uniforms, transform):
   """Samples one child outside the K - 1 most likely tokens S, and adds S.
 
-  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The drawn token is tried
-  first; then acceptance is p(S) + sum_{x not in S} min(p, q'), the most that
-  any verification of this draft can reach.
+  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The sampled token is
+  tested first. The acceptance is then p(S) + sum_{x not in S} min(p, q'), the
+  largest of any verification of this draft.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -254,17 +252,17 @@ _drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
-  """Returns `[M]`, the parent of each child."""
+  """Returns the parent of each child, `[M]`."""
   return np.repeat(np.arange(len(counts)), counts)
 
 
 def _first_children(counts):
-  """Returns `[n]`, the index of each node's first child."""
+  """Returns the index of each node's first child, `[n]`."""
   return np.cumsum([0, *counts[:-1]])
 
 
 def _ranks(counts):
-  """Returns `[M]`, the number of earlier siblings of each child."""
+  """Returns the number of earlier siblings of each child, `[M]`."""
   return np.arange(sum(counts)) - _first_children(counts)[_parents(counts)]
 
 
@@ -283,7 +281,7 @@ def _law(weights, otherwise):
   return jnp.where(empty, one_hot, weights / jnp.where(empty, 1, total))
 
 
-# By the names that drafters give them.
+# Keys are the names of proposals in drafters.
 DRAWS = {"iid": iid, "without_replacement": without_replacement,
          "top_k": top_k, "hybrid": hybrid}
 
@@ -299,13 +297,13 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
   """Returns a function that samples the children of a level for a batch.
 
   Args:
-    proposal: a key of `DRAWS`.
+    proposal: sampling method, a key of `DRAWS`.
     transform: transform of logits to probabilities.
-    temperature: `[B]`, used where the transform has none of its own.
+    temperature: temperatures `[B]`, used if the transform has none.
 
   Returns:
-    `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
-    probs [B, M, V])`.
+    `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M], probs [B,
+    M, V])`.
   """
   def draw(logits, counts, uniforms):
     one = lambda logits, uniforms, temperature: DRAWS[proposal](

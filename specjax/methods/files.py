@@ -36,7 +36,7 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
     heads: heads of any kind.
     params: parameters of the heads; names of nested trees are joined by dots.
     target: target of the heads.
-    dtype: dtype of the stored weights; None keeps theirs.
+    dtype: dtype of the stored weights; None: unchanged.
 
   Raises:
     ValueError: `dtype` cannot store the weights, or a leaf is not an array.
@@ -62,7 +62,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
 
   Args:
     directory: directory of the files.
-    target: model that will draft with it.
+    target: target model.
     dtype: type of the parameters; None is `default_dtype()`.
     kinds: classes of heads that the directory may contain.
 
@@ -70,8 +70,9 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     `(heads, params)`.
 
   Raises:
-    ValueError: a file is missing or damaged, the two do not belong together,
-      or they were trained for a target of another width, vocabulary or depth.
+    ValueError: a file is missing or damaged, the files do not belong together,
+      or the heads were trained for a target of another width, vocabulary or
+      depth.
   """
   directory = pathlib.Path(directory)
   config_path, weights_path = directory / _CONFIG, directory / _WEIGHTS

@@ -30,7 +30,7 @@ _NOTES = """
     step_loss_decay target_model_name_or_path target_model_type
     target_vocab_size ttt_length
 """.split()
-DEPTH = 5  # tokens of a draft unless a file has the number
+DEPTH = 5  # draft length if the file has none
 # Copies of the target's tensors that only training reads.
 OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 WEIGHTS = "model.safetensors"
@@ -39,7 +39,7 @@ _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
 
 @dataclasses.dataclass
 class Found:
-  """The files of a drafter, and the target that it is for.
+  """Files of a drafter, with its target.
 
   Attributes:
     source: name of the directory in errors.
@@ -48,7 +48,7 @@ class Found:
     target: target model.
     target_params: parameters of the target, or None.
     layout: name of the layout.
-    used: names of tensors that were read and are not parameters.
+    used: names of tensors in use that are not parameters.
   """
 
   source: str
@@ -73,7 +73,7 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    if outer is not None:  # there it names the project of the file
+    if outer is not None:  # the outer key names the file's project
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
                        ("target_hidden_size", self.target.config.width)):
@@ -89,7 +89,7 @@ class Found:
         have the target's number. None: the configuration's number.
 
     Raises:
-      ValueError: the layers are of an unsupported kind, or for another target.
+      ValueError: the layers are unsupported, or belong to another target.
     """
     self._check_dense()
     model_type = keys("model_type", "llama")
@@ -109,7 +109,7 @@ class Found:
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
     fields.pop("windows", None)
-    if config.rope_scaling is None:  # then the length is not limited
+    if config.rope_scaling is None:  # no limit of the length
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
@@ -126,7 +126,7 @@ class Found:
                     "have; take a drafter of dense layers")
 
   def check_target(self, keys: Keys) -> None:
-    """Checks a configuration that is the target's.
+    """Checks a configuration that must equal the target's.
 
     Raises:
       ValueError: the architecture is not supported, or the target differs.
@@ -134,12 +134,12 @@ class Found:
     self.check_sizes(keys.choice("model_type", ARCHITECTURES).read(keys))
 
   def check_sizes(self, fields: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if these fields are not the target's."""
+    """Raises a `ValueError` if these fields differ from the target's."""
     for name in ("layers", "width", "vocab_size"):
       self.check(name, fields[name], getattr(self.target.config, name))
 
   def check(self, name: str, value: int, wanted: int) -> None:
-    """Raises a `ValueError` if a size is not the target's."""
+    """Raises a `ValueError` if a size differs from the target's."""
     if value != wanted:
       self.fail(f"has {name} {value} and the target {wanted}; give the target "
                 "that it was made for")
@@ -173,8 +173,8 @@ class Found:
 
     Args:
       name: name of the tensor.
-      part: "embedding" or "head".
-      ids: tokens of its rows; (): all.
+      part: target's matrix, "embedding" or "head".
+      ids: tokens of the tensor's rows; (): all.
       more: number of additional rows after these.
     """
     if name not in self.tensors:
@@ -195,7 +195,7 @@ class Found:
 
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
-    """Drops a copy of a tensor of the target; arguments as in `own`.
+    """Drops a copy of a tensor of the target, with the arguments of `own`.
 
     Raises:
       ValueError: the tensor differs from the target's.
@@ -229,19 +229,19 @@ def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
 class Writer:
   """Conversion of heads to a layout that servers read.
 
-  It checks nothing: `export_drafter` reads every configuration again and
-  refuses a layout that loses a field of the heads.
+  It makes no checks. `export_drafter` reads every written configuration again
+  and refuses a layout that loses a field of the heads.
 
   Attributes:
-    config: function of the heads in their form; returns the keys of
-      config.json.
+    config: function of the converted heads; returns the keys of config.json.
     form: function of the heads; returns them as the layout stores them, with
       defaults for unused fields.
-    params: `(form, heads, params, target_params)` -> parameters of `form`.
+    params: function `(form, heads, params, target_params)` that returns the
+      parameters of `form`.
     ids: function of the heads; returns the ids of a reduced vocabulary, or ().
     input_size: function of the heads; returns the size of the tensor `t2d`.
-    stores_head: True if a reduced vocabulary stores its columns of the target's
-      head. vLLM takes only a complete head from the target.
+    stores_head: True if a drafter with a reduced vocabulary stores its columns
+      of the target's head. vLLM takes only a complete head from the target.
   """
 
   config: Callable[[Any], dict[str, Any]]
@@ -261,15 +261,16 @@ class Layout:
     read: function of the files; returns the heads.
     names: names of the tensors.
     write: inverse of `read`. None: specjax only reads this layout.
-    sizes: `(heads, target)` -> values of the words in `names`.
+    sizes: function `(heads, target)` that returns the values of the words in
+      `names`.
     file: name of the file with the weights.
-    algorithm: `speculators_model_type` of its configurations.
+    algorithm: value of `speculators_model_type` in its configurations.
     architectures: possible first entries of `architectures`.
-    sign: pattern at the start of a tensor's name that no other layout has.
-    prefix: prefix of the names of its tensors, which `names` omits. Tensors
-      without it are the target's.
-    within: pattern at the start of the names of its tensors, which `names`
-      includes. Tensors without it are the target's.
+    sign: pattern at the start of a tensor name, unique to this layout.
+    prefix: prefix of its tensor names, which `names` omits. Tensors without it
+      are the target's.
+    within: pattern at the start of its tensor names, which `names` includes.
+      Tensors without it are the target's.
   """
 
   kind: str
@@ -395,8 +396,8 @@ def speculators_keys(heads: Heads, algorithm: str, architecture: str,
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
-# Keys that list states of the target: (is it in a part, name, offset to the
-# number of the layer whose input the state is).
+# Keys that list hidden states of the target: (True if in a part, name, offset
+# to the number of the layer that reads the state).
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -406,20 +407,20 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
 
 def named_taps(found: Found, keys: Keys, inner: Keys, place: str
           ) -> tuple[int, ...] | None:
-  """Returns the hidden states in a configuration, in our numbers, or None.
+  """Returns the hidden states in a configuration, in our numbering, or None.
 
   Projects number a state by the layer that returns it (SpecForge, SGLang,
-  DeepSpec) or, one more, by the layer that reads it (vLLM, speculators). Some
+  DeepSpec), or by the layer that reads it, one more (vLLM, speculators). Some
   files repeat the same numbers in a second place.
 
   Args:
     found: files of the drafter.
     keys: keys of the configuration.
-    inner: keys of a part of it.
-    place: key of the part.
+    inner: keys of a part of the configuration.
+    place: key of this part.
 
   Raises:
-    ValueError: two places name different states.
+    ValueError: the two places differ.
   """
   given = {}
   for within, name, shift in _TAPS:

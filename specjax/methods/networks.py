@@ -25,7 +25,7 @@ Params = Mapping[str, Any]
 class Heads(Protocol):
   """Networks with which a target drafts for itself.
 
-  A frozen dataclass of sizes that JSON can hold, so that files keep it.
+  Implementations are frozen dataclasses of sizes that can be stored as JSON.
 
   Attributes:
     kind: name of the class in files.
@@ -51,7 +51,7 @@ class Heads(Protocol):
 
 
 def lm_head(params: Params) -> jax.Array:
-  """Returns `[D, V]`, the output head of a `Transformer`'s parameters."""
+  """Returns the output head `[D, V]` of a `Transformer`'s parameters."""
   return params["head"] if "head" in params else params["embedding"].T
 
 
@@ -66,10 +66,10 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
           ) -> jax.Array:
-  """Expands logits `[..., Vd]` of tokens `ids` to `[..., V]`; others have q =
+  """Returns logits `[..., Vd]` of tokens `ids` as `[..., V]`; others have q =
   0.
 
-  Without ids they are whole already.
+  Without ids the logits are unchanged.
   """
   if not ids:
     return logits
@@ -79,13 +79,13 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 class HiddenStateHeads:
   """Base of K heads on one hidden state, stacked along their first axis.
 
-  Classes that derive from it are frozen dataclasses with `width`,
-  `vocab_size`, `heads` and `head`, the function of one of them.
+  Subclasses are frozen dataclasses with `width`, `vocab_size`, `heads` and
+  `head`, the function of one head.
   """
 
   @property
   def num_forecasts(self) -> int:
-    """K, the number of tokens predicted after the next one."""
+    """Number K of tokens predicted after the next one."""
     return self.heads
 
   @classmethod
@@ -93,7 +93,7 @@ class HiddenStateHeads:
     """Returns `count` heads of the target's width and vocabulary.
 
     Args:
-      target: model that will draft with them.
+      target: target model.
       count: number of heads K.
       **options: other fields of the class.
     """
@@ -107,7 +107,8 @@ class HiddenStateHeads:
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Returns logits `[..., K, V]` of all heads; arguments as in `head`."""
+    """Returns the logits `[..., K, V]` of all heads, with the arguments of
+    `head`."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
@@ -115,7 +116,8 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
   """Returns the target's configuration after a check of width and vocabulary.
 
   Raises:
-    ValueError: it is no `Transformer`, or width or vocabulary differ.
+    ValueError: the target is not a `Transformer`, or the width or the
+      vocabulary differs.
   """
   config = getattr(target, "config", None)
   if config is None:
@@ -133,8 +135,8 @@ def check_fits(heads: Heads, target: Model) -> None:
   """Checks that a target has the hidden states of the heads.
 
   Raises:
-    ValueError: width or vocabulary differ, or the target returns other
-      features than what its LM head sees.
+    ValueError: the width or the vocabulary differs, or the target's features
+      are not the input of its LM head.
   """
   config = check_sizes_match(heads, target)
   if config.features:

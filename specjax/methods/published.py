@@ -39,7 +39,7 @@ from specjax.models.weights import places
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-# By the names that `load_drafter` accepts. If two match, the first is taken.
+# Keys are the names for `load_drafter`. If two layouts match, it takes the
 LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -51,26 +51,28 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  layout: str | None = None) -> tuple[Heads, Any]:
   """Loads a published drafter of a target.
 
-  Medusa, Hydra, EAGLE-1 and 3, modules for multi-token prediction, DFlash and
-  DSpark, in the layouts of `LAYOUTS`. Hidden states of the target are numbered
-  as in `TransformerConfig.features`.
+  Supported are Medusa, Hydra, EAGLE-1 and 3, modules for multi-token
+  prediction, DFlash and DSpark, in the layouts of `LAYOUTS`. Hidden states of
+  the target are numbered as in `TransformerConfig.features`.
 
   Args:
     path: directory with config.json and safetensors, or a name on the Hugging
-      Face hub. Modules in the target's own files have the target's directory.
+      Face hub. For modules in the target's own files, use the target's
+      directory.
     target: target model.
-    target_params: parameters of the target. If they are given, copies of the
-      target's matrices are dropped, and a wrong copy raises an error.
+    target_params: parameters of the target. If given, copies of the target's
+      matrices are dropped, and a wrong copy raises an error.
     dtype: dtype of the parameters; None is `default_dtype()`.
     layout: key of `LAYOUTS`; None: recognised from the files. EAGLE-3 files of
-      other tools may look like SpecForge's and number the target's layers
-      otherwise; then set `taps` of the heads by `dataclasses.replace`.
+      other tools may look like SpecForge's but number the target's layers
+      differently. In this case set `taps` of the heads with
+      `dataclasses.replace`.
 
   Returns:
     `(heads, params)`, as `methods.load_heads` does.
 
   Raises:
-    ValueError: there is no drafter, a file is missing or damaged, a key is
+    ValueError: the drafter or a file is missing, a file is damaged, a key is
       unknown, or the drafter was made for another target.
   """
   if not isinstance(target, Transformer):
@@ -208,8 +210,8 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 
   Files are written atomically. Matrices that heads share with their target are
   merged if the layout cannot share them: the outputs of Medusa heads
-  (`MedusaHeads.merged`) and a `narrow_head`. A learned mask becomes a row after
-  the target's embedding, which is stored with it.
+  (`MedusaHeads.merged`) and a `narrow_head`. A trained mask is stored as a row
+  after a copy of the target's embedding.
 
   Args:
     directory: output directory, created if needed.
@@ -217,11 +219,11 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
     params: parameters of the heads.
     target: target model.
     target_params: parameters of the target.
-    dtype: dtype of the stored weights; None keeps theirs.
-    layout: entry of `WRITTEN`, or the project of one, such as "speculators";
-      None: the first that can store these heads.
+    dtype: dtype of the stored weights; None: unchanged.
+    layout: entry of `WRITTEN`, or its project, such as "speculators"; None: the
+      first layout that can store these heads.
     verifier: name of the target on the Hugging Face hub, or its directory. The
-      layouts of speculators store it, so that vLLM finds the target.
+      layouts of speculators store it for vLLM.
 
   Returns:
     The layout.
@@ -334,7 +336,7 @@ def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
 
 def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
             ) -> Iterator[np.ndarray]:
-  """Yields the tensors; one parameter at a time is copied from the device."""
+  """Yields the tensors, and copies one parameter at a time from the device."""
   for place, x in zip(plan.stored, leaves, strict=True):
     yield from place.stored.split(plan.heads, converted(np.asarray(x), dtype))
 
@@ -350,7 +352,7 @@ def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
 
 
 def _architectures(target: Transformer) -> list[str]:
-  """Returns transformers' class of the target, if one computes it."""
+  """Returns transformers' class of the target, if there is one."""
   try:
     return [ARCHITECTURES[express(target.config)[0]].transformers]
   except ValueError:

@@ -1,4 +1,4 @@
-"""Records of families and of trained methods, and parts that they share."""
+"""Records of families and of trained methods, and their common parts."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.training.objective import DrafterObjective
 
-CUTS = 128  # cut points of a row that is measured, where a few are drawn
+CUTS = 128  # cut points per row in measurements, if a few are sampled
 
 RECURSIVE = verifiers.Recursive()
 _BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
@@ -27,9 +27,8 @@ class Option:
 
   Attributes:
     name: name of the keyword argument.
-    default: default value. None is a bool that is True if the target wrote the
-      data.
-    help: description that begins with the method's name.
+    default: default value. None is a bool: True if the target wrote the data.
+    help: description, beginning with the method's name.
     choices: allowed values; empty: any.
   """
 
@@ -39,7 +38,7 @@ class Option:
   choices: tuple[str, ...] = ()
 
 
-# Of every method whose layers read the target's hidden states.
+# Option of every method whose layers read the target's hidden states.
 TAPS = Option(
     "taps", "", "eagle3, mtp, parallel: hidden states of the target that the "
     "drafter reads, such as 2,4,final (after layers 2 and 4, and after the "
@@ -56,8 +55,8 @@ class LearningRate:
 
   The rate for the bundled target and a published rate for a large target are
   two points. Between them the rate is a power of the number of parameters, a
-  straight line of the logarithms. Outside of them it is that of the nearer
-  point. A method without a published rate has one rate for all targets.
+  straight line in logarithms. Outside, it is constant. A method without a
+  published rate has one rate for all targets.
 
   >>> LearningRate(bundled=0.006, published=0.001, size=7e9).of(135e6)
   0.0026
@@ -65,7 +64,7 @@ class LearningRate:
   Attributes:
     bundled: rate for the bundled target.
     published: rate of a published recipe; None if there is none.
-    size: parameters of the target of the published recipe.
+    size: number of parameters of the target in the published recipe.
     source: publication of the recipe.
   """
 
@@ -92,7 +91,7 @@ class LearningRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-  """Record of a method whose heads are trained.
+  """Record of a method with trained heads.
 
   Attributes:
     name: name in flags and files.
@@ -101,16 +100,16 @@ class Method:
     objective: training loss, `(target, heads, **options) -> DrafterObjective`.
     measure: objective whose `score` measures the predictions, `(target, heads)
       -> DrafterObjective`.
-    chain: strategy `heads -> Strategy` with the most likely chain, by which
-      greedy decoding is measured in training.
+    chain: strategy with the most likely chain, `heads -> Strategy`, for
+      measuring greedy decoding in training.
     strategy: default strategy, `(heads, verifier, gamma, tree) -> Strategy`,
       for a rule or None, a draft length and a function that returns parents.
     compared: strategies of a study, `(heads, tree) -> {name: strategies of one
-      drafter}`; the first one's rollouts are shared.
+      drafter}`; the strategies of a drafter share the first one's rollouts.
     head_options: options of `heads.for_target`.
     options: options of `objective`.
-    tunes_target: True if the target is always trained with its heads. A method
-      with the option `train_target` leaves that to its user.
+    tunes_target: True if the target is always trained with its heads. With the
+      option `train_target` the user decides.
   """
 
   name: str
@@ -127,7 +126,7 @@ class Method:
   tunes_target: bool = False
 
   def trains_target(self, options: Mapping[str, Any]) -> bool:
-    """Returns whether the target is trained too, with these options."""
+    """Returns True if the target is also trained with these options."""
     return self.tunes_target or bool(options.get("train_target", False))
 
 
@@ -158,11 +157,12 @@ def suited(rule: Verifier, chain: Callable[[], Strategy],
   """Returns the strategy whose drafts have the form that a rule requires.
 
   Args:
-    rule: a verifier.
-    chain: makes the pair with a sampled chain.
-    ranked: makes that with the likeliest tokens, which any draft suits.
-    drawn: makes that with a sampled tree, of the proposal that it is given:
-      how the children of a node are drawn.
+    rule: verification rule.
+    chain: function that makes the strategy with a sampled chain.
+    ranked: function that makes the strategy with the most likely tokens, for
+      rules that accept any draft.
+    drawn: function that makes the strategy with a sampled tree. Its argument is
+      the sampling method of children.
   """
   requires = rule.requires
   if "chain" in requires:

@@ -1,8 +1,8 @@
 """Stop rules, which end a drafted chain early, and their use in drafters.
 
-A rule sees the positions of a chain one by one. `keeps` says if it is evaluated
-before or after a token is sampled. A rule with memory over rounds is updated
-after every round in which its own chain was verified.
+A rule processes the positions of a chain one by one. `keeps` selects if it is
+evaluated before or after a token is sampled. A rule with memory over rounds is
+updated after every round in which its own chain is verified.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from specjax.utils import fields
 # Logits `[B, V]` of the next token, and the hidden states `[B, F]` that they
 # were computed from.
 Forecast = tuple[jax.Array, jax.Array]
-Memory = chex.ArrayTree  # of a rule, over rounds or in one round
+Memory = chex.ArrayTree  # memory of a rule, over rounds or in one round
 
 
 @struct.dataclass
@@ -42,7 +42,7 @@ class Seen:
     place: number k - 1 of drafted tokens before x_k, `[]` int32.
     probs: distribution q_k `[V]` of x_k.
     hidden: hidden state `[F]` from which q_k was computed.
-    token: x_k `[]` int32 for a rule that `keeps`, else the token before it.
+    token: x_k `[]` int32 for a rule that `keeps`, else the previous token.
   """
 
   place: jax.Array
@@ -55,8 +55,8 @@ class StopRule:
   """Base of stop rules.
 
   Attributes:
-    keeps: True if the rule is evaluated after x_k was sampled, which then stays
-      in the draft. False if it is evaluated before; then x_k is not sampled.
+    keeps: True if the rule is evaluated after x_k is sampled; x_k then stays in
+      the draft. False if it is evaluated before; x_k is then not sampled.
     has_params: True if it reads `params["drafter"]["stop"]`.
   """
 
@@ -70,8 +70,8 @@ class StopRule:
     with the rows of q as hidden states and token 0 as the root.
 
     Args:
-      probs: `[gamma, V]`, rows of q along the chain.
-      tokens: `[gamma]` int32, the drafted tokens.
+      probs: distributions q along the chain, `[gamma, V]`.
+      tokens: drafted tokens, `[gamma]` int32.
 
     Raises:
       ValueError: the rule has parameters.
@@ -85,11 +85,11 @@ class StopRule:
         self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
   def init(self) -> Memory:
-    """Returns its initial memory over rounds for one row; () by default."""
+    """Returns the initial memory over rounds for one row; () by default."""
     return ()
 
   def start(self, state: Memory) -> Memory:
-    """Returns its memory at the start of a round."""
+    """Returns the memory at the start of a round."""
     del state
     return ()
 
@@ -100,14 +100,15 @@ class StopRule:
 
   def commit(self, state: Memory, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
-    """Returns its memory after a round in which its own chain was verified.
+    """Returns the memory after a round in which the rule's own chain was
+    verified.
 
     Args:
       state: memory before the round.
-      drafted: `[]` int32, tokens of the row's chain. It is 0 only if a rule
-        that does not keep refused the first token.
-      accepted: `[]` int32, accepted tokens of the chain.
-      gamma: `[]` int32, largest possible length of the chain.
+      drafted: number of tokens of the row's chain, `[]` int32. It is 0 only if
+        a rule without `keeps` refused the first token.
+      accepted: number of accepted tokens of the chain, `[]` int32.
+      gamma: largest possible length of the chain, `[]` int32.
     """
     del drafted, accepted, gamma
     return state
@@ -138,10 +139,10 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
   Args:
     rule: stop rule.
     params: parameters of the rule.
-    probs: `[gamma, V]`, q_1..q_gamma along the chain.
+    probs: distributions q_1..q_gamma along the chain, `[gamma, V]`.
     hidden: hidden states `[gamma, F]` from which q was computed.
-    root: `[]` int32.
-    tokens: `[gamma]` int32, x_1..x_gamma.
+    root: root token, `[]` int32.
+    tokens: drafted tokens x_1..x_gamma, `[gamma]` int32.
     state: memory of the rule; None: the initial memory.
   """
   chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
@@ -165,10 +166,10 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
 class Confidence(StopRule):
   """Ends the chain after a token of low draft probability.
 
-  The sampled token's probability is tested in Hugging Face's assisted
-  generation (0.4), the likeliest token's in Kangaroo (arXiv:2404.18911; 0.6)
-  and SWIFT (arXiv:2410.06916; 0.8). At temperature 0 q_k is one-hot, so no
-  chain ends.
+  Hugging Face's assisted generation tests the probability of the sampled token
+  (0.4). Kangaroo (arXiv:2404.18911; 0.6) and SWIFT (arXiv:2410.06916; 0.8) test
+  that of the most likely token. At temperature 0 q_k is one-hot, so no chain
+  ends.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
@@ -192,8 +193,8 @@ class Adapted:
   """Memory of an adaptive rule for a row.
 
   Attributes:
-    threshold: `[]` float32.
-    matched: `[]` float32, running share of the drafted tokens accepted.
+    threshold: current threshold, `[]` float32.
+    matched: running share of accepted tokens among drafted ones, `[]` float32.
   """
 
   threshold: jax.Array
@@ -207,12 +208,12 @@ class Adaptive(StopRule):
   Zhang et al. 2023 (arXiv:2309.08168), with the defaults of their code. The
   chain ends after a token with q_k(x_k) < th. After a round, m <- (m + accepted
   / drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
-  the chain had its largest length. Then th <- 0.9 th + 0.1 th', clipped to
-  [0, 1], because beyond 1 nothing would be drafted again. At temperature 0 the
-  rule never ends a chain, because q_k is one-hot.
+  the chain had its largest length. Then th <- 0.9 th + 0.1 th', clipped to [0,
+  1]. Beyond 1 drafting would never resume. At temperature 0 q_k is one-hot, so
+  no chain ends.
 
   Attributes:
-    threshold: th of the first round, in [0, 1].
+    threshold: threshold th of the first round, in [0, 1].
     target: target share of accepted tokens.
     step: change of th' in a round.
   """
@@ -256,7 +257,7 @@ class Entropy(Adaptive):
   Agrawal et al. 2024 (arXiv:2410.18351). 1 - sqrt(factor H(q_k)) is a lower
   bound of the acceptance rate, with H in nats. x_k is not sampled if the bound
   is below a threshold, adapted as in `Adaptive`. If the first token is refused,
-  the threshold falls by a tenth of `step`, so that drafting is tried again. At
+  the threshold falls by a tenth of `step`, so that drafting resumes later. At
   temperature 0 q_k is one-hot, so no chain ends.
 
   Attributes:
@@ -286,11 +287,12 @@ class AcceptanceHead(StopRule):
 
   Huang et al. 2024 (arXiv:2405.19715). Let a_k = P(accept | hidden state from
   which q_k was computed). The chain ends after x_k if 1 - prod_{j=2..k} a_j >
-  threshold, as in their code: the first token is not counted.
+  threshold. As in their code, the first token is not counted.
 
   `init_params` returns its parameters: `depth` residual blocks x + silu(x W +
-  b) and a linear layer to the logits of (reject, accept). `objectives.
-  Acceptance` trains them, as `experiments/runs/stop_rules.py` shows.
+  b) and a linear layer to the logits of (reject, accept).
+  `objectives.Acceptance` trains them, as `experiments/runs/stop_rules.py`
+  shows.
 
   Attributes:
     threshold: probability of a rejection above which the chain ends.
@@ -339,17 +341,17 @@ class Scheduler(StopRule):
   """DSpark's scheduler for one row: drafts while tokens per second increase.
 
   arXiv:2607.05147 (Algorithm 1). Let c_j be confidences, a_k = prod_{j<=k} c_j
-  and Theta_k = (1 + a_1 + ... + a_k) speeds[k]. The first Theta_k that does not
-  exceed the best one before it ends the chain before x_k. To look past a dip
-  would be biased, because c_{k+1} depends on x_k (their Appendix A). At
+  and Theta_k = (1 + a_1 + ... + a_k) speeds[k]. The chain ends before x_k at
+  the first Theta_k that does not exceed the best one before it. Looking beyond
+  a dip would be biased, because c_{k+1} depends on x_k (their Appendix A). At
   temperature 0 q_k is one-hot, and c_k is 1 unless it is `learned`.
 
   Attributes:
     speeds: verifying passes per second with 0, 1, ... drafted tokens. Only
-      their ratios count. The last one serves all longer chains.
+      their ratios count. The last one applies to all longer chains.
     learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
       `{"kernel": [F], "bias": []}`; otherwise the largest entry of q_k.
-    temperatures: T_1, T_2, ... of a learned c_k, such as
+    temperatures: temperatures T_1, T_2, ... of a learned c_k, such as
       `training.calibration.temperatures` fits; 1 at later places.
   """
 
@@ -374,7 +376,7 @@ class Scheduler(StopRule):
     return self.learned
 
   def confidence(self, params: Params, seen: Seen) -> jax.Array:
-    """Returns c_k `[]`, from q_k, the hidden state and the token before x_k."""
+    """Returns c_k `[]` from q_k, the hidden state and the token before x_k."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
@@ -401,12 +403,12 @@ class Threshold(StopRule):
   """Ends the chain before a token that a head expects to be rejected.
 
   DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not sampled
-  if sigmoid((w . hidden + b) / T_k) is below it. The parameters are those of
+  if sigmoid((w . hidden + b) / T_k) is below it. The parameters are as in
   `Scheduler(learned=True)`.
 
   Attributes:
-    threshold: in [0, 1].
-    temperatures: T_1, T_2, ..., see `Scheduler`.
+    threshold: threshold of the confidence, in [0, 1].
+    temperatures: temperatures T_1, T_2, ..., see `Scheduler`.
   """
 
   threshold: float = 0.5
@@ -432,7 +434,7 @@ def _check_temperatures(temperatures: tuple[float, ...]) -> None:
 
 def _accepted(params: Mapping[str, jax.Array], seen: Seen,
               temperatures: tuple[float, ...]) -> jax.Array:
-  """Returns the probability that x_k is accepted, by a head."""
+  """Returns the probability, predicted by a head, that x_k is accepted."""
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
     by_place = jnp.array([*temperatures, 1], jnp.float32)
@@ -446,11 +448,11 @@ class RuleState:
 
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
-    room: `[B]` int32, largest possible length of the last chain, which a
-      controller may change from round to round; 0 once it is judged.
-    chain: `[B]` uint32, hash of the tokens of that chain; 0 if there was none.
+    room: largest possible length of the last chain, `[B]` int32. A controller
+      may change it from round to round. It is 0 after the chain is verified.
+    chain: hash of the tokens of that chain, `[B]` uint32; 0 if there was none.
       If a merge or a fallback verifies another draft, the hashes differ and the
-      rule learns nothing.
+      memory is not updated.
   """
 
   memory: Memory
@@ -469,7 +471,7 @@ def init_state(rule: StopRule, rows: int) -> Any:
 
 
 def memory_of(state: Memory) -> Any:
-  """Returns the rule's own memory."""
+  """Returns the memory of the rule."""
   return state.memory if isinstance(state, RuleState) else state
 
 
@@ -478,7 +480,7 @@ def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
 
   Args:
     state: state of the rule.
-    draft: the chains, batched.
+    draft: batch of chains.
     gamma: maximal length of a chain.
   """
   if not isinstance(state, RuleState):
@@ -488,7 +490,7 @@ def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
 
 
 def _hashed(draft: Draft) -> jax.Array:
-  """Returns `[B]` uint32, a hash of the drafted tokens; 0 if there are none."""
+  """Returns a hash of the drafted tokens, `[B]` uint32; 0 if there are none."""
   real = draft.drafted[:, 1:]
   place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
   tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
@@ -530,8 +532,8 @@ def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
     state: result of `record_chains`.
     draft: draft of the round, perhaps another drafter's.
     verdict: verdicts of the round.
-    count: number `[B]` int32 of committed tokens. A row with 0 keeps its
-      memory.
+    count: number `[B]` int32 of committed tokens. The memory of rows with 0 is
+      unchanged.
   """
   chex.assert_rank(count, 1)
   if not isinstance(state, RuleState):
@@ -554,8 +556,9 @@ def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
   """Returns the parameters of the model and of the rule.
 
   Args:
-    rule: a stop rule, or None.
-    params: `params["drafter"]`, `{"model", "stop"}` if the rule has parameters.
+    rule: stop rule, or None.
+    params: parameters `params["drafter"]`, `{"model", "stop"}` if the rule has
+      parameters.
 
   Raises:
     ValueError: the rule's parameters are missing.
@@ -580,7 +583,7 @@ def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
     rule: stop rule.
     params: parameters of the rule.
     transform: transform of the logits.
-    uniforms: `[B, gamma * UNIFORMS_A_DRAW]`, uniform in [0, 1).
+    uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state.
     rule_state: state of the rule, see `init_state`.
     first: logits and hidden state of the first token.

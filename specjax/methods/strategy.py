@@ -1,4 +1,4 @@
-"""Strategies, and the rules that several methods share."""
+"""Strategies, and verification rules for several methods."""
 
 from typing import Any
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Strategy(NamedTuple):
     """Returns a decoder of a target with this strategy.
 
     Args:
-      target: the target model, without parameters.
+      target: target model, without parameters.
       **options: other attributes of `Decoder`, such as `transform` and `eos`.
     """
     return Decoder(target=target, drafter=self.drafter, verifier=self.verifier,

@@ -169,8 +169,7 @@ class ParallelHeads(TransformerConfig):
             f"to the {target.config.layers} layers of the target")
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns float32 parameters, named like a `Transformer`'s where they
-    match.
+    """Returns float32 parameters, partly with the names of a `Transformer`.
 
     Args:
       key: PRNG key.

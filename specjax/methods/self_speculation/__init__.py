@@ -1,4 +1,4 @@
-"""Drafting with a part of the target's own layers or cache."""
+"""Drafters that use part of the target's layers or cache."""
 
 from specjax.methods.records import Family
 from specjax.methods.self_speculation import early_exit

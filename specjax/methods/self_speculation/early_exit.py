@@ -1,9 +1,9 @@
 """LayerSkip: the target's first layers draft, and the other layers verify.
 
 LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
-L layers, with the target's own norm and LM head, draft token after token. Their
+L layers, with the target's norm and LM head, draft token after token. Their
 keys and values are the target's, so nothing is stored twice. The verifying pass
-continues from their residual stream at every drafted token. So a round of gamma
+continues from their residual stream at every drafted token. A round of gamma
 tokens costs
 
   (gamma + 1) E + (gamma + 1) (L - E)
@@ -11,7 +11,7 @@ tokens costs
 layers per row. A separate draft model of E layers would cost gamma E for the
 draft and (gamma + 1) L for the target.
 
-The keys and values of the first E layers depend on the tokens alone, so the
+The keys and values of the first E layers depend only on the tokens, so the
 drafter is autoregressive.
 """
 
@@ -56,7 +56,7 @@ class Begun:
 
   Attributes:
     cache: cache of the target. Its block has all N nodes in the first E layers
-      and is empty in the others.
+      and none in the others.
     hidden: residual stream `[B, N, D]` of every node before layer E.
   """
 
@@ -71,7 +71,7 @@ class ExitState:
   Attributes:
     own: state of an exit that has a model.
     rule: state of the stop rule.
-    begun: `Begun` between `propose` and `commit`, else None.
+    begun: partial pass `Begun` between `propose` and `commit`, else None.
   """
 
   own: Any = None
@@ -100,8 +100,8 @@ class _Settling(Cache):
 class Exit(_common.DrawnChain):
   """Base of drafters that run the first layers of the target.
 
-  A drafted token goes through these layers once, and the pass that verifies
-  runs the rest.
+  The first layers read a drafted token once. The verifying pass runs the other
+  layers.
 
   Attributes:
     exit: number E of layers that draft, at least 1 and less than all.
@@ -109,9 +109,9 @@ class Exit(_common.DrawnChain):
     transform: transform of the exit's logits; None: the decoder's.
     stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. The
       parameters of a rule are `params["drafter"]["stop"]`.
-    shares_pass: True if the verifying pass continues from the drafter's
-      computation. If False, all layers of the target read the draft, as a
-      controller and combined drafters require. Drafts are equal.
+    shares_pass: True if the verifying pass continues the draft's computation.
+      If False, all layers of the target read the draft, as controllers and
+      combined drafters require. The drafts are equal.
     model: target model; `bind` sets it.
   """
 
@@ -159,7 +159,7 @@ class Exit(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, ExitState]:
-    """Drafts a chain per row."""
+    """Drafts a chain for each row."""
     rows, before = state.lengths.shape[0], state.drafter
     u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
     stop_params = self._stop_params(params)
@@ -271,14 +271,14 @@ class Exit(_common.DrawnChain):
   def commit(self, params: Any, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """Updates the stop rule; the target commits its own cache."""
+    """Updates the stop rule; the target commits the cache."""
     del params, target_output
     rule = drafter.rule if self.stop is None else stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates its own parameters."""
+    """Replicates the parameters."""
     del axis, size
     return PartitionSpec()
 
@@ -286,7 +286,7 @@ class Exit(_common.DrawnChain):
 class EarlyExit(Exit):
   """Drafts a chain with the first layers of the target.
 
-  It has no cache of its own: its keys and values are in the target's cache.
+  Its keys and values are in the target's cache.
   """
 
   def follow(self) -> "EarlyExit":
@@ -294,7 +294,7 @@ class EarlyExit(Exit):
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Returns the state unchanged: the target has read the tokens."""
+    """Returns the state unchanged because the target has read the tokens."""
     del params, since
     return state.drafter
 
@@ -307,8 +307,8 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target's first layers; verification continues their pass.
 
-  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). It needs a
-  target that was trained for it, as by `train_lm.py --exit_scale`.
+  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). The target
+  must be trained for it, for example by `train_lm.py --exit_scale`.
 
   >>> drafter, _ = early_exit(exit=2, gamma=4)
   >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
@@ -318,7 +318,8 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
     exit: number of layers that draft.
     gamma: maximal draft length.
     stop: stop rule, or None.
-    verifier: rule for chains; with a stop rule not greedy block verification.
+    verifier: verification rule for chains; not greedy block verification if
+      there is a stop rule.
   """
   return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
                   verifier)

@@ -1,9 +1,9 @@
 """LayerSkip with static trees: the first layers draft, the others verify.
 
-As in `early_exit`, every node goes through the first layers once. They read
-inner nodes level by level and all leaves together. So the block of the target's
-cache has another order than the draft. The verifying pass uses the order of the
-block, and its output is reordered.
+As in `early_exit`, the first layers read every node once. They read inner nodes
+level by level and then all leaves together. So the target's cache block has a
+different order than the draft. The verifying pass uses the order of the block,
+and its output is reordered.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class _Reordered(Cache):
   """Cache whose block has the nodes of a draft in another order.
 
   Attributes:
-    cache: the cache.
-    places: `[N]` int32, place of each node in the block.
+    cache: the reordered cache.
+    places: place of each node in the block, `[N]` int32.
   """
 
   cache: Any
@@ -104,13 +104,13 @@ class EarlyExitTree(_trees.StaticTree):
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Returns the state unchanged: the target has read the tokens."""
+    """Returns the state unchanged because the target has read the tokens."""
     del params, since
     return state.drafter
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns None: it reads the target's cache."""
+    """Returns None because the drafter reads the target's cache."""
     del params, prompt, prefill_output
     return None
 
@@ -125,7 +125,7 @@ class EarlyExitTree(_trees.StaticTree):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree per row."""
+    """Drafts a tree for each row."""
     target, rows = params["target"], state.lengths.shape[0]
 
     def read(tokens, depths, ancestors, cache):
@@ -184,7 +184,7 @@ class EarlyExitTree(_trees.StaticTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Does nothing: there is no state."""
+    """Returns None because the drafter has no state."""
     del params, drafter, draft, verdict, target_output, count
     return None
 

@@ -1,7 +1,7 @@
-"""TriForce: the target drafts from a part of its cache, with its own drafter.
+"""TriForce: the target drafts with part of its cache and a second drafter.
 
-TriForce, Sun et al. 2024 (arXiv:2404.11912), for long contexts, in which the
-cache costs a pass more than the weights:
+TriForce (Sun et al. 2024, arXiv:2404.11912) is for long contexts, in which the
+cache costs more time per pass than the weights:
 
   target, full cache  <-  its weights, part of the cache  <-  tiny drafter
 
@@ -42,8 +42,9 @@ class Hierarchy(Cascade):
   TriForce's released code samples from its full distribution instead, which is
   biased; `tests/methods/hierarchy_test.py` measures the bias.
 
-  `params["drafter"]` is `{"target": the target's parameters, or a copy such as
-  that of `models.quantize`, "drafter": parameters of the inner drafter}`.
+  `params["drafter"]` is `{"target": ..., "drafter": ...}`: the target's
+  parameters, or a copy such as from `models.quantize`, and the parameters of
+  the inner drafter.
 
   Attributes:
     model: target model; `bind` sets it.
@@ -78,7 +79,7 @@ class Hierarchy(Cascade):
 
   def _read(self, own: Mapping[str, Any], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
-    """Returns the view of the prompt in place of a cache."""
+    """Returns the view of the prompt instead of a cache."""
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
     return prefill_output.replace(cache=self.view.choose(
@@ -91,7 +92,7 @@ class Hierarchy(Cascade):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
-    """Drafts a chain per row."""
+    """Drafts a chain for each row."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)
 
@@ -117,7 +118,7 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
       `Streaming` cache.
     gamma: draft length.
     inner: lossless rule between the two models.
-    verifier: rule for chains.
+    verifier: verification rule for chains.
   """
   return Strategy(Hierarchy(
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)

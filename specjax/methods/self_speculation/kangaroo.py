@@ -1,7 +1,7 @@
 """Kangaroo: an adapter after the target's first layers drafts a chain.
 
-Liu et al. 2024 (arXiv:2404.18911). The file contains the adapter, the drafter,
-the training loss and the strategy.
+Liu et al. 2024 (arXiv:2404.18911). The module contains the adapter, the
+drafter, the training loss and the strategy.
 """
 
 from collections.abc import Mapping
@@ -53,9 +53,9 @@ _SHARED = ("embedding", "head")
 class KangarooAdapter:
   """Decoder layer and norm on the target's stream before layer `exit`.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). Its output goes through the
-  target's LM head. Its parameters are those of a `Transformer` of one layer and
-  the target's sizes, without embedding and head.
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target's LM head reads
+  its output. It has the parameters of a one-layer `Transformer` of the target's
+  sizes, without embedding and head.
 
   Attributes:
     width: hidden width D.
@@ -76,7 +76,7 @@ class KangarooAdapter:
 
   @property
   def num_forecasts(self) -> int:
-    """K, the number of tokens predicted after the next one."""
+    """Number K of tokens predicted after the next one."""
     return self.forecasts
 
   @classmethod
@@ -207,11 +207,11 @@ class Kangaroo(Exit):
   """Drafts a chain with the target's first layers and an adapter.
 
   The verifying pass shares the first layers, as in `EarlyExit`. The adapter has
-  a cache of its own. `params["drafter"]` are the adapter's parameters.
+  a separate cache. `params["drafter"]` contains its parameters.
 
   Attributes:
     adapter: adapter, which defines the exit.
-    exit: set from the adapter.
+    exit: number of layers before the adapter, set from the adapter.
   """
 
   adapter: KangarooAdapter
@@ -269,7 +269,7 @@ class Kangaroo(Exit):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooObjective:
-  """-mean_t sum_v p_t(v) log q_t(v), for target p and adapter q.
+  """Loss -mean_t sum_v p_t(v) log q_t(v) for target p and adapter q.
 
   Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs once, and the
   adapter reads its residual stream.
@@ -319,8 +319,8 @@ class KangarooObjective:
             score: Score) -> Any:
     """Returns `score(k, logits, positions)` for k = 1..K, stacked.
 
-    Forecast k is the distribution after k - 1 further tokens of the row, as if
-    they had been drafted and accepted.
+    Prediction k is the distribution after k - 1 further tokens of the row, as
+    if they had been drafted and accepted.
     """
     del key
     logits = self._logits(params, tokens[:, :-1])[1]
@@ -343,8 +343,8 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
              verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target's first layers and a trained layer after them.
 
-  Liu et al. 2024 (arXiv:2404.18911). Drafts end after a token below probability
-  0.6. At temperature 0 q is one-hot, and no draft ends early.
+  Liu et al. 2024 (arXiv:2404.18911). Drafts end after a token with probability
+  below 0.6. At temperature 0 q is one-hot, and no draft ends early.
 
   >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
@@ -355,7 +355,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
     adapter: adapter with the parameters `params["drafter"]`.
     gamma: maximal draft length, 6 in the paper.
     stop: stop rule, or None.
-    verifier: rule for chains, see `early_exit`.
+    verifier: verification rule for chains, see `early_exit`.
   """
   return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)

@@ -82,7 +82,7 @@ class LayerSkipObjective:
                        f"{layers} layers")
 
   def dropout_rates(self, progress: jax.Array) -> jax.Array:
-    """Returns p(l, t) `[L]` after the share `progress []` of the run."""
+    """Returns p(l, t) `[L]` after the fraction `progress []` of the run."""
     layers = self.model.config.layers
     depth = jnp.exp2(jnp.arange(layers) / (layers - 1)) - 1
     time = 1.0 if self.ramp == "constant" else jnp.exp2(

@@ -48,7 +48,7 @@ class Scored:
   """Scores of a set on R windows.
 
   Attributes:
-    agreement: `[R]`, share of tokens whose argmax is the target's.
+    agreement: share of tokens whose argmax is the target's, `[R]`.
     survival: probability `[R, gamma]` that i = 1..gamma tokens of a draft are
       accepted, averaged over starting positions.
   """
@@ -65,16 +65,16 @@ class Scored:
 def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
            temperature: float = 1.0, first: int = 0
            ) -> Callable[[Sublayers], Scored]:
-  """Returns a function that scores a set; the target itself runs once.
+  """Returns a function that scores a set; the target runs once.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: `[R, S + 1]` int32, output of the target at this temperature. Its
-      distributions take R S V floats.
+    tokens: tokens that the target generated at this temperature, `[R, S + 1]`
+      int32. Their distributions take R S V floats.
     gamma: draft length.
-    temperature: 0 or 1.
-    first: place of the first token of the target. Earlier tokens, such as the
+    temperature: temperature, 0 or 1.
+    first: place of the first generated token. Earlier tokens, such as the
       prompt, are not scored.
 
   Raises:
@@ -191,7 +191,7 @@ def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   ) -> tuple[Skipped, float]:
   """Skips one part after the other, always the part with the best score.
 
-  Arguments, results and errors are those of `random_search`. A search for
+  Arguments, results and errors equal those of `random_search`. A search for
   `count` parts scores about 2 L count sets.
   """
   _check(layers, count, parts)
@@ -315,7 +315,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
   """Drafts with the target without some of its attentions and MLPs.
 
   Zhang et al. 2023 (arXiv:2309.08168). `skip_search` finds a set to skip.
-  `params["drafter"]` are the target's parameters.
+  `params["drafter"]` contains the target's parameters.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target
@@ -328,7 +328,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
     sublayers: parts that run.
     gamma: maximal draft length.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: rule for chains, see `early_exit`.
+    verifier: verification rule for chains, see `early_exit`.
   """
   model = Shortened(target, sublayers)
   return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),

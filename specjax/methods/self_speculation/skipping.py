@@ -2,10 +2,10 @@
 
 SWIFT (Xia et al. 2024, arXiv:2410.06916) needs no training and no search before
 decoding, because the generated tokens score the sublayers. The skipped set is
-data, so nothing is compiled again.
+data, so a new set requires no compilation.
 
-The draft reads the target's cache, and computes its own keys and values for the
-last two tokens and the drafted ones only. It has no cache. Its q depends on the
+The drafter has no cache. It reads the target's cache, and computes keys and
+values only for the last two tokens and the drafted tokens. Its q depends on the
 start of the draft and changes only between rounds, when the committed tokens
 are known. The reported q is the sampled one, so every schedule of searches is
 exact.
@@ -43,15 +43,15 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Skipped:
-  """State of a `Swift`; every leaf has the rows B first.
+  """State of a `Swift`; the first axis of every leaf is the batch B.
 
   Attributes:
-    keep: `[B, L, 2]` float32, 0 for each skipped attention and MLP.
-    since: `[B]` int32, number of committed tokens at the last try; initially
+    keep: factors `[B, L, 2]` float32, 0 for each skipped attention and MLP.
+    since: number of committed tokens at the last try, `[B]` int32; initially
       the length of the prompt.
-    tried: `[B]` int32, number of tried sets.
-    score: `[B]` float32, expected number of accepted tokens of `keep` on the
-      last window; 0 before the first.
+    tried: number of tried sets, `[B]` int32.
+    score: expected number of accepted tokens of `keep` on the last window,
+      `[B]` float32; 0 before the first.
   """
 
   keep: jax.Array
@@ -68,14 +68,15 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swift(_common.DrawnChain):
-  """Drafts with a part of the target that is searched while it decodes.
+  """Drafts with a part of the target that is searched during decoding.
 
   After every `window` tokens of a row, one skipped sublayer is swapped for
-  another. Both sets are scored on these tokens by the expected number of
-  accepted tokens of a draft (see `survival`; SWIFT counts equal argmaxes), and
-  the better set stays. In scoring, a set reads its own keys and values of the
-  window. A try takes three passes over the window and three arrays of B *
-  window * V floats. As in SWIFT, the first and the last layer always run.
+  another. Both sets are scored on these tokens, and the better set stays. The
+  score is the expected number of accepted tokens of a draft (see `survival`);
+  SWIFT counts equal argmaxes instead. In scoring, a set reads the keys and
+  values that it computes for the window. A try takes three passes over the
+  window and three arrays of B * window * V floats. As in SWIFT, the first and
+  the last layer always run.
 
   Skipped sublayers are computed and multiplied by 0, which saves no time. A
   `models.Shortened` with `Skipped.sublayers` does save time.
@@ -85,7 +86,7 @@ class Swift(_common.DrawnChain):
   Attributes:
     gamma: draft length, at least 1.
     count: number of skipped attentions and MLPs, initially spread over the
-      layers. SWIFT skips 0.45 of those between first and last layer.
+      layers. SWIFT skips 0.45 of the parts between the first and last layers.
     window: number of tokens between two tries, at least gamma.
     tries: number of sets that a row tries; 0 keeps the first one.
     seed: seed of the swaps.
@@ -142,7 +143,8 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
-    """Tries a set in rows that need it, then drafts a chain per row."""
+    """Tries a set in rows where one is due, then drafts a chain for each
+    row."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
@@ -225,12 +227,12 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   [0.5, 0.25]
 
   Args:
-    passed: `[S]`, min(1, q / p) of the recorded tokens.
-    last: `[S]`, sum_v min(p, q) at each token.
+    passed: values min(1, q / p) of the recorded tokens, `[S]`.
+    last: sum_v min(p, q) at each token, `[S]`.
     gamma: draft length, at most S.
 
   Returns:
-    `[gamma]`, means over all starting positions of a draft of gamma tokens.
+    Means `[gamma]` over all starting positions of a draft of gamma tokens.
   """
   chex.assert_rank([passed, last], 1)
   places = passed.shape[0] - gamma + 1
@@ -249,7 +251,7 @@ def _last(keep: jax.Array) -> jax.Array:
 
 def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
           verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target without some sublayers, searched while it decodes.
+  """Drafts with the target without some sublayers, searched during decoding.
 
   SWIFT, Xia et al. 2024 (arXiv:2410.06916), without its trees and its stop
   rule. Sets are scored by accepted length, see `drafters.Swift`. Skipped
@@ -264,7 +266,7 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
     count: number of skipped attentions and MLPs.
     window: number of tokens between two tries.
     tries: number of tried sets.
-    verifier: rule for chains.
+    verifier: verification rule for chains.
   """
   return Strategy(Swift(
       gamma=gamma, count=count, window=window, tries=tries), verifier)
