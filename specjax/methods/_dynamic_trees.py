@@ -166,7 +166,7 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # A deterministic proposal must not hide NaN or infinite logits.
+  # A deterministic proposal must not hide NaN probabilities.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)

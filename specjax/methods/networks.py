@@ -66,10 +66,9 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
           ) -> jax.Array:
-  """Returns logits `[..., Vd]` of tokens `ids` as `[..., V]`; others have q =
-  0.
+  """Returns logits `[..., V]` from logits `[..., Vd]` of tokens `ids`.
 
-  Without ids the logits are unchanged.
+  Other tokens have q = 0. Without ids the logits are unchanged.
   """
   if not ids:
     return logits
@@ -107,7 +106,7 @@ class HiddenStateHeads:
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Returns the logits `[..., K, V]` of all heads, with the arguments of
+    """Returns logits `[..., K, V]` of all heads, with the arguments of
     `head`."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 

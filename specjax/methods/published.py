@@ -39,11 +39,11 @@ from specjax.models.weights import places
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-# Keys are the names for `load_drafter`. If two layouts match, it takes the
+# Keys are names for `load_drafter`, which takes the first match.
 LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_OLD = "logit_head."  # before the names of heads in early files of SpecForge
+_OLD = "logit_head."  # prefix of head names in early SpecForge files
 
 
 def load_drafter(path: str | os.PathLike[str], target: Transformer,

@@ -100,8 +100,7 @@ class StopRule:
 
   def commit(self, state: Memory, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
-    """Returns the memory after a round in which the rule's own chain was
-    verified.
+    """Returns the memory after a round that verified the rule's own chain.
 
     Args:
       state: memory before the round.

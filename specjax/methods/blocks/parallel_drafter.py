@@ -347,7 +347,7 @@ class ParallelTree(BlockDrafter):
     tokens, parents, values = _slot_trees.best_tree(
         jnp.log(self.transform(logits)), self.num_nodes)
     probs = jax.nn.one_hot(tokens, logits.shape[-1])
-    # A deterministic proposal must not hide NaN or infinite logits.
+    # A deterministic proposal must not hide NaN probabilities.
     probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
     return Draft.tree(root, parents, tokens, probs)
 
