@@ -311,8 +311,7 @@ def check_target(found: Found, heads: Any) -> None:
 
 def reduced_vocabulary(found: Found, keys: Keys, size: int
                        ) -> tuple[int, ...]:
-  """Returns the target's ids of a vocabulary of `size`; () if it is complete.
-  """
+  """Returns the target's ids of a reduced vocabulary; () if it is complete."""
   complete = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
     found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
@@ -382,8 +381,7 @@ def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
 
 def speculators_keys(heads: Heads, algorithm: str, architecture: str,
                      layers: dict[str, Any], **keys: Any) -> dict[str, Any]:
-  """Returns a configuration of speculators; `export_drafter` adds the target.
-  """
+  """Returns a speculators configuration; `export_drafter` adds the target."""
   return {
       "speculators_model_type": algorithm, "architectures": [architecture],
       "transformer_layer_config": layers, **keys,

@@ -98,8 +98,8 @@ class Method:
     heads: class of the heads.
     learning_rate: default peak learning rates of the heads.
     objective: training loss, `(target, heads, **options) -> DrafterObjective`.
-    measure: objective whose `score` measures the predictions, `(target, heads)
-      -> DrafterObjective`.
+    measure: objective whose `score` measures the predictions,
+      `(target, heads) -> DrafterObjective`.
     chain: strategy with the most likely chain, `heads -> Strategy`, for
       measuring greedy decoding in training.
     strategy: default strategy, `(heads, verifier, gamma, tree) -> Strategy`,

@@ -288,8 +288,8 @@ class AcceptanceHead(StopRule):
   which q_k was computed). The chain ends after x_k if 1 - prod_{j=2..k} a_j >
   threshold. As in their code, the first token is not counted.
 
-  `init_params` returns its parameters: `depth` residual blocks x + silu(x W +
-  b) and a linear layer to the logits of (reject, accept).
+  `init_params` returns its parameters: `depth` residual blocks x + silu(x
+  W + b) and a linear layer to the logits of (reject, accept).
   `objectives.Acceptance` trains them, as `experiments/runs/stop_rules.py`
   shows.
 

@@ -38,8 +38,7 @@ def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
 
 @functools.cache
 def _pairs(above: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns pairs of parent index and rank that can be among the best
-  `size`."""
+  """Returns pairs (parent index, rank) that can be among the best `size`."""
   place, rank = np.divmod(np.arange(above * ranks), ranks)
   few = (place + 1) * (rank + 1) <= size
   return place[few], rank[few]

@@ -101,8 +101,8 @@ class BlockDrafter(Drafter):
     return heads.with_context(params, cache, context, positions)
 
   def forecast(self, params: Any, state: DecodeState):
-    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of every
-    block."""
+    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of all
+    blocks."""
     hidden = self.heads.block(params["drafter"], params["target"],
                               rounds.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
@@ -255,8 +255,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
         rule=stop_rules.record_chains(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
-    """Returns distributions `[B, K, V]` of chains, 0 after the stop of a
-    rule."""
+    """Returns distributions `[B, K, V]` of chains, 0 after a rule's stop."""
     own, roots = params["drafter"], rounds.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)

@@ -60,9 +60,9 @@ class ParallelHeads(TransformerConfig):
     block_size: number of slots of a block, including the anchor's.
     taps: fused hidden states of the target, see `TransformerConfig.features`; a
       "target layer id" i of published files is i + 1 here.
-    from_anchor: True if the anchor's slot predicts the next token, so K =
-      block_size (DSpark). False if only the masks predict, each its own token,
-      so K = block_size - 1 (DFlash).
+    from_anchor: True if the anchor's slot predicts the next token, so
+      K = block_size (DSpark). False if only the masks predict, each its own
+      token, so K = block_size - 1 (DFlash).
     markov: type of the Markov head, one of `coupling.KINDS`; "none": the draft
       has a product distribution.
     markov_rank: rank r of the Markov head.

@@ -128,8 +128,8 @@ class ParallelObjective:
 
     The cross-entropy is a mean over the tokens that the heads can draft.
     `acceptance` is the mean of 1 - TV. `accepted` is the number of tokens that
-    token verification accepts on the data: the mean of sum_k prod_{i<=k} (1 -
-    TV_i).
+    token verification accepts on the data: the mean of sum_k prod_{i<=k}
+    (1 - TV_i).
     """
     chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
@@ -290,8 +290,7 @@ _SHORT = 4  # tokens of a short chain, the draft length of other methods
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
                        ) -> Strategy:
-  """Returns a sampled chain or tree, or the most likely paths, to suit a
-  rule."""
+  """Returns a sampled chain or tree, or the most likely paths, for a rule."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: parallel(heads, gamma, verifier=rule),

@@ -209,8 +209,7 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
 
 def _with_mask_row(form: ParallelHeads, heads: ParallelHeads, params: Any,
                    target_params: Any) -> Any:
-  """Returns parameters with a trained mask appended to the target's
-  embedding."""
+  """Returns parameters whose trained mask follows the target's embedding."""
   del form
   if heads.mask_token is not None:
     return params

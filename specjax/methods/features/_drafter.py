@@ -90,8 +90,8 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
   """Splits a prompt into K chunks of S columns.
 
   Returns:
-    `(hidden [K, B, S, F], places [K, S])` of the chunks, and a causal mask `[B,
-    S, S]` within a chunk.
+    `(hidden [K, B, S, F], places [K, S])` of the chunks, and a causal mask
+    `[B, S, S]` within a chunk.
   """
   batch, columns = prompt.tokens.shape
   size = prefill.chunk_size(columns)
@@ -129,8 +129,8 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
 
 
 def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
-  """Returns `x [B, N, ...]` at the first nodes of the path, `[B, size,
-  ...]`."""
+  """Returns `[B, size, ...]` from `x [B, N, ...]`, at the path's first
+  nodes."""
   path = verdict.path[:, :size]
   return jnp.take_along_axis(
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)

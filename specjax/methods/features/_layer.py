@@ -53,8 +53,7 @@ class Keys:
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              softcap: float = 0.0) -> jax.Array:
-    """Returns the attention of `query [B, S, G * H, D]`, one row per key
-    row."""
+    """Returns the attention of `query [B, S, G * H, D]`, one row per key."""
     del layer
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
@@ -124,8 +123,7 @@ class Entry(nn.Module):
 
 
 class FeatureModule(nn.Module):
-  """Module that maps features `[B, S, D]` and embeddings to the next
-  features."""
+  """Module that maps features `[B, S, D]` and embeddings to new features."""
 
   config: FeatureConfig
 

@@ -24,9 +24,10 @@ from specjax.types import Verdict
 class ModulesState:
   """State of the modules after the committed tokens.
 
-  Module k reads k tokens ahead, so after n tokens its final positions end at n
-  - 1 - k. The cache contains the positions final for all modules. The features
-  of later positions are stored here and read again with the drafted tokens.
+  Module k reads k tokens ahead, so after n tokens its final positions end at
+  n - 1 - k. The cache contains the positions final for all modules. The
+  features of later positions are stored here and read again with the drafted
+  tokens.
 
   Attributes:
     cache: cache with a layer for each module.
@@ -63,8 +64,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the caches after the prompt and the last features of the
-    prompt."""
+    """Returns the caches and the last features after the prompt."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
     chunks, causal = _drafter.chunked(prompt, prefill_output)

@@ -1,9 +1,10 @@
 """Training of feature layers: unrolled steps, and parts of records.
 
-Row t of a pass contains the target's features at t and token t + 1. Step k =
-1..K predicts token t + 1 + k from the output of step k - 1 and the true token
-between. The target runs in the same program, and its output is not stored. If a
-row contains several documents, the layer reads across them as the target does.
+Row t of a pass contains the target's features at t and token t + 1. Step
+k = 1..K predicts token t + 1 + k from the output of step k - 1 and the true
+token between. The target runs in the same program, and its output is not
+stored. If a row contains several documents, the layer reads across them as the
+target does.
 """
 
 from collections.abc import Iterator

@@ -48,8 +48,7 @@ class Eagle1Heads(FeatureHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Heads(FeatureHeads):
-  """Heads of EAGLE-3: three taps, attention on [e; g], and a separate LM
-  head."""
+  """Heads of EAGLE-3: three taps, attention on [e; g], separate LM head."""
 
   entry: bool = True
   fusion: str = "attention"
@@ -61,8 +60,7 @@ class Eagle3Heads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns 2, L // 2 and L - 3, or evenly spread layers of a shallow
-    target."""
+    """Returns 2, L // 2 and L - 3, or spread layers of a shallow target."""
     taps = (2, layers // 2, layers - 3)
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
@@ -210,8 +208,8 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
 
   Attributes:
     heads: feature layer with one module.
-    parents: draft tree, see `specjax.trees`, stored breadth-first; `range(-1,
-      gamma)` is a chain.
+    parents: draft tree, see `specjax.trees`, stored breadth-first;
+      `range(-1, gamma)` is a chain.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless because q is reported.

@@ -60,8 +60,7 @@ class _Unrolled:
                        "as MTP")
 
   def _target(self, params, tokens):
-    """Returns the target's output, without gradient, except at the last
-    token."""
+    """Returns the target's output for all but the last token, as a constant."""
     _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
         _training.read(self.model, self.heads, params, tokens[:, :-1]))
@@ -233,9 +232,8 @@ class Eagle3Objective(_Unrolled):
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
   def _losses(self, params, features, law, counts, weights, tokens):
-    """Returns the losses `[K]` given the distribution `[B, S, Vd]` of draft
-    tokens.
-    """
+    """Returns the losses `[K]` given distributions `[B, S, Vd]` of the
+    target."""
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):

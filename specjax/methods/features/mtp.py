@@ -225,8 +225,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     last = jnp.maximum(own.held - 1, 0)
 
     def run(module, text, before):
-      """Returns the logits `[B, S, V]` after S paths, and the module's
-      output."""
+      """Returns the logits `[B, S, V]` after S paths, and the module output."""
       batch, ways = text.shape[:2]
       flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
       each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))

@@ -1,5 +1,4 @@
-"""Multi-token prediction: losses and records, with a frozen or trained
-target."""
+"""Multi-token prediction: losses and records, for frozen or trained targets."""
 
 import dataclasses
 from typing import Any

@@ -256,8 +256,7 @@ class FeatureHeads(FeatureConfig):
     return output.replace(cache=memory.cache)
 
   def _embedded(self, params, target_params, tokens, dtype):
-    """Returns the embeddings `[B, S, D]`, or None if the layer reads no
-    tokens."""
+    """Returns the embeddings `[B, S, D]`, or None if tokens are not read."""
     if self.fusion == "none":
       return None
     own = params if self.own_embedding else target_params

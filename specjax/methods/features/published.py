@@ -39,8 +39,7 @@ _MTP_DEEPSEEK_COPIES = {
 
 def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
             final_norm: str) -> Table:
-  """Returns the table of a multi-token-prediction module with a decoder
-  layer."""
+  """Returns the table of a multi-token-prediction module."""
   return decoder_layer(layer, "module_{i}.", "{j}") | table({
       "module_{i}.embedding_norm": embedding_norm,
       "module_{i}.hidden_norm": hidden_norm,
@@ -148,8 +147,7 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
 
 
 def _read_eagle3_speculators(found: Found) -> FeatureHeads:
-  """EAGLE-3 and 3.1 of speculators; `norm_output` selects the fed-back
-  state."""
+  """EAGLE-3 and 3.1 of speculators; `norm_output` selects the next input."""
   outer = found.keys()
   found.used.update(OF_VERIFIER)
   keys = found.keys(outer, "transformer_layer_config")

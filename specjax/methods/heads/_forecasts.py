@@ -1,8 +1,8 @@
 """Drafting from predictions that the target made for later positions.
 
 A round that stops at position t has computed the target's hidden state at t.
-Token t + 1 becomes the root of the next draft. The prediction at t for token t
-+ 1 + k is the distribution of all nodes at depth k. It does not depend on the
+Token t + 1 becomes the root of the next draft. The prediction at t for token
+t + 1 + k is the distribution of all nodes at depth k. It does not depend on the
 path above a node, so the draft has a product distribution.
 """
 

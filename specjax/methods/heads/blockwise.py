@@ -39,10 +39,11 @@ from specjax.utils import fields
 class BlockwiseHeads(networks.HiddenStateHeads):
   """Residual feed-forward layers before one output projection.
 
-  Stern et al. 2018 (arXiv:1811.03115, section 6): the LM head projects z_k = h
-  + W2_k ReLU(W1_k h + b1_k) + b2_k. The paper's p_1 is here the unchanged
-  target: the LM head on h. Heads 1..K are the paper's p_2..p_{K+1}. W2 and b2
-  start at 0, so the predictions of an untrained head equal the LM head's.
+  Stern et al. 2018 (arXiv:1811.03115, section 6): the LM head projects
+  z_k = h + W2_k ReLU(W1_k h + b1_k) + b2_k. The paper's p_1 is here the
+  unchanged target: the LM head on h. Heads 1..K are the paper's p_2..p_{K+1}.
+  W2 and b2 start at 0, so the predictions of an untrained head equal the LM
+  head's.
 
   Attributes:
     width: hidden width D.
@@ -63,8 +64,7 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Returns float32 parameters `inner [K, D, F]`, `outer [K, F, D]` and
-    biases.
+    """Returns float32 `inner [K, D, F]`, `outer [K, F, D]` and biases.
 
     Args:
       key: PRNG key.

@@ -357,8 +357,8 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 
   Args:
     heads: heads of the target.
-    parents: draft tree, the parents of N nodes including the root; `range(-1,
-      K)` is a chain of K.
+    parents: draft tree, the parents of N nodes including the root;
+      `range(-1, K)` is a chain of K.
     proposal: sampling method of children: "without_replacement" or "iid".
     verifier: verification rule for these drafts.
   """

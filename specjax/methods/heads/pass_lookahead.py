@@ -128,12 +128,11 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSObjective:
-  """Loss -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t) (equation
-  1).
+  """Loss -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t).
 
-  The loss is the mean over `cuts` random m of every row. One pass reads the
-  row. A second pass reads the look-ahead tokens of all its cuts, cuts * L
-  tokens, as branches of a tree below the row. Only the second pass is
+  Equation 1 of the paper, as the mean over `cuts` random m of every row. One
+  pass reads the row. A second pass reads the look-ahead tokens of all its cuts,
+  cuts * L tokens, as branches of a tree below the row. Only the second pass is
   differentiated.
 
   Attributes:
@@ -323,8 +322,7 @@ class PaSS(Drafter):
     return draft, state.drafter
 
   def _read(self, params, state):
-    """Returns logits `[B, 1 + count, V]` at the root and the look-ahead
-    tokens."""
+    """Returns logits `[B, 1 + count, V]` at the root and look-ahead tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
     # The returned cache is dropped because the verifying pass starts from the
@@ -363,8 +361,7 @@ class PaSS(Drafter):
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
   def _constrained(self, logits, uniforms, memory, laws):
-    """Returns logits `[n, V]`, each under the constraints after earlier
-    tokens."""
+    """Returns logits `[n, V]` under the constraints after earlier tokens."""
     constraints = self.transform.constraints
     if not constraints:
       return logits

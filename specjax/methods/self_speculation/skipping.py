@@ -143,8 +143,7 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
-    """Tries a set in rows where one is due, then drafts a chain for each
-    row."""
+    """Tries a set in rows where one is due, then drafts a chain per row."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
