@@ -106,8 +106,7 @@ class HiddenStateHeads:
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Returns logits `[..., K, V]` of all heads; its arguments equal
-    `head`'s."""
+    """Returns logits `[..., K, V]` of all heads, see `head`."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 

@@ -101,8 +101,7 @@ class BlockDrafter(Drafter):
     return heads.with_context(params, cache, context, positions)
 
   def forecast(self, params: Any, state: DecodeState):
-    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of all
-    blocks."""
+    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of blocks."""
     hidden = self.heads.block(params["drafter"], params["target"],
                               rounds.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]

@@ -129,8 +129,7 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
 
 
 def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
-  """Returns `[B, size, ...]` from `x [B, N, ...]`, at the path's first
-  nodes."""
+  """Returns `x [B, N, ...]` along the path, `[B, size, ...]`."""
   path = verdict.path[:, :size]
   return jnp.take_along_axis(
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -232,8 +232,7 @@ class Eagle3Objective(_Unrolled):
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
   def _losses(self, params, features, law, counts, weights, tokens):
-    """Returns the losses `[K]` given distributions `[B, S, Vd]` of the
-    target."""
+    """Returns the losses `[K]` for target distributions `[B, S, Vd]`."""
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
