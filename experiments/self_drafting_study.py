@@ -1,39 +1,42 @@
-"""What is a target's own draft worth beside a small language model's?
+"""Compares self-drafting heads with small draft models on the same target.
 
-Decodes prompts with every drafter and the verifiers that are made for its
-drafts, on the same target, and prints tokens per round and per pass of the
-target, what the drafter added to the target, and the measured speed-up over
-autoregressive decoding:
+Every drafter decodes the same prompts with the verifiers for its drafts. The
+script prints block efficiency (tokens per target call), the parameters that the
+drafter adds, and the speed-up over autoregressive decoding. Configurations:
 
   small, tiny            bundled language models, a chain
   pass, two passes       PaSS as published: look-ahead tokens, then verification
-  pass, folded           the look-ahead tokens ride in the verifying pass
-  blockwise              the heads' likeliest tokens, a chain
-  medusa, top-k tree     Medusa's tree, built from measured accuracies
-  medusa, sampled chain  tokens drawn from the heads' product law
-  medusa, sampled tree   the same, without replacement, on that tree
-  medusa, i.i.d. tree    the same, independently
-  eagle3, sampled chain  tokens drawn from the layer's own laws, one by one
-  eagle3, dynamic tree   EAGLE-2's tree of the likeliest candidates
-  eagle3, sampled dynamic tree   drawn tokens, expanded where it is confident
-  parallel, sampled chain   a block's tokens, each drawn given the one before
-  parallel, sampled tree    a tree of them, without replacement
-  parallel, best-first tree   the likeliest paths of a block (DDTree)
+  pass, folded           look-ahead tokens and verification in one pass
+  blockwise              a chain of the heads' most likely tokens
+  medusa, top-k tree     Medusa's tree for the heads' measured accuracies
+  medusa, sampled chain  a chain, each token sampled from its own head
+  medusa, sampled tree   that tree, children sampled without replacement
+  medusa, i.i.d. tree    that tree, children sampled independently
+  eagle3, sampled chain  a chain, each token sampled given those before
+  eagle3, dynamic tree   EAGLE-2's tree of the most likely tokens
+  eagle3, sampled dynamic tree   sampled tokens, expanded where q is high
+  parallel, sampled chain   a block, each token given the previous one
+  parallel, sampled tree    a tree of such tokens, without replacement
+  parallel, best-first tree   the most likely paths of a block (DDTree)
 
   python experiments/self_drafting_study.py
   python experiments/self_drafting_study.py \\
     --heads=pass,medusa,/tmp/blockwise,/tmp/medusa2
 
---heads names what is in the box or directories of train_drafter.py; one that
-holds a target of its own (Medusa-2) is measured on that target and against its
-autoregressive decoding. Tokens per round draw no uniform: given the draft, the
-expected number of accepted tokens is known; verifiers are also compared on the
-same drafts. The predicted speed-up is that number over what a round costs in
-autoregressive steps; the measured one has the luck of the draw in it. Every
-prompt's results are appended to runs.jsonl in --output_dir; killed and started
-again the study goes on there. Writes self_drafting.csv and .json, which the
-last line of stdout names, and the figures self_drafting_tokens.png, _speed.png,
-_positions.png and _training.png.
+A directory in --heads that contains its own target (Medusa-2) is measured on
+that target, relative to its autoregressive decoding.
+
+The expected number of accepted tokens is computed exactly for every draft, so
+block efficiency has no noise from accept and reject decisions. Verifiers are
+also compared on the same drafts. The predicted speed-up is block efficiency
+divided by the cost of a round in autoregressive steps. The measured speed-up
+includes the sampling noise.
+
+Results of each prompt are appended to runs.jsonl in --output_dir. A killed
+study resumes from there if started again. Output: self_drafting.csv,
+self_drafting.json (the last line of stdout names it), and the plots
+self_drafting_tokens.png, self_drafting_speed.png, self_drafting_positions.png
+and self_drafting_training.png.
 """
 
 from collections.abc import Sequence
@@ -70,14 +73,15 @@ from specjax.training import evaluation
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _DRAFTERS = shared.drafters(
-    "small,tiny", "language models to compare with: ")
+    "small,tiny", "Draft models to compare with the heads, comma-separated: ")
 _HEADS = flags.DEFINE_list(
     "heads", list(sj.zoo.HEADS),
-    f"{', '.join(sj.zoo.HEADS)}, or directories of train_drafter.py")
+    "Self-drafting heads, comma-separated: bundled ones "
+    f"({', '.join(sj.zoo.HEADS)}) or output directories of train_drafter.py")
 _UNTRAINED = flags.DEFINE_bool(
-    "untrained", True, "measure the heads as they were before training, too")
+    "untrained", True, "Also measure the heads with their initial weights")
 _TEMPERATURE = shared.temperatures("0,1")
-_GAMMA = shared.gamma(4, "tokens of a language model")
+_GAMMA = shared.gamma(4, "Draft length of a draft model, in tokens")
 _NODES = shared.nodes(64)
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
@@ -88,25 +92,25 @@ _NEW_TOKENS = shared.new_tokens(96)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/self_drafting")
 
-_CALIBRATION_PROMPTS = 16  # whose continuations Medusa's tree is built from
-_RANKS = 10  # guesses of a head that the tree may hold
+_CALIBRATION_PROMPTS = 16  # their continuations give head accuracies
+_RANKS = 10  # maximum number of candidates per head in a tree
 _BASELINE = "autoregressive"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Source:
-  """Something to draft with, and the target that it drafts for.
+  """A drafter and its target.
 
   Attributes:
-    name: of its figures.
+    name: name in the tables and figures.
     target: a `Pretrained`, or another pair of `model` and `params`.
-    drafts: {name: strategies of one drafter}; the rollouts of the first are
-      shared.
-    params: of the decoder.
-    added: parameters beside the target's.
-    training: what train_drafter.py says of its run, or {}.
-    accuracy: `[K, ranks]` by head and rank, for heads.
-    first_rule_only: whether the other rules are left out.
+    drafts: `{name: strategies with the same drafts}`. Their rules are compared
+      on the rollouts of the first strategy.
+    params: parameters of the decoder.
+    added: number of parameters that the drafter adds to the target.
+    training: content of training.json from train_drafter.py, or {}.
+    accuracy: `[K, ranks]` accuracy by head and rank; None for draft models.
+    first_rule_only: whether only the first strategy of each draft is measured.
   """
 
   name: str
@@ -130,7 +134,7 @@ def _language_model(name: str, target: Pretrained, member: Pretrained):
 
 def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
                   rows: tuple[np.ndarray, int], **kwargs: Any):
-  """The drafts of heads or look-ahead embeddings."""
+  """Returns the `_Source` of heads or look-ahead embeddings."""
   method = methods.of(heads)
   accuracy = _accuracy(method, target, heads, params, *rows)
   compared = method.compared(
@@ -147,9 +151,10 @@ def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
 
 def _accuracy(method: Any, target: Pretrained, heads: Any, params: Any,
               rows: np.ndarray, first: int):
-  """`[K, ranks]`: how often a guess is what the target would write.
+  """Returns the accuracy of heads, `[K, ranks]`.
 
-  The rows count from position `first` on.
+  Entry (k, r) is the frequency with which candidate r of head k is the target's
+  token. Only positions from `first` on are counted.
   """
   measured = evaluation.head_accuracy(
       method.measure(target.model, heads), rows, top=_RANKS, first=first)(
@@ -158,13 +163,13 @@ def _accuracy(method: Any, target: Pretrained, heads: Any, params: Any,
 
 
 def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
-  """What a target writes after prompts at temperature 0.
+  """Returns the target's continuations of prompts at temperature 0.
 
-  Rows are of equal length, so that shorter prompts are left out and longer ones
-  lose their first tokens: the length is that which loses the fewest.
+  All rows have the same prompt length n: shorter prompts are left out, and
+  longer ones lose their first tokens. n maximises the remaining prompt tokens.
 
   Returns:
-    `([R, S + 1], the position that predicts the first token written)`.
+    `([R, S + 1] tokens, position that predicts the first generated token)`.
   """
   decoder = common.autoregressive(target.model, temperature=0)
   length = max(map(len, prompts), key=lambda n: n * sum(
@@ -178,13 +183,13 @@ def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
 
 def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
              calibration: list[list[int]]):
-  """Every `_Source` that the flags ask for, the untrained heads last.
+  """Returns the sources of draft models, heads and untrained heads, in order.
 
   Args:
-    target: the one that is drafted for.
-    sources: those of language models.
-    tokenizer: the target's.
-    calibration: prompts to measure heads with.
+    target: target model of --target.
+    sources: sources of the draft models.
+    tokenizer: tokenizer of the target.
+    calibration: prompts for measuring the accuracy of heads.
   """
   sources = list(sources)
   written = functools.cache(lambda own: _written_rows(own, calibration))
@@ -212,7 +217,7 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
 
 
 def _capacity(sources: list[_Source], longest: int):
-  """Slots that the widest draft needs, so that all caches are alike."""
+  """Returns the cache slots per row that suffice for every draft."""
   widest = max(x.num_nodes for x in _drafters(sources))
   return longest + _NEW_TOKENS.value + widest
 
@@ -224,10 +229,10 @@ def _drafters(sources: list[_Source]) -> list[Any]:
 
 
 def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
-  """{draft: what a pass of its target over as many nodes takes}.
+  """Returns `{draft: seconds of its target's pass over the draft's nodes}`.
 
-  Measured before anything else: a process that has run many programs is
-  slower.
+  Passes are timed before the rollouts, because a process that has run many
+  programs is slower.
   """
   used = longest + _NEW_TOKENS.value // 2
 
@@ -242,11 +247,11 @@ def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
 
 def _variants(source: _Source, temperature: float, capacity: int,
           eos: tuple[int, ...] | None):
-  """{(draft, rule): `DecoderRows`} of a source, and its baseline.
+  """Returns `{"draft | rule": DecoderRows}` of a source, and its baseline.
 
-  At temperature 0 all exact rules are one, and the first stands for them.
-  Greedy block is not judged on another rule's drafts: its gain in a round is
-  paid for in the next one.
+  At temperature 0 all lossless rules are equal, so only the first is decoded.
+  Greedy block verification is not evaluated on another rule's drafts, because
+  its gain in one round reduces acceptance in the next one.
   """
   def variant(strategy, observers=(), params=source.params):
     decoder = strategy.decoder(
@@ -254,7 +259,7 @@ def _variants(source: _Source, temperature: float, capacity: int,
         transform=sj.LogitsTransform(temperature=temperature))
     return decoders.DecoderRows(decoder, params, _NEW_TOKENS.value, capacity)
 
-  # Without the drafter's parameters one program serves all sources.
+  # Without the drafter's parameters, sources of a target share one program.
   variants = {_BASELINE: variant(strategies.autoregressive(), params={
       "target": source.params["target"]})}
   for name, drafts in source.drafts.items():
@@ -272,7 +277,7 @@ def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
           temperature: float, variants: dict[str, Any],
           pass_seconds: dict[str, float],
           clusters: Sequence[str]):
-  """Figures of every draft and rule of a source."""
+  """Returns one table row per draft and rule of a source."""
   rows = []
   pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
   base = pace([r[_BASELINE] for r in runs])
@@ -308,7 +313,7 @@ def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
 def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float,
             variants: dict[str, Any],
             clusters: Sequence[str]):
-  """The gain of a draft's first rule over the others, on shared drafts."""
+  """Returns the gain of a draft's first rule over the others, same drafts."""
   rows = []
   for name, variant in variants.items():
     for law, other in enumerate(variant.decoder.observers, 1):

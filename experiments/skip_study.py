@@ -1,28 +1,28 @@
-"""Which part of a target drafts for it, and how is it found?
+"""Compares layer subsets of a target as its drafter, and searches for them.
 
-The target writes continuations of training text, on which sets of attentions
-and MLPs to leave out are searched, and of held-out text, on which what was
-found is measured. No draft is drawn: one pass says what token verification is
-expected to accept from every place on
-(specjax.methods.self_speculation.skip_search).
+In self-speculation the target drafts with some of its sublayers (attentions and
+MLPs) skipped. The target continues training text, on which the skipped sets are
+searched, and held-out text, on which they are measured. Nothing is drafted: one
+pass gives the number of tokens that token verification is expected to accept at
+every position (specjax.methods.self_speculation.skip_search).
 
   exit E          the first E layers (LayerSkip)
-  --searches      random sets (SWIFT), greedy (one part after the other), local
-                  (random, then swaps), clasp (whole layers, by hidden states,
-                  where two parts or more are left out)
-  --scores        what a search looks at: accepted tokens of a draft, or
-                  agreement, the share of tokens whose argmax is the target's
+  --searches      random: random sets (SWIFT); greedy: one sublayer after the
+                  other; local: random, then swaps; clasp: whole layers, chosen
+                  by hidden states, if at least two sublayers are skipped
+  --scores        objective of a search. accepted: accepted tokens of a draft;
+                  agreement: share of tokens with the target's argmax
 
   python experiments/skip_study.py
   python experiments/skip_study.py --target=smollm2 --rows=8 --skip=0.1,0.2
 
-The table has agreement and tokens per round, with 95 % intervals over the
-held-out rows. `cost` is the share of the target's weights that a pass of the
-part reads, its head included, and `speed` the tokens of a round over its cost,
-(1 + accepted) / (1 + length * cost), with the draft length that is best: what a
-machine that is bound by reading weights would gain. Then the gain in tokens per
-round of one score's sets over the other's, by the same search. Writes
-skipping.csv and .json.
+The table has agreement and block efficiency (tokens per round), with 95 %
+intervals over the held-out rows. `cost` is the share of the target's weights
+that a pass of the subset reads, including the LM head. `speed` is
+(1 + accepted) / (1 + length * cost) at the best draft length: the speed-up if
+reading weights takes all the time. A second list has the gain in block
+efficiency of sets searched by `accepted` over sets searched by `agreement`.
+Output: skipping.csv and skipping.json in --output_dir.
 """
 
 from collections.abc import Callable
@@ -52,32 +52,38 @@ _SCORES = {
 
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
-_DATA = shared.data("text whose beginnings are continued")
+_DATA = shared.data("Text whose beginnings the target continues")
 _FIELD = shared.field()
-_EXITS = flags.DEFINE_bool("exits", True, "measure the exit after every layer")
+_EXITS = flags.DEFINE_bool("exits", True, "Measure the exit after every layer")
 _SKIP = flags.DEFINE_list(
-    "skip", ["0.25", "0.45"], "shares of the attentions and MLPs, but for the "
-    "first and the last layer's, that are left out; 0.45 is SWIFT's")
+    "skip", ["0.25", "0.45"], "Shares of the skipped sublayers (attentions "
+    "and MLPs), comma-separated, above 0 and at most 1. The first and the last "
+    "layer are never skipped and not counted. SWIFT uses 0.45")
 _SEARCH = flags.DEFINE_list(
-    "searches", list(_SEARCHES), f"any of {', '.join(_SEARCHES)}")
+    "searches", list(_SEARCHES), "Searches, comma-separated: "
+    f"{', '.join(_SEARCHES)}")
 _SCORE = flags.DEFINE_list(
-    "scores", list(_SCORES), f"any of {', '.join(_SCORES)}")
+    "scores", list(_SCORES), "Objectives of the searches, comma-"
+    f"separated: {', '.join(_SCORES)}")
 _TRIES = flags.DEFINE_integer(
-    "tries", 64, "sets that random and local score", 1)
-_ROWS = flags.DEFINE_integer("rows", 16, "rows to search on, and as many held "
-                             "out", 2)
-_PROMPT_TOKENS = shared.prompt_tokens(32, "tokens of a row that are the text's")
+    "tries", 64, "Number of sets that each of random and local scores", 1)
+_ROWS = flags.DEFINE_integer(
+    "rows", 16, "Number of rows to search on, and of held-out rows", 2)
+_PROMPT_TOKENS = shared.prompt_tokens(
+    32, "Tokens at the start of a row that come from --data")
 _CONTINUATION = flags.DEFINE_integer(
-    "continuation", 96, "tokens of a row that are the target's", 1)
-_GAMMA = shared.gamma(8, "longest draft, in tokens")
+    "continuation", 96, "Tokens of a row that the target generates; "
+    "at least --gamma", 1)
+_GAMMA = shared.gamma(8, "Maximum draft length in tokens")
 _TEMPERATURE = flags.DEFINE_enum(
-    "temperature", "1", ["0", "1"], "of both; 0 is greedy")
-_SEED = shared.seed("of the text and the searches")
+    "temperature", "1", ["0", "1"], "Sampling temperature of target and "
+    "drafter; 0 is greedy")
+_SEED = shared.seed("Random seed of the text and of the searches")
 _OUTPUT_DIR = shared.output_dir("results/skipping")
 
 
 def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path):
-  """Rows of the target's own, from text to learn on and from held-out text."""
+  """Returns the target's continuations of training and of held-out text."""
   decoder = common.autoregressive(target.model, float(_TEMPERATURE.value))
   found = []
   for i, side in enumerate(corpora.split(
@@ -94,7 +100,7 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path):
 
 
 def _counts(layers: int):
-  """How many parts are left out, for each of --skip."""
+  """Returns the numbers of skipped sublayers, from --skip."""
   free, found = 2 * (layers - 2), []
   for share in common.numbers("--skip", _SKIP.value) if _SKIP.value else ():
     if not 0 < share <= 1:
@@ -105,7 +111,7 @@ def _counts(layers: int):
 
 
 def _searched(search: str, score: Callable, layers: int, count: int):
-  """The set that a search finds by a score."""
+  """Returns the set of `count` sublayers found by a search."""
   if search == "greedy":
     return skip_search.greedy_search(score, layers, count)[0]
   tries = _TRIES.value if search == "random" else max(1, _TRIES.value // 2)
@@ -118,7 +124,8 @@ def _searched(search: str, score: Callable, layers: int, count: int):
 
 
 def _parts(target: Pretrained, rows: np.ndarray):
-  """What is compared: `(name, search, score, count, Sublayers)`."""
+  """Yields the subsets to compare: `(name, search, score, count, Sublayers)`.
+  """
   layers = target.model.config.layers
   if _EXITS.value:
     for exit in range(1, layers):
@@ -146,7 +153,7 @@ def _parts(target: Pretrained, rows: np.ndarray):
 
 
 def _cost(params: Any, sublayers: Sublayers):
-  """The share of the weights of a pass that a part of the target reads."""
+  """Returns the share of the target's weights that a pass of a subset reads."""
   size = {name: common.num_parameters(x) for name, x in params.items()}
   head = size.get("head", size["embedding"])
   of = lambda kind, i: sum(
@@ -180,7 +187,7 @@ def _row(part: tuple, found: Any, params: Any):
 
 
 def _gains(rows: list[dict[str, Any]], found: list):
-  """Of sets by accepted tokens over sets by agreement, of the same search."""
+  """Returns the gains of the score `accepted` over `agreement`, per search."""
   by = {(row["search"], row["left_out"], row["score"]): one
         for row, one in zip(rows, found)}
   gains = []

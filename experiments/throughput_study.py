@@ -1,24 +1,29 @@
-"""What batches that stay full are worth, and where drafts stop paying.
+"""Measures throughput and latency of batched decoding with and without drafts.
 
-Requests of ragged lengths, with temperatures and seeds of their own, are
-decoded from a `serving.Queue`, whose slots are refilled, and batch by batch,
-each waiting for its slowest row: without a draft, with a drafter, and with a
-controller that chooses the length of its drafts.
+Requests have different lengths, temperatures and seeds. They are decoded in two
+ways: from a `serving.Queue`, which refills a slot as soon as it is free, and
+batch by batch ("waiting"), where each batch lasts until its slowest row ends.
+Variants: without drafts, with a drafter, and with a controller that chooses the
+draft length.
 
   python experiments/throughput_study.py
   python experiments/throughput_study.py --drafter=small,ngram --slots=1,8
 
-First all requests are there at once, for batches of each size. Every text must
-be the one decoded alone (with a controller: those of temperature 0). Then they
-arrive at random (a Poisson process) at several rates, in a batch that has at
-any time the smallest of these sizes that holds all who are there; a rate is a
-share of what was decoded without drafts when all were there at once.
+First part: all requests arrive at once, for every batch size of --slots. Each
+generated sequence must equal the one decoded alone; with a controller only
+sequences at temperature 0 are compared.
 
-A latency is from a request's arrival to its last token. Emitted tokens of a
-round are fewer than a rule accepts, because limits cut the last rounds. Killed
-and started again, the study goes on where it was. Writes throughput.csv,
-throughput_load.csv, throughput.json and two figures; run it while nothing else
-runs.
+Second part: requests arrive at random (a Poisson process) at several rates. The
+queue uses the smallest batch size that fits all active requests. A rate is a
+share of the highest throughput without drafts in the first part.
+
+The latency of a request is the time from its arrival to its last token. Emitted
+tokens per round are fewer than accepted ones, because length limits cut the
+last rounds.
+
+A killed study resumes if started again. Output: throughput.csv,
+throughput_load.csv, throughput.json and two plots in --output_dir. Run no other
+program at the same time.
 """
 
 from collections.abc import Mapping
@@ -46,34 +51,41 @@ _TARGET = shared.target()
 _DRAFTER = shared.drafters(help_=f"{compositions.HELP}, ")
 _GAMMA = shared.gamma(4)
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", True, "also with a controller of the length of drafts, whose "
-    "costs are measured the first time")
-_SLOTS = flags.DEFINE_list("slots", "1,4,16", "rows of a batch")
+    "controller", True, "Also decode with a controller of the draft length. "
+    "The costs of a round are measured at first use")
+_SLOTS = flags.DEFINE_list(
+    "slots", "1,4,16", "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 16, "between two looks from the host, at most", 1)
+    "rounds", 16, "Maximum number of rounds between two checks by the "
+    "host, which refills slots", 1)
 _LOADS = flags.DEFINE_list(
-    "loads", "0.25,0.5,1", "rates at which requests arrive, as shares of "
-    "what is decoded without drafts; 0: only all at once")
+    "loads", "0.25,0.5,1", "Arrival rates, comma-separated, as shares of "
+    "the highest throughput without drafts. 0 skips the second part")
 _REQUESTS = flags.DEFINE_integer(
-    "requests", 200, "that are there at once; half of them arrive at random", 4)
+    "requests", 200, "Number of requests of the first part; the second "
+    "part uses half of them", 4)
 _PROMPTS = shared.prompts("code,docstrings,tests,prose")
 _FIELD = shared.prompt_field()
-_PROMPT_TOKENS = shared.prompt_tokens(64, "of the longest prompts, at least 8")
+_PROMPT_TOKENS = shared.prompt_tokens(
+    64, "Maximum prompt length in tokens, at least 8")
 _NEW_TOKENS = flags.DEFINE_integer(
     "mean_new_tokens", 40, "Mean number of tokens generated per request; the "
     "maximum is four times as many", 4)
-_TEMPERATURE = shared.temperatures("0,0.6,1", "of the requests, in turn")
-_SEED = shared.seed("of the prompts, the lengths, the arrivals and of sampling")
+_TEMPERATURE = shared.temperatures(
+    "0,0.6,1", "Sampling temperatures, comma-separated, assigned to the "
+    "requests in turn")
+_SEED = shared.seed(
+    "Random seed of prompts, lengths, arrivals and sampling")
 _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/throughput")
 
 _ALONE, _CONTROLLED, _WAITING = "none", ", controller", ", waiting"
-_AT_RANDOM = "at random"  # the group of units that arrive so
-_FEWEST = 4  # tokens of a text, and twice as many of a prompt
+_AT_RANDOM = "at random"  # group name of the second part
+_FEWEST = 4  # minimum of generated tokens; a prompt has at least twice as many
 
 
 def _requests(tokenizer: Tokenizer, temperatures: list[float]):
-  """Ragged prompts, limits, temperatures and seeds, and where they are from."""
+  """Returns requests of different lengths, and the source of the prompts."""
   count, sets = _REQUESTS.value, len(_PROMPTS.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=-(-count // sets),
@@ -93,7 +105,7 @@ def _requests(tokenizer: Tokenizer, temperatures: list[float]):
 
 
 class _Variants:
-  """The variants of a group of units."""
+  """Makes the variants of a group of units: a batch size, or `_AT_RANDOM`."""
 
   def __init__(self, target: Pretrained, drafters: Mapping[str, Any],
                longest: int):
@@ -138,12 +150,12 @@ def _sizes():
 
 
 def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
-  """How many texts of a variant are compared, and how many are not those alone.
+  """Returns `{variant: (sequences compared, sequences that differ)}`.
 
   Args:
-    found: {variant: its record}, of a unit.
-    requests: of the unit.
-    alone: {variant: the texts of all requests}, decoded alone.
+    found: `{variant: record}` of a unit.
+    requests: requests of the unit.
+    alone: `{variant: sequences of all requests}`, decoded alone.
   """
   counts = {}
   for name, record in found.items():
@@ -158,7 +170,7 @@ def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
 
 def _row(name: str, record: dict[str, Any], requests: list[Any],
          compared: tuple[int, int], **unit: Any):
-  """Figures of a variant."""
+  """Returns the table row of a variant."""
   requests = requests[:len(record["texts"])]
   tokens = sum(one.max_new_tokens for one in requests)
   at = lambda what, share: float(np.percentile(record[what], share))
@@ -174,7 +186,7 @@ def _row(name: str, record: dict[str, Any], requests: list[Any],
 
 def _rows(runs: dict[tuple, dict[str, Any]], requests: list[Any],
           alone: dict[str, Any]):
-  """A row for every variant of every unit."""
+  """Returns a row for every variant of every unit."""
   found = []
   for unit, variants in runs.items():
     compared = _different(variants, requests, alone)
@@ -218,7 +230,7 @@ def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
 
 def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
           output_dir: pathlib.Path):
-  """Tokens a second over the rows of a batch, and seconds over the load."""
+  """Plots throughput over the batch size, and latency over the load."""
   for rows, x, columns, label, name in (
       (full, "slots", {"tokens_per_second": "tokens a second, all at once"},
        "rows of a batch", "tokens"),
@@ -308,7 +320,7 @@ def _arrivals(requests: list[sj.serving.Request]) -> np.ndarray:
 
 def _report(full: list[dict[str, Any]], load: list[dict[str, Any]],
             output_dir: pathlib.Path, facts: dict[str, Any]) -> None:
-  """Prints and writes the tables; fails if a text differs from that alone."""
+  """Prints and writes the tables; raises if a sequence differs from alone."""
   _print_tables(full, load)
   for name, rows in (("throughput", full), ("throughput_load", load)):
     if rows:

@@ -1,40 +1,41 @@
 """Trains a language model: a target or a drafter.
 
-Reads text, learns a byte-level BPE vocabulary (or takes --tokenizer), trains
-a Llama-shaped decoder, and leaves in --output_dir:
+Reads text, trains a byte-level BPE tokenizer (or uses --tokenizer), and trains
+a Llama-shaped decoder. Files in --output_dir:
 
   model.safetensors, config.json, tokenizer.json   the model
   metrics.csv, events.out.tfevents.*, curves.png   loss, bits per byte
   checkpoints/                                     for an exact resume
-  train_lm.json        what it was trained on and its bits per byte; the last
-                       line of stdout names this file
+  train_lm.json        training data and bits per byte; the last line of stdout
+                       names this file
 
 SIGTERM and Ctrl-C save a checkpoint and end the run after the current step.
-Killed and started again with the same flags it ends with the same weights,
-bit for bit. A finished run goes on when it is given more --steps: from its end
-on it has the learning rate of a run of the new length, which may rise before it
-falls to 0 again. With fewer --steps it ends there, at the newest checkpoint at
-or before that step. --mtp trains heads with the model, which then drafts for
-itself: heads.safetensors, heads.json and training.json are as train_drafter.py
-leaves them. A target and a small drafter on Python's standard library:
+The same command continues a stopped or killed run, which ends with bit-identical
+weights. A larger --steps continues a finished run, with the learning rates of a
+run of that length: the rate may rise before it falls to 0 again. A smaller
+--steps ends the run at the newest checkpoint at or before it. --mtp trains
+self-drafting heads with the model, and also writes heads.safetensors,
+heads.json and training.json, in the format of train_drafter.py.
+
+Examples. A target and a small drafter on Python's standard library:
 
   python experiments/train_lm.py --output_dir=/tmp/target
   python experiments/train_lm.py --output_dir=/tmp/drafter \\
     --tokenizer=/tmp/target/tokenizer.json \\
     --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
 
-The target with a module for the token after the next one (DeepSeek-V3), or with
-its last layer and three more in parallel on one trunk (Gloeckle et al. 2024):
+A target with a module that predicts the token after the next one (DeepSeek-V3),
+and a target with three layers parallel to its last one (Gloeckle et al. 2024):
 
   python experiments/train_lm.py --output_dir=/tmp/mtp --mtp=modules
   python experiments/train_lm.py --output_dir=/tmp/mtp4 --mtp=parallel \\
     --mtp_heads=3 --layers=3
 
-A target whose first layers draft for it (LayerSkip, for drafters.EarlyExit):
+A target that drafts with its first layers (LayerSkip, for drafters.EarlyExit):
 
   python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1
 
-or, as its paper does it, a trained target that goes on so:
+The same from a trained target, as in the LayerSkip paper:
 
   python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1 \\
     --initial=bundled --steps=200 --learning_rate=0.01
@@ -89,63 +90,69 @@ _DTYPE = shared.training_dtype("the model and its heads")
 _DATA = shared.data()
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
-    None, "directory for the model and its checkpoints")
+    None, "Directory for the model and its checkpoints, required; it is "
+    "created if needed")
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "a tokenizer.json to use, or a model whose tokenizer is "
-    f"used, {shared.PUBLISHED}; default: learn one")
+    "tokenizer", None, "Tokenizer: a tokenizer.json, or a model that has one, "
+    f"{shared.PUBLISHED}. Default: train a tokenizer on --data")
 _INITIAL = flags.DEFINE_string(
-    "initial", None, "a model that the run begins with, its shape, weights and "
-    f"tokenizer: bundled, small, tiny, {shared.PUBLISHED}; default: random "
+    "initial", None, "Model to start from, with its shape, weights and "
+    f"tokenizer: bundled, small, tiny, {shared.PUBLISHED}. Default: random "
     "weights")
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 4096, "tokens of the vocabulary that is learned", 257)
-_WIDTH = flags.DEFINE_integer("width", 256, "of the residual stream", 1)
-_LAYERS = flags.DEFINE_integer("layers", 4, "transformer layers", 1)
-_HEADS = flags.DEFINE_integer("heads", 4, "query heads", 1)
-_KV_HEADS = flags.DEFINE_integer("kv_heads", 2, "key-value heads", 1)
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "width of a head", 2)
-_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "inner SwiGLU width", 1)
+    "vocab_size", 4096, "Vocabulary size, in tokens, of a newly trained "
+    "tokenizer", 257)
+_WIDTH = flags.DEFINE_integer("width", 256, "Width of the residual stream", 1)
+_LAYERS = flags.DEFINE_integer("layers", 4, "Number of transformer layers", 1)
+_HEADS = flags.DEFINE_integer("heads", 4, "Number of query heads", 1)
+_KV_HEADS = flags.DEFINE_integer(
+    "kv_heads", 2, "Number of key-value heads; must divide --heads", 1)
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Width of a head", 2)
+_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "Inner SwiGLU width", 1)
 _OF_INITIAL = (_TOKENIZER, _VOCAB_SIZE, _WIDTH, _LAYERS, _HEADS, _KV_HEADS,
-               _HEAD_DIM, _MLP_WIDTH)  # what --initial says itself
+               _HEAD_DIM, _MLP_WIDTH)  # excluded by --initial
 _CONTEXT_LENGTH = flags.DEFINE_integer(
-    "context_length", 512, "tokens of a training window, and the longest "
-    "sequence a new model may be used for", 2)
-_BATCH_SIZE = shared.batch_size("windows of a step")
+    "context_length", 512, "Tokens of a training window, and maximum "
+    "sequence length of a new model", 2)
+_BATCH_SIZE = shared.batch_size("Windows per training step")
 _STEPS = shared.steps(3000)
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "muon", ["muon", "adamw"],
-    "muon: Muon on the layers' matrices, Adam on the rest")
+    "Optimiser; muon uses Muon for the layers' "
+    "matrices and Adam for all other parameters")
 _LEARNING_RATE = shared.learning_rate(
-    0.02, "peak; 0.02 suits muon, 0.003 adamw")
+    0.02, "Peak learning rate; 0.02 suits muon, 0.003 adamw")
 _WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every(1000)
 _EVALUATION_STRIDE = flags.DEFINE_integer(
-    "evaluation_stride", 256, "tokens between held-out windows; each token is "
-    "predicted from at least context_length minus this many", 1)
+    "evaluation_stride", 256, "Tokens between the starts of held-out windows. "
+    "Each token is predicted from at least --context_length minus this many", 1)
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _MTP = flags.DEFINE_enum(
-    "mtp", "none", ["none", *_KINDS], "what forecasts later tokens: modules "
-    "one after the other, or layers beside the last one")
+    "mtp", "none", ["none", *_KINDS], "Form of the multi-token prediction heads: "
+    "modules, applied in sequence, or layers parallel to the last one")
 _MTP_HEADS = flags.DEFINE_integer(
-    "mtp_heads", 1, "later tokens that are forecast", 1)
+    "mtp_heads", 1, "Number of tokens beyond the next one that are predicted; "
+    "requires --mtp", 1)
 _MTP_WEIGHT = flags.DEFINE_float(
-    "mtp_weight", None, "of their mean loss; default: 0.3 for modules, and "
-    "--mtp_heads for parallel, where each counts as the next token does", 0.0)
-_HELD_OUT_ROWS = 16  # by which forecasts are measured
+    "mtp_weight", None, "Weight of the heads' mean loss; requires --mtp. "
+    "Default: 0.3 for modules; --mtp_heads for parallel, so that every "
+    "predicted token has the weight of the next token", 0.0)
+_HELD_OUT_ROWS = 16  # for measuring the heads
 _EXIT_SCALE = flags.DEFINE_float(
-    "exit_scale", None, "LayerSkip: how much the next-token losses after "
-    "earlier layers count, 0.1 to 1 as a rule; default: no LayerSkip", 0.0)
+    "exit_scale", None, "LayerSkip: scale of the next-token losses after "
+    "earlier layers, usually 0.1 to 1. Default: no LayerSkip", 0.0)
 _EXIT_EVERY = flags.DEFINE_integer(
-    "exit_every", 2, "LayerSkip: an earlier layer has its loss in one of so "
-    "many steps", 1)
+    "exit_every", 2, "LayerSkip: each earlier layer has a loss in one of "
+    "this many steps", 1)
 _LAYER_DROPOUT = flags.DEFINE_float(
-    "layer_dropout", 0.1, "LayerSkip: probability that the last layer is "
-    "dropped at the end of the run; earlier ones and steps less", 0.0)
+    "layer_dropout", 0.1, "LayerSkip: probability of dropping the last "
+    "layer at the end of the run; lower for earlier layers and steps", 0.0)
 _LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
-_SEED = shared.seed("of the weights and of the shuffle")
+_SEED = shared.seed("Random seed for initial weights and shuffling")
 _MESH = shared.mesh()
 
 
@@ -168,11 +175,11 @@ def _initial() -> Pretrained | None:
 
 def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
                initial: Pretrained | None) -> tokenizers.Tokenizer:
-  """Returns the tokenizer of the flags, of the run, or a new one."""
+  """Returns the tokenizer of the flags or of the run, or trains one."""
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
   if not flag.value and own:
-    begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
+    begun = path.with_name(runs.MANIFEST).exists()  # small texts give fewer tokens
     if _VOCAB_SIZE.present and not begun and (
         _VOCAB_SIZE.value != own.vocab_size):
       raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
@@ -258,9 +265,9 @@ def _save_heads(output_dir: pathlib.Path,
   Args:
     output_dir: directory of the run.
     objective: objective of the run.
-    trained: `{"target", "drafter"}`, as they are saved.
-    held_out: `[T]`, a stream of tokens to measure with.
-    spent: data and tokens of the run.
+    trained: parameters `{"target", "drafter"}`, as saved.
+    held_out: `[T]` held-out tokens.
+    spent: training data and number of training tokens.
     dtype: dtype of the evaluation.
   """
   heads = objective.mtp.heads
