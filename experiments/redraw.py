@@ -1,13 +1,13 @@
-"""Draws the figures of a study again, from its CSV alone; nothing is measured.
+"""Redraws the figures of a study from its CSV file, without measuring.
 
-The tables and intervals of verification_study.py are computed again, from
-verification_prompts.csv, and README's first table is printed.
+For verification_study.py it also recomputes tables and intervals from
+verification_prompts.csv, and prints the first table of the README.
 
   python experiments/redraw.py --results=results/trees
 
-Without --results it draws those of experiments/results/. The figures of
-optimality.py need what its CSV does not hold, and the learning curves of
-self_drafting_study.py are those of the heads in the box.
+Without --results it redraws all figures of experiments/results/, except those
+of optimality.py, whose CSV does not contain all data. Learning curves for
+self_drafting_study.py are read from the bundled heads.
 """
 
 import csv
@@ -27,21 +27,21 @@ import specjax as sj
 
 _RESULTS = flags.DEFINE_string(
     "results", str(pathlib.Path(__file__).parent / "results"),
-    "directory that holds, or whose directories hold, verification.csv, "
-    "trees.csv, self_drafting.csv or features.csv")
+    "Directory that is searched, with its subdirectories, for verification.csv, "
+    "trees.csv, self_drafting.csv and features.csv")
 
 _WORDS = {"True": True, "False": False, "": None}
 
 
 def _curves():
-  """The learning curves of the heads in the box."""
+  """Returns the learning curves of the bundled heads."""
   read = lambda name: json.loads(
       (sj.zoo.heads_path(name) / "training.json").read_text("utf-8"))
   return {name: read(name)["curve"] for name in sj.zoo.HEADS}
 
 
 def _draw_features(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """The heads among the rows, with the curves of these."""
+  """Draws the rows, and the learning curves of their heads."""
   heads = {row["drafter"].split(",")[0] for row in rows}
   self_drafting_report.draw(directory, rows, {
       name: curve for name, curve in _curves().items() if name in heads},
@@ -49,7 +49,7 @@ def _draw_features(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 
 def _draw_verification(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """Intervals are computed again from the prompts, where they are there."""
+  """Draws the rows, with intervals recomputed if results per prompt exist."""
   prompts = directory / verification_cells.PROMPTS
   if prompts.exists():
     rows = verification_cells.recomputed(rows, _read(prompts))
@@ -83,7 +83,7 @@ def _read(path: pathlib.Path):
 
 
 def draw(path: pathlib.Path):
-  """Draws what a study's CSV holds, beside it."""
+  """Draws the figures of a CSV file into its directory."""
   try:
     _DRAW[path.name](path.parent, _read(path))
   except (LookupError, TypeError, ValueError, csv.Error) as e:

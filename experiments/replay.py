@@ -1,25 +1,25 @@
 """Evaluates verifiers on recorded drafts.
 
-Decodes prompts with a target, a drafter and one acting verifier, and records
-the drafts and the probabilities of both models. Then it evaluates every
-verifier on the record, without a model and without sampling. The same command
-completes a recording that was interrupted.
+First, a target and a drafter decode prompts with one acting verifier. The
+script records the drafts and the probabilities of both models. Then it
+evaluates every verifier on the record, without a model and without sampling.
+The same command completes an interrupted recording.
 
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
   python experiments/replay.py --evaluate_only --record=mine --verifier=token
   python experiments/replay.py --prompts=mt_bench=question.jsonl
 
-Every round starts where the acting verifier ended the round before. So compare
-rules within one record, not with rollouts of their own.
+Every round starts where the acting verifier ended the previous round. So
+compare rules within one record, not with their own rollouts.
 
-The column "over the best" compares a rule with the best possible in one round
-on these drafts. Let R_i be the product of p/q over the first i drafted tokens.
-A rule is valid if it emits one bonus token and the unmodified target continues.
-Every valid rule accepts the first l drafted tokens with probability at most
-min_{i<=l} R_l / R_i, given these tokens. This needs only the rows along the
-draft. Block verification attains it for every l, so it is at 0 %. The bound is
-for one round, and does not hold for lossy rules or for those with state.
+The column "over the best" compares a rule with the best possible rule of one
+round on these drafts. Let R_i be the product of p/q over the first i drafted
+tokens. A rule is valid if it emits one bonus token and the unmodified target
+continues. Every valid rule accepts the first l drafted tokens with probability
+at most min_{i<=l} R_l / R_i, given these tokens. Block verification attains
+this bound for every l, so it is at 0 %. The bound does not hold over several
+rounds, for lossy rules or for rules with state.
 
 Writes replay.json to --output_dir; the last line of stdout is its path.
 """
@@ -79,7 +79,7 @@ def _place() -> str:
 
 
 def _record() -> analysis.Record:
-  """Records all prompts, or completes the record."""
+  """Records all prompts, or completes an existing record."""
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [drafter] = drafters.values()
@@ -116,15 +116,15 @@ def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,
                clusters: list[str] | None) -> analysis.Estimate:
   """Returns the relative gain in block efficiency over the best possible rule.
 
-  `best` is block verification. Both are sums of P(tau >= l) given the first l
-  drafted tokens, for which the bound holds. For all i <= l, with X the draft
-  and z the generated text, a valid rule has
+  `best` is the evaluation of block verification. Both efficiencies are sums of
+  P(tau >= l) given the first l drafted tokens, which the bound limits. For all
+  i <= l, with X the draft and z the generated sequence, a valid rule has
 
     P(tau >= l, X^l = x^l) <= P(tau >= i, z^l = x^l)
       = P(tau >= i, X^i = x^i) p(x_{i+1..l} | x^i) <= q(x^i) p(x_{i+1..l} | x^i)
 
   The equality holds because the target continues whenever tau < i. So the
-  remaining text follows p also given tau >= i. Division by q(x^l) gives
+  remaining tokens also follow p given tau >= i. Division by q(x^l) gives
   R_l / R_i.
   """
   accepted, most = ([x[:, 1:].sum(dtype=np.float64) for x in rule.survival]

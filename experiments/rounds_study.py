@@ -1,23 +1,25 @@
-"""Rounds that texts need under token and block verification, given the text.
+"""Computes the rounds that token and block verification need for a sequence.
 
   python experiments/rounds_study.py
 
-The target writes a text for every prompt, up to --max_new_tokens or an eos. Its
-tokens' ratios p/q then give the distribution of the number of rounds exactly,
-for every draft length (`text_rounds.given_text`). All rules have the same
-texts, so a comparison has no noise from sampling or accept and reject
-decisions; intervals are over the texts alone. All lossless rules write texts of
-the same distribution, so the mean over texts estimates the expected rounds of a
-rule's own rollouts, and the mixture over texts their quantiles.
+The target generates one sequence per prompt, up to --max_new_tokens or an eos.
+The ratios p/q of its tokens give the exact distribution of the number of rounds
+for every draft length (`text_rounds.given_text`).
 
-The drafter's q must depend on the text alone, so that a draft of one token
-gives q at every position. Greedy block verification has state and no such
-formula. Writes rounds.csv to --output_dir.
+All rules are compared on the same sequences, so there is no noise from accept
+and reject decisions. Intervals are over the sequences. Lossless rules generate
+sequences of the same distribution. So the mean over sequences estimates the
+expected rounds of a rule's own rollouts, and the mixture of the distributions
+estimates their quantiles.
 
---token_cost also compares rules for the draft length with block verification,
-at these prices of a drafted token in target calls: the best fixed length, a
+The drafter's q must depend only on the sequence, so that a draft of one token
+gives q at every position. Greedy block verification is not included, because it
+has state and no such formula. Output: rounds.csv in --output_dir.
+
+--token_cost also compares rules for the draft length, under block verification,
+at these costs of a drafted token in target calls: the best fixed length, a
 threshold on the confidence, and optimal stopping by estimates
-(`draft_stopping`). They are tuned on one half of the prompts and judged on
+(`draft_stopping`). They are tuned on one half of the prompts and evaluated on
 the other. This draws one draft of the largest --gamma at every position, and
 writes lengths.csv:
 
@@ -61,10 +63,11 @@ _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/rounds")
 
 _TOKEN_COST = flags.DEFINE_list(
-    "token_cost", [], "Prices of a drafted token in target calls, "
-    "comma-separated, at which to compare draft lengths; above 0")
+    "token_cost", [], "Costs of a drafted token in target calls, "
+    "comma-separated and above 0, at which rules for the draft length are "
+    "compared. Default: no comparison")
 
-_ROWS, _ROUNDS = 8, 8  # decoded at a time: bounds the memory of the trace
+_ROWS, _ROUNDS = 8, 8  # per call: limits the memory of the trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ class _RejectAll(sj.Verifier):
 
 @jax.jit
 def _seen(trace: sj.types.Trace):
-  """p/q of the emitted tokens; max q and survival along the drafts."""
+  """Returns p/q of emitted tokens, and max q and survival along the drafts.
+  """
   at = lambda probs, token: jnp.take_along_axis(
       probs, token[..., None], -1)[..., 0]
   p, q = trace.target_probs[..., :-1, :], trace.draft.probs[..., 1:, :]
@@ -92,7 +96,7 @@ def _seen(trace: sj.types.Trace):
 
 
 def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
-  """A `draft_stopping.Text` of every prompt."""
+  """Returns a `draft_stopping.Text` for every prompt."""
   found = []
   for first in tqdm.trange(0, len(prompts), _ROWS, dynamic_ncols=True):
     some = prompts[first:first + _ROWS]
@@ -113,7 +117,7 @@ def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
 
 def _rows(name: str, texts: list[draft_stopping.Text], gammas: Sequence[int],
           clusters: Sequence[str]):
-  """Rows of one drafter: every gamma and rule."""
+  """Returns the rows of one drafter, for every gamma and rule."""
   rows = []
   for gamma in gammas:
     within = {rule: _padded([text_rounds.given_text(text.ratios, gamma, rule)
@@ -128,7 +132,7 @@ def _rows(name: str, texts: list[draft_stopping.Text], gammas: Sequence[int],
 
 
 def _padded(within: list[np.ndarray]):
-  """`[texts, K]` of probabilities that end at 1."""
+  """Returns cumulative distributions as one array `[N, K]`, padded with 1."""
   most = max(map(len, within))
   return np.stack([np.r_[x, np.ones(most - len(x))] for x in within])
 

@@ -10,12 +10,14 @@ a Llama-shaped decoder. Files in --output_dir:
                        names this file
 
 SIGTERM and Ctrl-C save a checkpoint and end the run after the current step.
-The same command continues a stopped or killed run, which ends with bit-identical
-weights. A larger --steps continues a finished run, with the learning rates of a
-run of that length: the rate may rise before it falls to 0 again. A smaller
---steps ends the run at the newest checkpoint at or before it. --mtp trains
-self-drafting heads with the model, and also writes heads.safetensors,
-heads.json and training.json, in the format of train_drafter.py.
+The same command continues a stopped or killed run, which ends with
+bit-identical weights. A larger --steps continues a finished run, with the
+learning rates of a run of that length: the rate may rise before it falls to 0
+again. A smaller --steps ends the run at the newest checkpoint at or before it.
+
+--mtp trains self-drafting heads with the model. It also writes
+heads.safetensors, heads.json and training.json, in the format of
+train_drafter.py.
 
 Examples. A target and a small drafter on Python's standard library:
 
@@ -130,8 +132,8 @@ _EVALUATION_STRIDE = flags.DEFINE_integer(
     "Each token is predicted from at least --context_length minus this many", 1)
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _MTP = flags.DEFINE_enum(
-    "mtp", "none", ["none", *_KINDS], "Form of the multi-token prediction heads: "
-    "modules, applied in sequence, or layers parallel to the last one")
+    "mtp", "none", ["none", *_KINDS], "Form of the multi-token prediction "
+    "heads: modules, applied in sequence, or layers parallel to the last one")
 _MTP_HEADS = flags.DEFINE_integer(
     "mtp_heads", 1, "Number of tokens beyond the next one that are predicted; "
     "requires --mtp", 1)
@@ -179,7 +181,7 @@ def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
   own = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
   if not flag.value and own:
-    begun = path.with_name(runs.MANIFEST).exists()  # small texts give fewer tokens
+    begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
     if _VOCAB_SIZE.present and not begun and (
         _VOCAB_SIZE.value != own.vocab_size):
       raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
@@ -303,7 +305,7 @@ def _begun(initial: Pretrained | None, tokenizer: tokenizers.Tokenizer
 
 
 def _training_texts() -> Iterator[str]:
-  """Yields the texts to train on."""
+  """Yields the training documents."""
   documents = functools.partial(
       corpora.iter_documents, _DATA.value, _FIELD.value)
   held_out = corpora.held_out(d.name for d in documents())
@@ -311,7 +313,7 @@ def _training_texts() -> Iterator[str]:
 
 
 def _measure(model: Transformer, corpus: TokenFiles) -> evaluation.Measure:
-  """Returns `{"target"} -> {name: value}` for held-out texts."""
+  """Returns a function from `{"target"}` to measures on held-out text."""
   measure = evaluation.bits_per_byte(
       model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))

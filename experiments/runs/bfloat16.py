@@ -1,9 +1,10 @@
-"""What bfloat16 costs on this machine: the linear layers of a decoder alone.
+"""Times the linear layers of a decoder in float32 and bfloat16.
 
-The layers of SmolLM2's shape (134M parameters, 106M of them here), as
-`models.Transformer` multiplies them. Prints milliseconds, medians of 11, for
-float32 and for bfloat16 with products in bfloat16, in float32, and in float32
-with a lone row fed twice (docs/guides/published_models.md; run it alone):
+The layers have the shape of SmolLM2-135M (106M of its 134M parameters) and are
+multiplied as in `models.Transformer`. Prints milliseconds (medians of 11 calls)
+for float32 and for three forms of bfloat16: products in bfloat16, products in
+float32, and products in float32 with a single row duplicated. The results are
+in docs/guides/published_models.md. Run no other program at the same time:
 
   python experiments/runs/bfloat16.py
 """
@@ -28,7 +29,7 @@ def _weights(dtype: Any):
 
 
 def _layers(product: Callable):
-  """A function that reads all weights, one layer after the other."""
+  """Returns a function that applies all layers in sequence."""
   def run(weights, x):
     for layer in weights:
       qkv = product(x, layer["qkv"]).reshape(*x.shape[:2], -1)

@@ -1,12 +1,13 @@
-"""What opening a datastore takes, and what a look-up adds to a round.
+"""Times the opening of a datastore and a look-up in it.
 
   python experiments/build_datastore.py --target=smollm2 --part=all \\
       --data=DIRECTORY --output=store       # says what building takes
   python experiments/runs/datastore.py store
 
-SmolLM2-135M on this machine, one row, drafts of 4 tokens: the look-up alone
-against a whole round with it. Random text is the dearest, for nothing matches
-and no length of a match is left out; run it while nothing else runs.
+Compares the time of a look-up with that of a whole round of SmolLM2-135M: one
+row, drafts of 4 tokens. The prompt is random tokens, the most expensive case:
+nothing matches, so every match length is tried. Run no other program at the
+same time.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ ROUNDS, TIMES, PROMPT, GAMMA = 32, 9, 256, 4
 
 
 def seconds(call: Callable):
-  """The median of some calls, the first of which is left out."""
+  """Returns the median seconds of a call, without the first call."""
   found = []
   for _ in range(1 + TIMES):
     start = time.perf_counter()

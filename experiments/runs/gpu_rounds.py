@@ -1,12 +1,13 @@
-"""What a round of Llama-3-8B with Llama-3.2-1B costs on one GPU.
+"""Times a round of Llama-3-8B with Llama-3.2-1B as its drafter on one GPU.
 
   python experiments/runs/gpu_rounds.py
 
-The models are random and in bfloat16, drafts are chains verified by `Block`.
-Every time stands beside its floor: the bytes of weights and of keys and values
-in use that the passes must read, at the speed at which this GPU sums a large
-array. Medians of calls taken in turn; run it while nothing else runs. The last
-line of stdout names the JSON.
+The models have random weights in bfloat16. Drafts are chains, verified by
+`Block`. Every time is compared with a lower bound, its floor: the bytes of
+weights and of used keys and values that the passes must read, divided by the
+bandwidth of summing a large array on this GPU. Times are medians of calls in
+alternation. Run no other program at the same time. The last line of stdout
+names the JSON file.
 """
 
 import functools
@@ -30,16 +31,22 @@ import specjax as sj  # noqa: E402
 from specjax.models import Transformer  # noqa: E402
 
 _LAYERS = [
-    flags.DEFINE_integer(f"{name}_layers", layers, f"of the {name}", 1)
+    flags.DEFINE_integer(f"{name}_layers", layers, f"Layers of the {name}", 1)
     for name, layers in zip(("target", "drafter"), llama.LAYERS)]
-_BATCHES = flags.DEFINE_list("batches", ["1", "8"], "rows, B")
-_CAPACITY = flags.DEFINE_integer("capacity", 2048, "slots of a row", 64)
+_BATCHES = flags.DEFINE_list("batches", ["1", "8"], "Batch sizes in "
+                             "rows, comma-separated")
+_CAPACITY = flags.DEFINE_integer("capacity", 2048, "Cache slots per row", 64)
 _USED = flags.DEFINE_list(
-    "used", ["128", "1920"], "slots in use when a call begins")
-_SIZES = flags.DEFINE_list("sizes", ["5", "9", "17", "65"], "tokens of passes")
-_GAMMA = shared.gamma(4, "drafted tokens")
-_PAIRS = flags.DEFINE_integer("pairs", 7, "calls of each, in turn", 3)
-_OUTPUT_DIR = shared.output_dir("results/gpu_rounds", "for the times as JSON")
+    "used", ["128", "1920"], "Used cache slots per row at the start of a "
+    "call, comma-separated")
+_SIZES = flags.DEFINE_list(
+    "sizes", ["5", "9", "17", "65"], "Sizes of a target pass in tokens, "
+    "comma-separated")
+_GAMMA = shared.gamma(4, "Draft length in tokens")
+_PAIRS = flags.DEFINE_integer(
+    "pairs", 7, "Number of timed calls of each kind", 3)
+_OUTPUT_DIR = shared.output_dir(
+    "results/gpu_rounds", "Directory for the JSON file")
 _SUM_BYTES = 2**32
 
 
@@ -51,7 +58,7 @@ def _weights(model: Transformer, seed: int):
 
 def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
             used: int):
-  """Rounds that begin with `used` slots of every row in use."""
+  """Returns a timer of rounds that start with `used` used slots per row."""
   keys = jax.random.split(jax.random.key(0), rows)
   state = jax.jit(functools.partial(
       llama.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
@@ -69,7 +76,7 @@ def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
 
 def _timed(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
            used: int, sizes: list[int], speed: float):
-  """`{name: (call, seconds that memory needs)}` of one batch and length."""
+  """Returns `{name: (timer, floor in seconds)}` of one batch and length."""
   target, drafter = decoder.target, decoder.drafter
   least = lambda name, model: timing.bytes_read(
       model, params[name], rows * used) / speed
@@ -91,7 +98,7 @@ def main():
   batches, lengths, sizes = (
       common.batch_sizes(f"--{flag.name}", flag.value)
       for flag in (_BATCHES, _USED, _SIZES))
-  added = max(timing.STEPS * (_GAMMA.value + 1), sizes[-1])  # by a call
+  added = max(timing.STEPS * (_GAMMA.value + 1), sizes[-1])  # tokens of a call
   if lengths[-1] + added > _CAPACITY.value:
     raise ValueError(
         f"--used holds {lengths[-1]}, to which a call adds {added} tokens at "

@@ -1,10 +1,10 @@
-"""Two topics for `online_study.py`, and a text that knows only the first one.
+"""Writes two disjoint training sets for `online_study.py`: code and prose.
 
   python experiments/runs/online_texts.py DIRECTORY
 
-writes `code.jsonl`, the running Python's modules without their comments and
-docstrings, and `prose.txt`, the topics of its `help`. A drafter that is trained
-on the one has not read the other.
+`code.jsonl` has the modules of the running Python without comments and
+docstrings. `prose.txt` has the topics of its `help`. The sets are disjoint, so
+a drafter trained on code has not seen the prose.
 """
 
 import ast
@@ -19,13 +19,13 @@ from specjax.data import corpora
 
 
 def without_prose(source: str) -> str:
-  """The module without comments, docstrings and the lines that they leave.
+  """Returns a module without comments, docstrings and empty lines.
 
   Raises:
-    SyntaxError, ValueError: it is no module of this Python.
-    tokenize.TokenError: nor does it end where it should.
+    SyntaxError, ValueError: the source is not a module of this Python.
+    tokenize.TokenError: the source ends within a statement.
   """
-  lines = source.split("\n")  # as Python counts them: not at a form feed
+  lines = source.split("\n")  # str.splitlines splits at form feeds
   for node in ast.walk(ast.parse(source)):
     body = getattr(node, "body", None)
     first = body[0] if isinstance(body, list) and body else None

@@ -1,12 +1,14 @@
-"""What copies of few bits lose: error, bits per byte, and acceptance.
+"""Measures 8-bit and 4-bit copies of a model, and small caches, as drafters.
 
   python experiments/runs/quantized_copies.py [bundled|smollm2|...] [characters]
 
-On held-out modules of the running Python: how well each copy predicts them, and
-how it would draft for its own model, a token at temperature 1 (the mean over
-positions of sum_x min(p, q)) and at 0 (how often both have the same argmax).
-The same of caches that drafting reads: with float32 weights, of a pass over
-every window token by token as a drafter would, after the window's first half.
+The text is held-out modules of the running Python. Columns: size, error of the
+weights, bits per byte, and acceptance as a drafter for the original model. The
+acceptance of one token is the mean over positions of sum_x min(p, q) at
+temperature 1, and the frequency of the same argmax at temperature 0.
+
+Caches for drafting are measured with float32 weights: the second half of every
+window is read token by token, as a drafter does.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,7 @@ CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
 
 
 def windows(tokenizer: Tokenizer, characters: int):
-  """`[n, WINDOW + 1]` tokens, and bytes per token."""
+  """Returns `[n, WINDOW + 1]` tokens, and the bytes per token."""
   text = "".join(x.text for x in corpora.held_out_modules())[:characters]
   tokens = np.asarray(tokenizer.encode(text, bos=False), np.int32)
   count = (len(tokens) - 1) // (WINDOW * BATCH) * BATCH
@@ -47,7 +49,7 @@ def windows(tokenizer: Tokenizer, characters: int):
 
 
 def measures(p: jax.Array, q: jax.Array, following: jax.Array):
-  """Sums over positions: nats of q, acceptance, same argmax, positions."""
+  """Returns sums over positions: nats of q, acceptance, same argmax, count."""
   p, q = (jax.nn.log_softmax(x) for x in (p, q))
   nats = -jnp.take_along_axis(q, following[..., None], -1)
   return jnp.array([nats.sum(), jnp.exp(jnp.minimum(p, q)).sum(),
@@ -62,13 +64,14 @@ def of_weights(model: Transformer):
 
 
 def of_cache(model: Transformer, cache: Any):
-  """Of the second half of a window, drafted token by token."""
+  """Returns a function that measures a cache on the second half of windows."""
   other = sj.models.Transformer(model.config, cache=cache)
 
   def one(params, copy, tokens):
     half = WINDOW // 2
     p = model(params, tokens[:, :-1]).logits[:, half:]
-    # Lengths that no compiler knows, or it folds attention over no slots.
+    # Lengths depend on the input. Otherwise the compiler folds the attention
+    # over zero slots into a constant.
     past = prefill.empty_cache(
         other, params, jnp.maximum(tokens[:, 0], WINDOW), WINDOW + 1)
     depths, causal = topology.causal(BATCH, half)

@@ -1,14 +1,16 @@
-"""What products with quantised weights cost of those with float32 weights.
+"""Compares products with quantised weights and with float32 weights.
 
   XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \\
       python experiments/runs/quantized_products.py        # times, on this CPU
   python experiments/runs/quantized_products.py tpu        # bytes, on a v5e
 
-The MLP of SmolLM2-135M, each call with weights that come from memory; the least
-of all repeats, so that what else runs disturbs little. For the TPU, which need
-not be there (`pip install -e '.[tpu-aot]'`), the MLP of Llama-3-8B: the bytes
-that the compiled program moves to and from main memory, and what its weights
-have.
+CPU: times of the MLP of SmolLM2-135M, relative to one row in float32. Weights
+are read from memory in every call. A time is the minimum of all repeats, to
+reduce the effect of other programs.
+
+TPU: the MLP of Llama-3-8B is compiled without a TPU (`pip install -e
+'.[tpu-aot]'`). The table has the bytes of the weights and the bytes that the
+compiled program moves to and from main memory.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,7 @@ from specjax.models import quantization  # noqa: E402
 
 WIDTH, INNER = 576, 1536
 ROWS = (1, 2, 5, 9, 17)
-KEPT = 64  # of the smallest, weights of 85 MB in 4 bits
+KEPT = 64  # copies of the MLP, 85 MB in 4 bits: more than CPU caches
 SECONDS = 120
 
 
@@ -47,18 +49,18 @@ def floats(x: jax.Array, kernel: Any):
 
 
 def widened(x: jax.Array, matrix: Any):
-  """The library's: weights as floats, a slice at a time on a CPU."""
+  """Product of the library: weights as floats, in slices on a CPU."""
   return matrix.product(x[None])[0]
 
 
 def rounded(x: jax.Array):
-  """Activations in 8 bits, a scale for each row."""
+  """Returns activations in 8 bits, and one scale per row."""
   scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
   return jnp.round(x / scale).astype(jnp.int8), scale
 
 
 def whole_numbers(x: jax.Array, matrix: Any, contracted: int = 0):
-  """int8 x int8, summed in int32."""
+  """Product of int8 and int8, summed in int32."""
   x, scale = rounded(x)
   values, scales = matrix.values.astype(jnp.int8), matrix.scales
   if contracted:
@@ -67,14 +69,14 @@ def whole_numbers(x: jax.Array, matrix: Any, contracted: int = 0):
 
 
 def turned(x: jax.Array, kernel: Any):
-  """int8 x int8 with the weights as `[out, in]`, so that a sum is in a row."""
+  """Product of int8 and int8 with weights `[out, in]`: sums over rows."""
   values, scales = kernel
   x, scale = rounded(x)
   return dot(x, values, 1, jnp.int32) * scale * scales
 
 
 def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
-  """The same as sums of products, which XLA can fuse with the widening."""
+  """Product as `turned`, as explicit sums; XLA can fuse the conversion."""
   values, scales = kernel
   x, scale = rounded(x)
   sums = jnp.sum(x[:, None].astype(kind) * values.astype(kind), axis=-1,
@@ -83,7 +85,7 @@ def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
 
 
 def fused_floats(x: jax.Array, kernel: Any):
-  """Sums of products of float32, weights as `[out, in]` in 8 bits."""
+  """Product of float32 and 8-bit weights `[out, in]`, as explicit sums."""
   values, scales = kernel
   return jnp.sum(x[:, None] * values.astype(x.dtype), axis=-1) * scales
 
@@ -141,7 +143,7 @@ def cpu():
 
 def tpu():
   from jax.experimental import topologies  # pylint: disable=g-import-not-at-top
-  jax.default_backend = lambda: "tpu"  # for the form of the products
+  jax.default_backend = lambda: "tpu"  # selects the TPU form of the products
   width, inner = 4096, 14336
   chip = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
   place = jax.sharding.SingleDeviceSharding(chip)

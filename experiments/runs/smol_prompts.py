@@ -1,16 +1,17 @@
-"""Writes the prompts that the drafter `smol` was trained with, as JSONL.
+"""Writes the training prompts of the drafter `smol` as JSONL.
 
   python experiments/runs/smol_prompts.py DATA > prompts.jsonl
   python experiments/runs/smol_prompts.py DATA given > conversations.jsonl
 
-The second command writes conversations that are not SmolLM2's: problems with
-their solutions, functions and stories whose beginning is the prompt.
+The second command writes conversations with answers by people instead of
+SmolLM2: problems with solutions, and functions and stories after their
+beginnings.
 
 DATA is a directory of published files: gsm8k_train.jsonl, arena_hard.jsonl,
 piqa_valid.jsonl, webquestions_test.json, chatgpt_prompts.csv,
 wikitext2_valid.txt, wikitext2_test.txt, tinystories_2MiB.txt, and
-python_code_corpus.txt, functions of TheAlgorithms/Python. None of the prompts
-that docs/results/smollm2.md measures with is among them.
+python_code_corpus.txt (functions of TheAlgorithms/Python). The evaluation
+prompts of docs/results/smollm2.md are not in these files.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,12 @@ _STORIES = (
 
 
 def _in_turn(asks: Sequence[str], texts: Sequence[str]):
-  """The texts, asked about in turn."""
+  """Returns one question per text; the question forms take turns."""
   return [asks[i % len(asks)].format(text) for i, text in enumerate(texts)]
 
 
 def prompts(data: pathlib.Path) -> list[str]:
-  """All prompts, in a fixed order."""
+  """Returns all prompts in a fixed order."""
   rng = random.Random(1)
   lines = lambda name: map(json.loads, open(data / name, encoding="utf-8"))
   found = [row["question"] for row in lines("gsm8k_train.jsonl")]
@@ -69,11 +70,11 @@ def prompts(data: pathlib.Path) -> list[str]:
   rng.shuffle(stories)
   found += _in_turn(_STORIES, [story[:450] for story in stories[:1500]])
   rng.shuffle(found)
-  return found * 2  # each is answered twice
+  return found * 2  # two answers per prompt
 
 
 def conversations(data: pathlib.Path) -> list[tuple[str, str]]:
-  """Prompts and answers that people wrote, in a fixed order."""
+  """Returns prompts with answers by people, in a fixed order."""
   rng = random.Random(2)
   some = lambda items, count: rng.sample(items, min(count, len(items)))
   with open(data / "gsm8k_train.jsonl", encoding="utf-8") as f:

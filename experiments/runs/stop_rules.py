@@ -1,13 +1,12 @@
-"""What stop rules make of the chains of the pair in the box.
+"""Compares rules that stop a draft early, on the bundled models.
 
   python experiments/runs/stop_rules.py
 
-SpecDec++'s head is trained on continuations that the target wrote, and each
-rule decodes other prompts: tokens a round and drafted tokens a round, which
-trade against each other. The last column puts both together: tokens for the
-time of a pass of the target, if a pass over the draft takes no longer and one
-of the drafter takes a given share of it. No times are measured, so that other
-programs may run.
+The head of SpecDec++ is trained on continuations by the target. Each rule then
+decodes other prompts. Columns: block efficiency (tokens per target call),
+drafted tokens per round, and block efficiency divided by the cost of a round.
+The cost is in target passes: 1 for verification plus a fixed share per drafted
+token. No times are measured, so other programs may run at the same time.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,14 @@ from specjax.training import distillation  # noqa: E402
 from specjax.training import loop  # noqa: E402
 from specjax.training import optimizers  # noqa: E402
 
-LENGTHS = 1, 2, 4, 8  # of chains without a rule; with one the last
+LENGTHS = 1, 2, 4, 8  # draft lengths without a rule
 GAMMA, ROWS, ROW_TOKENS, STEPS, BATCH = 8, 1024, 160, 400, 16
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUND = 48, 128, 96, 16
-DRAFT_COST = 0.3  # of the drafter's pass over the target's
+DRAFT_COST = 0.3  # cost of a drafter pass in target passes
 
 
 def own_text(pair: Any, directory: pathlib.Path):
-  """`[R, 161]`, continuations of training text by the target."""
+  """Returns `[R, 161]`, continuations of training text by the target."""
   training, _ = corpora.split(corpora.read_documents("stdlib"))
   stream = pair.tokenizer.encode_stream([one.text for one in training])
   return distillation.sample_rows(
@@ -49,7 +48,7 @@ def own_text(pair: Any, directory: pathlib.Path):
 
 def trained_head(pair: Any, head: Any, rows: np.ndarray,
                  directory: pathlib.Path):
-  """The head's parameters."""
+  """Returns the trained parameters of the head."""
   drafter = pair.drafters["small"]
   order = distillation.RowBatches(rows, BATCH, 0)
   return loop.Trainer(
@@ -67,7 +66,7 @@ def trained_head(pair: Any, head: Any, rows: np.ndarray,
 
 def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
              temperature: float, gamma: int):
-  """`(tokens a round, drafted tokens a round)`."""
+  """Returns `(tokens per round, drafted tokens per round)`."""
   drafter = pair.drafters["small"]
   decoder = sj.Decoder(
       target=pair.target.model, verifier=sj.verifiers.Block(),
@@ -77,7 +76,7 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
   params = {"target": pair.target.params, "drafter": (
       {"model": drafter.params, "stop": own} if own is not None
       else drafter.params)}
-  accepted = rounds = drafted = 0  # accepted also beyond the texts' limits
+  accepted = rounds = drafted = 0  # includes tokens beyond the limits
   for start in range(0, len(prompts), ROUND):
     some = prompts[start:start + ROUND]
     state = decoder.prefill(params, some, jax.random.key(1), limits=[
@@ -116,7 +115,7 @@ def main():
     for name, rule in rules.items():
       needs = rule is not None and rule.has_params
       if temperature == 0 and rule is not None and not needs:
-        continue  # q is one-hot, and says nothing
+        continue  # q is one-hot: no confidence to use
       gamma = int(name.split()[-1]) if rule is None else GAMMA
       tokens, drafted = measured(
           pair, prompts, rule, own if needs else None, temperature, gamma)

@@ -1,13 +1,13 @@
-"""What SWIFT's search gains while it decodes, over the set that it begins with.
+"""Measures the gain of SWIFT's search during decoding over its initial set.
 
   python experiments/runs/swift.py [texts] [rounds]
 
-The bundled target continues held-out code at temperature 1 and drafts with a
-part of itself, of which one or two of the attentions and MLPs of its middle
-layers are left out. Tokens a round, expected given the drafts, in the first and
-in the last quarter of the rounds, with and without tries; the gain of the
-search in the last quarter, with 95 % intervals over texts; and the sets
-that it ended with.
+The bundled target continues held-out code at temperature 1. It drafts with
+itself, skipping one or two sublayers (attentions and MLPs) of its middle
+layers. Columns: expected tokens per round given the drafts, in the first and
+last quarter of the rounds, with the search (64 tries) and without; and the gain
+of the search in the last quarter, with 95 % intervals over sequences. The final
+sets go to stderr.
 """
 
 import collections
@@ -32,7 +32,7 @@ GAMMA, WINDOW, PROMPT_TOKENS = 4, 32, 64
 
 def decoded(target: Pretrained, prompts: Sequence[Sequence[int]], count: int,
             tries: int, rounds: int):
-  """Accepted tokens and rounds `[2, texts]` of both quarters, and the sets."""
+  """Returns `[2, prompts]` accepted tokens and rounds per quarter, and sets."""
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Block(),
       drafter=sj.drafters.Swift(

@@ -3,9 +3,9 @@
   python experiments/runs/tpu_rounds.py [layers of the target, of the drafter]
 
 The TPU compiler compiles the round without a TPU (`pip install -e
-'.[tpu-aot]'`), and the compiled program is analysed. Each row takes some
-minutes. The chips are a v5e 2x2 if the row names no other generation. Pairs of
-numbers are for all slots in use and for 128 slots in use.
+'.[tpu-aot]'`), and the compiled program is analysed. Each row takes a few
+minutes. The chips are a v5e 2x2 unless the row names another generation. In a
+pair of numbers, the first is with all cache slots in use, the second with 128.
 """
 
 import importlib.util
@@ -14,14 +14,14 @@ import pathlib
 import sys
 import time
 
-_LAYERS = (32, 16)  # of Llama-3-8B and of Llama-3.2-1B
+_LAYERS = (32, 16)  # layers of Llama-3-8B and Llama-3.2-1B
 
 
 def layers_of(arguments: list[str]) -> tuple[int, int]:
-  """The numbers of layers that the command line asks for.
+  """Returns the numbers of layers from the command line.
 
   Raises:
-    SystemExit: it does not name two, or there is no compiler for TPUs.
+    SystemExit: the arguments are invalid, or the TPU compiler is missing.
   """
   if not arguments:
     layers = _LAYERS
@@ -38,7 +38,7 @@ def layers_of(arguments: list[str]) -> tuple[int, int]:
   return layers
 
 
-if __name__ == "__main__":  # before jax, which takes seconds, is loaded
+if __name__ == "__main__":  # before the slow import of jax
   asked = layers_of(sys.argv[1:])
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))

@@ -1,12 +1,12 @@
-"""Distance of rules on trees from the best possible: docs/results/trees.md.
+"""Computes the distance of rules on trees from the best possible rule.
 
   python experiments/runs/tree_bounds.py OUTPUT.csv [drafter]
 
-The columns "over the best" of tree_study.py, without its rollouts and timings,
-with the trees of experiments/results/trees/trees.csv at temperature 1. For
-chains, block verification is the best possible in one round, so its row
-shows by how much the bound is too high. A second call with the same OUTPUT
-continues it.
+Computes the columns "over the best" of tree_study.py, without its rollouts and
+timings, for the trees of experiments/results/trees/trees.csv at temperature 1.
+Results are in docs/results/trees.md. On chains, block verification is the best
+possible rule in one round, so its row shows the error of the bound. A second
+call with the same OUTPUT continues it.
 """
 
 import csv
@@ -25,7 +25,8 @@ import specjax as sj  # noqa: E402
 from specjax import strategies  # noqa: E402
 from specjax.data import prompt_sets  # noqa: E402
 
-# The strategy that draws, and rules by their names in trees.csv.
+# By group: the strategy that samples the drafts, and its rules by their names
+# in trees.csv.
 GROUPS = {
     "chain_token": (strategies.specinfer, {
         "chain_token": sj.verifiers.Token(),
