@@ -1,11 +1,12 @@
 """Tests whether block verification is optimal, and how much it can gain.
 
-The theorems of "Block Verification Accelerates Speculative Decoding" (Sun et
-al. 2024, arXiv:2403.10444) are checked on the shipped code. All expectations
-are computed exactly by enumeration of drafts, without sampling.
+The script checks the theorems of "Block Verification Accelerates Speculative
+Decoding" (Sun et al. 2024, arXiv:2403.10444) on the code of specjax. All
+expectations are computed exactly by enumeration of drafts, without sampling.
 
-Block verification is optimal in one round and in expected rounds; it is not
-optimal in the tokens after two rounds.
+Result: no valid rule accepts more tokens in one round than block verification,
+and none needs fewer expected rounds for a sequence. But some valid rules have
+more expected tokens after two rounds.
 
 Example (no model is loaded; under five minutes on two CPU cores):
 
@@ -23,31 +24,31 @@ go to --output_dir. The tables are:
              example. Greedy block verification is ahead after the first round,
              block verification from the third round on.
   one round  Largest deviation of the code from each theorem, on random pairs of
-             a target and a drafter that depend on the context; zero up to
-             rounding if the theorem holds. In one round, no valid verifier
-             accepts more tokens than block verification (Theorem 2, a linear
-             program over all valid verifiers), and none accepts a prefix more
-             often (Lemma 4, the same program with random weights of the
-             prefixes). One round of greedy block verification equals the
-             full-information optimum (Theorem 3), which equals the optimum of a
-             transport problem (Lemma 8).
-             An exact dual certificate, in fractions, equals block
-             verification's value.
-  two rounds A valid rule that has more expected tokens than block verification
-             after two rounds (gamma 3, 4, 5) or three (gamma 2), and a pair on
-             which a longer draft gives fewer tokens, as fractions.
+             a target and a drafter that depend on the context. It is zero up to
+             rounding if the theorem holds. Theorem 2: no valid verifier accepts
+             more tokens than block verification (linear program over all valid
+             verifiers). Lemma 4: none accepts a prefix more often (the same
+             program with random prefix weights). Theorem 3: greedy block
+             verification equals the full-information optimum. Lemma 8: this
+             optimum equals the optimum of a transport problem. Dual
+             certificate: its value, in exact fractions, equals the value of
+             block verification.
+  two rounds A valid rule with more expected tokens than block verification
+             after two rounds (gamma 3, 4, 5) or three (gamma 2), and a pair of
+             models for which a longer draft gives fewer tokens. All values are
+             fractions.
   rounds of  Largest deviation from two theorems on random pairs. R: no valid
-  a text     rule needs fewer expected rounds to write a text than block
-             verification, for any length (linear programs over all valid
-             rules at every context, and the value D(c) of a token in rounds).
-             T: on every text, after every number of rounds, block verification
-             is not behind token verification.
-  lengths    Mean cost of a text, rounds plus a price per drafted token, with
-             the draft length of optimal stopping and with other stop rules.
+  a text     rule needs fewer expected rounds for a sequence of any length than
+             block verification (linear programs over all valid rules at every
+             context, and the value D(c) of a token in rounds). T: for every
+             sequence and number of rounds, block verification is not behind
+             token verification.
+  lengths    Mean cost of a sequence, rounds plus a cost per drafted token, for
+             the draft length of optimal stopping and for other stop rules.
   extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
-             round over all models, where tau is the number of accepted tokens:
-             by gradient ascent over the models, and as a supremum by dynamic
-             programming on a grid, good to three decimals.
+             round over all models, where tau is the number of accepted tokens.
+             It is found by gradient ascent over the models. The supremum is
+             computed by dynamic programming on a grid, to three decimals.
   growth     The same ratio for explicit pairs of models up to gamma 4,096. It
              grows linearly in gamma; lib/reports/growth.py has the proof.
 
@@ -132,7 +133,7 @@ def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
 
 
 def _theorems():
-  """Returns one row per random pair: expected tokens and gaps."""
+  """Returns accepted tokens and gaps to the optima, one row per random pair."""
   sizes = range(2, _SIZES.value + 1)
   cases = list(itertools.product(sizes, sizes, _KINDS, range(_SEEDS.value)))
   rows = []
@@ -205,7 +206,7 @@ def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
   Returns:
     `(survival [drafts, gamma + 1], q [drafts])`.
   """
-  # Rules expect one more target row (bonus token). Survival ignores its values.
+  # Rules expect a target row for the bonus token, which survival ignores.
   p = jnp.concatenate([p, p[:, -1:]], axis=1)
   survive = jax.vmap(lambda tokens, p, q: _RULES[name].survival(
       sj.Draft.chain(0, tokens, q), p))(digits, p, q)
@@ -214,7 +215,7 @@ def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
 
 
 def _ascend(vocab: int, gamma: int, iid: bool):
-  """Returns the largest ratio found by gradient ascent, in float64."""
+  """Returns the largest ratio of expected tokens found by gradient ascent."""
   digits, rows = _drafts(vocab, gamma)
   starts = np.cumsum([0, *(vocab**d for d in range(gamma))])
   rows = np.zeros_like(rows) if iid else rows + starts[:-1]

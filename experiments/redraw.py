@@ -27,8 +27,8 @@ import specjax as sj
 
 _RESULTS = flags.DEFINE_string(
     "results", str(pathlib.Path(__file__).parent / "results"),
-    "Directory that is searched, with its subdirectories, for verification.csv, "
-    "trees.csv, self_drafting.csv and features.csv")
+    "Directory that is searched, with its subdirectories, for "
+    "verification.csv, trees.csv, self_drafting.csv and features.csv")
 
 _WORDS = {"True": True, "False": False, "": None}
 

@@ -209,8 +209,8 @@ _HELD_OUT_ROWS = shared.held_out_rows(64)
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _KEEP_CHECKPOINTS = flags.DEFINE_integer(
-    "keep_checkpoints", 5, "Number of checkpoints that stay, the newest. A "
-    "smaller --steps makes heads of any of them", 2)
+    "keep_checkpoints", 5, "Number of newest checkpoints that are kept. A "
+    "later run with a smaller --steps can make heads of them", 2)
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
@@ -250,7 +250,7 @@ def _start(method: methods.Method, source: drafter_rows.Source
 
 
 def _check_rates(tuned: bool) -> None:
-  """Refuses flags of the learning rate that would change nothing."""
+  """Raises `ValueError` if a flag of the learning rate has no effect."""
   if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
     raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
                      "--schedule=cosine falls from the warm-up on; leave one "
@@ -262,7 +262,7 @@ def _check_rates(tuned: bool) -> None:
 
 
 def _rate(method: methods.Method, target: Pretrained) -> float:
-  """Returns --learning_rate, or its default, which it prints."""
+  """Returns --learning_rate, or prints and returns its default."""
   if _LEARNING_RATE.value is not None:
     return _LEARNING_RATE.value
   rate = (optimizers.MUON_RATE if _OPTIMIZER.value == "muon" else
@@ -294,7 +294,7 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
            source: drafter_rows.Source, text: drafter_rows.Text,
            row_tokens: int, given: tuple[Params, Params], rate: float,
            dtype: str) -> tuple[int, ...]:
-  """Assigns the output directory to this run; returns all its lengths so far.
+  """Claims the output directory for this run; returns all lengths of the run.
 
   New heads are identified by `objective` and the seed, not by their values.
   Their initial values contain means over the target's embeddings, whose last
@@ -318,13 +318,13 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
              ) -> tuple[
     pathlib.Path, drafter_rows.Text, drafter_heads.Learner, int,
     Callable[[], tuple[drafter_rows.Batches, np.ndarray]]]:
-  """Reads the text and makes the heads.
+  """Reads the training text and creates the heads.
 
-  The target may write answers to the text (--self_chat), which can take hours.
-  All flags are checked before.
+  With --self_chat the target generates answers to the text, which can take
+  hours. All flags are checked first.
 
   Returns:
-    `(output directory, text, learner, row length, rows)`; the last one is the
+    `(output directory, text, learner, row length, rows)`, where `rows` is the
     result of `source.rows`.
   """
   progress.say("reading the text")
@@ -345,7 +345,7 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
 def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
              rate: float, tuned: bool, batch: drafter_rows.Batches,
              num_rows: int, **more: object) -> loop.Trainer:
-  """Returns a trainer whose batches include the progress of the run."""
+  """Returns a trainer; its batches include the progress of the run."""
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
       loss=f"weighted sum over {learner.heads.num_forecasts} heads",

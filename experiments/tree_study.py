@@ -1,11 +1,11 @@
 """Compares draft trees with draft chains of the same number of nodes.
 
-A draft tree offers the target several continuations, all verified in one pass.
-This script answers how many tokens per target pass a tree gains over a chain,
-and whether the gain pays in time. It prints a table of tokens per pass, tokens
-per second and speed-up over autoregressive decoding, with one row per method,
-node budget N (including the root) and temperature. The same figures go to
-trees.csv, trees.json and two plots in --output_dir.
+A draft tree contains several continuations, which the target verifies in one
+pass. This script measures the gain of trees over chains in tokens per target
+pass and in speed. It prints tokens per pass, tokens per second and speed-up
+over autoregressive decoding, with one row per method, node budget N (including
+the root) and temperature. The same figures go to trees.csv, trees.json and two
+plots in --output_dir.
 
 Example, with the bundled models:
 
@@ -26,11 +26,11 @@ Methods (--methods selects some of them):
                        token and accepts a child that matches
 
 Tree shapes: Sequoia's dynamic program computes the best shape for N nodes from
-the acceptance rate of a node's first, second, ... child. These rates are
-measured on separate prompts, for trees below a root with 8 children. Methods
-with the same drafts share the rates and the shapes of the first of them. The
-rates of hybrid are measured below roots with 1 to 8 children, because its first
-child is accepted more often if it has fewer siblings.
+the acceptance rates of a node's first, second, ... child. These rates are
+measured on separate prompts, at a root with 8 children. Methods with the same
+drafts share the shapes of the first of them. For hybrid, the rates are measured
+at roots with 1 to 8 children, because its first child is accepted more often if
+it has fewer siblings.
 
 Tokens per pass: the expected number of accepted tokens is computed exactly for
 every draft, without sampling noise. The column "same drafts" evaluates methods
@@ -39,13 +39,13 @@ is paired. The last row of a temperature (dynamic program's choice) is the
 tree, chain or plain decoding with the highest predicted speed on this machine.
 The prediction uses measured costs of passes, draft levels and rounds.
 
-A second table has the rounds of a text: passes until --max_new_tokens or an
-eos in own rollouts, mean and 90 % quantile over texts. It also compares the
-tokens per pass with the best possible in one round on the same drafts. For
-chains that is known in closed form (see replay.py; --methods must include
-chain_block). For i.i.d. trees and trees without replacement it is not known,
-but bounded (see `analysis.accepted_bound`): "at least -15 %" says that no
-rule is more than 15 % below the best. Drafts of their own give the bounds.
+A second table has the rounds per sequence: target passes until --max_new_tokens
+or an eos in own rollouts, as mean and 90 % quantile over sequences. It also
+compares the tokens per pass with the best possible rule of one round on the
+same drafts. For chains this optimum has a closed form (see replay.py; --methods
+must include chain_block). For i.i.d. trees and trees without replacement only a
+bound is known (see `analysis.accepted_bound`): "at least -15 %" means that the
+rule is at most 15 % below the optimum. The bounds use separate drafts.
 
 More examples:
 
@@ -53,8 +53,8 @@ More examples:
   python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
 
 --batch=B decodes B prompts together, on the devices of --mesh if there are
-several, with the same tokens and acceptance in float32. Such a study measures
-no time: it leaves out tokens per second, the speed-up, plain decoding and the
+several, with the same tokens and acceptance in float32. Such a study does not
+measure time. It omits tokens per second, the speed-up, plain decoding and the
 dynamic program's choice.
 
   python experiments/tree_study.py --batch=16
@@ -139,7 +139,7 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
-_BOUNDED = (*_GROUPS[1], *_GROUPS[2])  # their first children are drawn from q
+_BOUNDED = (*_GROUPS[1], *_GROUPS[2])  # first children are sampled from q
 _BY_CHILDREN = ("hybrid",)  # acceptance depends on the number of siblings
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 
@@ -159,7 +159,7 @@ def _groups():
 
 
 class _Setting:
-  """The models, with methods to measure their acceptance and their costs."""
+  """Target and drafter, with measurements of acceptance rates and costs."""
 
   def __init__(self, target: Pretrained, drafter: Pretrained,
                calibration: list[list[int]], budgets: list[int], longest: int,
@@ -177,7 +177,7 @@ class _Setting:
       self._measure(budgets)
 
   def _measure(self, budgets: list[int]):
-    """Measures the seconds of a pass of either model."""
+    """Measures the seconds of a pass of the target and of the drafter."""
     progress.say(f"timing passes over {', '.join(map(str, budgets))} nodes")
     used = self._limit - _NEW_TOKENS.value // 2
     seconds = lambda member, nodes: timing.median(timing.passes(
@@ -241,7 +241,7 @@ class _Setting:
 
   def round_seconds(self, temperature: float, name: str,
                     parents: tuple[int, ...]):
-    """Returns the seconds of a round, without its passes."""
+    """Returns the seconds of a round minus the seconds of its passes."""
     rollout = decoders.DecoderRows(
         self.decoder(temperature, name, parents), self.params,
         _NEW_TOKENS.value, self.capacity)
@@ -310,7 +310,7 @@ def _fastest(setting: _Setting, temperature: float, name: str,
 
 def _plans(setting: _Setting, temperatures: list[float], budgets: list[int],
            path: pathlib.Path):
-  """Returns the plan of every temperature; `path` stores them for a resume."""
+  """Returns the plan of every temperature, stored in `path` for a resume."""
   plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     if f"{temperature:g}" not in plans:
@@ -339,8 +339,7 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
 
 def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
             budgets: list[int], read: prompts_lib.Prompts, path: pathlib.Path):
-  """Returns bounds, `{configuration at temperature: columns}`; `path` is kept.
-  """
+  """Returns `{configuration at temperature: bounds}`; `path` stores them."""
   found = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     for group in _groups():

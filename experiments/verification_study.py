@@ -1,11 +1,11 @@
 """Measures the gain of block verification over token verification.
 
 Token verification, the usual rule of speculative decoding, accepts or rejects
-drafted tokens one by one. Block verification decides on the whole draft in one
-step, and never accepts fewer tokens of a draft in expectation. This script
-answers how many more it accepts, and whether the gain pays in time. It produces
-the tables and figures of "Block Verification Accelerates Speculative Decoding"
-(Sun et al. 2024, arXiv:2403.10444) for any pair of models and any prompts.
+drafted tokens one by one. Block verification decides on the whole draft at
+once, and never accepts fewer tokens in expectation. This script measures the
+gain in accepted tokens and in speed. It produces the tables and figures of
+"Block Verification Accelerates Speculative Decoding" (Sun et al. 2024,
+arXiv:2403.10444) for any pair of models and any prompts.
 
 Example, with the bundled models (about two minutes on two CPU cores):
 
@@ -29,24 +29,24 @@ plots in --output_dir. Columns of the table:
   predicted          speed-up predicted from the prompt's own block efficiency
                      and the cost of a round on the other half of the prompts
 
-A second table has the rounds of a text: target calls until --max_new_tokens or
-an eos, which are its latency. Columns: the mean over texts, the 90 % quantile,
-the mean relative to token verification, and the share of slow texts. A text is
-slow if it needs more rounds than the 90 % quantile of token verification.
+A second table has the rounds per sequence: target calls until --max_new_tokens
+or an eos, a measure of latency. Columns: the mean over sequences, the 90 %
+quantile, the mean relative to token verification, and the share of slow
+sequences, which need more rounds than the 90 % quantile of token verification.
 rounds_study.py computes the same figures of token and block verification given
-the text, without noise from accept and reject decisions.
+the sequence, without noise from accept and reject decisions.
 
 Accuracy: given a draft, the expected number of accepted tokens is computed
 exactly (Rao-Blackwell), so block efficiency and gain have no noise from accept
 and reject decisions. Intervals are 95 % intervals (`analysis.estimate`) over
-clusters of prompts. All seeds of a prompt are one observation, and so are equal
-prompts and the code and the docstrings of one module.
+clusters of prompts. A cluster contains all seeds of a prompt, equal prompts,
+and the code and the docstrings of one module.
 
-Prompts are decoded, equally many of every set, until the gain of block
-verification on the same drafts is known to about --error. A pilot on other
-prompts, with the shared drafts alone, estimates how many are needed. Stopping
-does therefore not depend on the results, and the intervals cover as often as
-intervals of a fixed number. --error=0 decodes all prompts.
+Number of prompts: a pilot on other prompts, with only the shared drafts,
+estimates how many prompts give the gain of block verification on the same
+drafts to about --error. So many are decoded, equally many of every set. The
+number does not depend on the results, so the intervals have the coverage of a
+study of fixed size. --error=0 decodes all prompts.
 
 --batch=B decodes B prompts together with the same tokens and acceptance in
 float32, and --mesh splits them over devices. Speed is then not measured unless
@@ -130,7 +130,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
     "speed-up. Otherwise verifiers are only compared on the same drafts")
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
-_PILOT = 12  # prompts that say how many are needed
+_PILOT = 12  # pilot prompts, for estimating how many prompts are needed
 
 
 def _configurations(target: Pretrained, chains: dict[str, Any],
@@ -140,11 +140,10 @@ def _configurations(target: Pretrained, chains: dict[str, Any],
                     batch: decoders.Batch | None = None):
   """Returns `{name: DecoderRows}` of a temperature.
 
-  There is one configuration per drafter with the shared drafts, on which all
-  verifiers are evaluated. --own_rollouts adds the autoregressive baseline and
-  one configuration per drafter, gamma and verifier. All rules of a draft length
-  share one compiled program, and all configurations of a drafter share the
-  prefill of a prompt.
+  One configuration per drafter has the shared drafts, on which all verifiers
+  are evaluated. --own_rollouts adds the autoregressive baseline and one
+  configuration per drafter, gamma and verifier. All rules of a draft length
+  share one compiled program. All configurations of a drafter share the prefill.
 
   Args:
     target: the target model.
@@ -224,7 +223,7 @@ def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
 
 
 class _Costs:
-  """Times the passes of a round separately, in seconds."""
+  """Separate times of the passes of a round, in seconds."""
 
   def __init__(self, target: Pretrained, drafters: dict[str, Pretrained],
                gammas: Sequence[int], capacity: int, longest: int):
@@ -237,7 +236,7 @@ class _Costs:
 
   @property
   def compiled(self):
-    """Functions for compiling the passes."""
+    """Functions that compile the passes."""
     return [*self._verify.values(), *self._draft.values()]
 
   def seconds(self):
@@ -262,7 +261,7 @@ def _units(fingerprint: str, temperatures: list[float],
 
 
 def _turns(needed: int, read: prompts_lib.Prompts):
-  """The prompts of `read` without the turns beyond `needed` clusters."""
+  """Returns the first prompts of every set, with at least `needed` clusters."""
   found = set()
   for turn in range(max(map(len, read.sets.values()))):
     found |= {read.cluster(resumable.digest(rows[turn]))
@@ -275,11 +274,11 @@ def _turns(needed: int, read: prompts_lib.Prompts):
 def _needed(read: prompts_lib.Prompts, decode: Callable, study_of: Callable):
   """Returns the number of clusters that --error needs, by a pilot.
 
-  The pilot decodes prompts of documents that the study does not report on. So
-  the number does not depend on the study's results.
+  The pilot decodes prompts of other documents than the study, so the number
+  does not depend on the results of the study.
 
   Args:
-    read: the `Prompts`.
+    read: prompts of the study and further prompts.
     decode: function from the pilot's prompts to the runs of the shared drafts.
     study_of: function from runs to a `cells.Study`.
 
