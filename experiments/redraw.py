@@ -5,9 +5,9 @@ verification_prompts.csv, and prints the first table of the README.
 
   python experiments/redraw.py --results=results/trees
 
-Without --results it redraws all figures of experiments/results/, except those
-of optimality.py, whose CSV does not contain all data. Learning curves for
-self_drafting_study.py are read from the bundled heads.
+Without --results it redraws all figures of experiments/results/, except the
+figures of optimality.py, whose CSV does not contain all data. Learning
+curves for self_drafting_study.py are read from the bundled heads.
 """
 
 import csv

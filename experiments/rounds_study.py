@@ -6,8 +6,8 @@ The target generates one sequence per prompt, up to --max_new_tokens or an eos.
 The ratios p/q of its tokens give the exact distribution of the number of rounds
 for every draft length (`text_rounds.given_text`).
 
-All rules are compared on the same sequences, so there is no noise from accept
-and reject decisions. Intervals are over the sequences. Lossless rules generate
+All rules are compared on the same sequences, so accept and reject decisions
+add no noise. Intervals are over the sequences. Lossless rules generate
 sequences of the same distribution. So the mean over sequences estimates the
 expected rounds of a rule's own rollouts, and the mixture of the distributions
 estimates their quantiles.
@@ -81,8 +81,7 @@ class _RejectAll(sj.Verifier):
 
 @jax.jit
 def _seen(trace: sj.types.Trace):
-  """Returns p/q of emitted tokens, and max q and survival along the drafts.
-  """
+  """Returns p/q of emitted tokens; max q and survival along the drafts."""
   at = lambda probs, token: jnp.take_along_axis(
       probs, token[..., None], -1)[..., 0]
   p, q = trace.target_probs[..., :-1, :], trace.draft.probs[..., 1:, :]

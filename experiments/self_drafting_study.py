@@ -12,7 +12,7 @@ drafter adds, and the speed-up over autoregressive decoding. Configurations:
   medusa, sampled chain  a chain, each token sampled from its own head
   medusa, sampled tree   that tree, children sampled without replacement
   medusa, i.i.d. tree    that tree, children sampled independently
-  eagle3, sampled chain  a chain, each token sampled given those before
+  eagle3, sampled chain  a chain, each token sampled given the previous
   eagle3, dynamic tree   EAGLE-2's tree of the most likely tokens
   eagle3, sampled dynamic tree   sampled tokens, expanded where q is high
   parallel, sampled chain   a block, each token given the previous one

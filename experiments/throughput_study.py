@@ -9,16 +9,16 @@ draft length.
   python experiments/throughput_study.py
   python experiments/throughput_study.py --drafter=small,ngram --slots=1,8
 
-First part: all requests arrive at once, for every batch size of --slots. Each
-generated sequence must equal the one decoded alone; with a controller only
-sequences at temperature 0 are compared.
+First part: all requests arrive at time 0, for every batch size of --slots. Each
+generated sequence must equal the sequence that its request gives in a batch of
+one ("alone"). With a controller only sequences at temperature 0 are compared.
 
 Second part: requests arrive at random (a Poisson process) at several rates. The
 queue uses the smallest batch size that fits all active requests. A rate is a
 share of the highest throughput without drafts in the first part.
 
 The latency of a request is the time from its arrival to its last token. Emitted
-tokens per round are fewer than accepted ones, because length limits cut the
+tokens per round are fewer than accepted tokens, because length limits cut the
 last rounds.
 
 A killed study resumes if started again. Output: throughput.csv,
@@ -155,7 +155,7 @@ def _different(found: Any, requests: list[Any], alone: dict[str, Any]):
   Args:
     found: `{variant: record}` of a unit.
     requests: requests of the unit.
-    alone: `{variant: sequences of all requests}`, decoded alone.
+    alone: `{variant: sequences of all requests}`, from batches of one row.
   """
   counts = {}
   for name, record in found.items():

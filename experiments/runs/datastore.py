@@ -4,8 +4,8 @@
       --data=DIRECTORY --output=store       # says what building takes
   python experiments/runs/datastore.py store
 
-Compares the time of a look-up with that of a whole round of SmolLM2-135M: one
-row, drafts of 4 tokens. The prompt is random tokens, the most expensive case:
+Compares the times of a look-up and of a whole round of SmolLM2-135M: one row,
+drafts of 4 tokens. The prompt is random tokens, the most expensive case:
 nothing matches, so every match length is tried. Run no other program at the
 same time.
 """

@@ -3,7 +3,7 @@
   python experiments/runs/tree_bounds.py OUTPUT.csv [drafter]
 
 Computes the columns "over the best" of tree_study.py, without its rollouts and
-timings, for the trees of experiments/results/trees/trees.csv at temperature 1.
+timings, on the trees of experiments/results/trees/trees.csv at temperature 1.
 Results are in docs/results/trees.md. On chains, block verification is the best
 possible rule in one round, so its row shows the error of the bound. A second
 call with the same OUTPUT continues it.
