@@ -1,1 +1,1 @@
-"""Programs and their memory traffic, from the text of the compiler."""
+"""Compiled XLA programs and their memory traffic."""

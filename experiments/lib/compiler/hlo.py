@@ -1,9 +1,9 @@
-"""What an optimised XLA program moves, read from its text.
+"""Memory traffic of an optimised XLA program, computed from its text.
 
-Loops count as often as they run, a conditional counts as its dearest branch,
-and only arrays in a device's main memory count: on-chip memory is marked S(n)
-in the layout. So a weight that is fetched ahead of its use counts once, where
-`cost_analysis` adds up every copy of it.
+A loop counts once per iteration. A conditional counts as its most expensive
+branch. Only arrays in a device's main memory count; the layout marks arrays in
+on-chip memory with S(n). So a prefetched weight counts once, whereas
+`cost_analysis` counts every copy of it.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ _ITEM_BYTES = {
     "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
     "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
     "f64": 8}
-# They move nothing, or what they run is counted in their stead.
+# Operations without traffic of their own. The computations that some of them
+# call are counted separately.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
          "iota", "custom-call", "while", "conditional", "call",
          "partition-id", "after-all", "opt-barrier")
-# They touch a part of their first operand.
+# Operations that read or write only a part of their first operand.
 _SPARSE = ("dynamic-slice", "dynamic-update-slice", "gather", "scatter",
            "slice")
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # operand that is new
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # number of new operand
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(
     r"^ +(ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*?)\)(.*)$", re.M)
@@ -35,13 +36,14 @@ class Op:
   """One operation of a computation.
 
   Attributes:
-    name: with its percent sign.
-    shape: of its result, with layout.
-    kind: the operation.
-    operands: names.
-    value: what stands in their place, of a constant or a parameter.
-    rest: the text after the operands.
-    root: whether it is the computation's result.
+    name: name of the operation, with its percent sign.
+    shape: shape of the result, with layout.
+    kind: opcode, such as "fusion".
+    operands: names of the operands.
+    value: text between the parentheses: the value of a constant, the number of
+      a parameter.
+    rest: text after the operands.
+    root: True if the result is the result of the computation.
   """
 
   name: str
@@ -53,12 +55,12 @@ class Op:
   root: bool
 
   def called(self, attribute: str) -> str:
-    """The computation that an attribute names."""
+    """Returns the name of the computation in an attribute."""
     return re.search(attribute + r"=(%[\w.-]+)", self.rest)[1]
 
 
 def sizes(shape: str, memory: bool = True) -> list[int]:
-  """Bytes of the arrays of a shape; of those on the chip 0 if `memory`."""
+  """Returns the bytes of each array; if `memory`, on-chip arrays count 0."""
   return [0 if memory and "S(" in layout else
           math.ceil(_ITEM_BYTES.get(kind, 0) * math.prod(
               map(int, re.findall(r"\d+", dims))))
@@ -66,7 +68,7 @@ def sizes(shape: str, memory: bool = True) -> list[int]:
 
 
 def shapes(shape: str) -> list[tuple[int, ...]]:
-  """The sizes of the axes of each array of a shape."""
+  """Returns the dimensions of each array of a shape."""
   return [tuple(map(int, re.findall(r"\d+", dims)))
           for _, dims, _ in _ARRAY.findall(shape)]
 
@@ -75,8 +77,8 @@ class Program:
   """An optimised program.
 
   Attributes:
-    computations: the operations of each, in order.
-    entry: the name of the first.
+    computations: `{name: operations in program order}`.
+    entry: name of the entry computation.
   """
 
   def __init__(self, text: str):
@@ -97,29 +99,29 @@ class Program:
 
   @functools.cached_property
   def executed(self) -> list[tuple[int, str, Op]]:
-    """`(how often, computation, operation)` of all that runs."""
+    """List of `(executions, computation, operation)` of the whole program."""
     return list(self._run(self.entry, 1))
 
   @property
   def loops(self) -> int:
-    """How many loops are entered."""
+    """Number of times that a loop is entered."""
     return sum(times for times, _, op in self.executed if op.kind == "while")
 
   @property
   def cycles(self) -> int:
-    """The compiler's own estimate, where it made one."""
+    """Sum of the compiler's cycle estimates, for operations that have one."""
     return sum(times * int(found[1]) for times, _, op in self.executed
                if (found := _CYCLES.search(op.rest)))
 
   def traffic(self, times: int, where: str, op: Op) -> int:
-    """Bytes that an operation of `executed` moves to and from main memory."""
+    """Returns the bytes that an entry of `executed` reads and writes."""
     return times * sum(self.read(where, op) + self.written(where, op))
 
   @functools.cached_property
   def total(self) -> int:
     """Bytes that the program moves to and from main memory.
 
-    Custom calls, such as kernels, are not looked into.
+    Custom calls, such as kernels, are not counted.
     """
     return sum(self.traffic(*one) for one in self.executed)
 
@@ -140,7 +142,7 @@ class Program:
                        key=lambda ops: sum(self.traffic(*one) for one in ops))
 
   def _trips(self, loop: Op) -> int:
-    """How often a counted loop runs; others count once."""
+    """Returns the trip count of a counted loop, and 1 for other loops."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
       return int(known[1])
@@ -151,7 +153,7 @@ class Program:
     return ends[0] if counted and len(ends) == 1 else 1
 
   def read(self, where: str, op: Op) -> list[int]:
-    """Bytes of what an operation reads from main memory."""
+    """Returns the bytes of each array that is read from main memory."""
     operands = self.operands(where, op)
     if op.kind in _FREE or op.kind.endswith("-done"):
       return []
@@ -166,13 +168,13 @@ class Program:
     return sum(map(sizes, operands), [])
 
   def written(self, where: str, op: Op) -> list[int]:
-    """Bytes of each array that an operation writes to main memory.
+    """Returns the bytes of each array that is written to main memory.
 
-    An update in place writes what is new.
+    For an update in place, only the new part counts.
     """
     if op.kind == "copy-start":  # (result, operand, flag)
       return sizes(op.shape)[:1]
-    # The end of an asynchronous operation writes its result.
+    # The result of an asynchronous operation counts at its end.
     if op.kind in _FREE or op.kind.endswith(("-done", "-start")):
       return []
     root, named = op, self._by_name[where]
@@ -185,12 +187,12 @@ class Program:
             for result, size in zip(results, sizes(op.shape))]
 
   def operands(self, where: str, op: Op) -> list[str]:
-    """The shapes of an operation's operands."""
+    """Returns the shapes of the operands of an operation."""
     named = self._by_name[where]
     return [named[name].shape for name in op.operands if name in named]
 
   def _fusion_reads(self, op: Op, operands: list[str]):
-    """What a fusion reads; of a table of which it takes a part, the part."""
+    """Returns the bytes that a fusion reads; a slice counts as the slice."""
     inner = self.computations[op.called("calls")]
     users = _users(inner)
     read = []
@@ -206,7 +208,7 @@ class Program:
 
 
 def _written_size(result: Op, size: int, named: dict[str, Op]) -> int:
-  """Returns the bytes of a result that are new, all of them unless in place."""
+  """Returns the written bytes of a result; in place, only the new part."""
   while result.kind == "bitcast":
     result = named[result.operands[0]]
   if not size or result.kind not in _IN_PLACE:
@@ -226,7 +228,7 @@ def _users(ops: list[Op]) -> dict[str, list[tuple[int, Op]]]:
 
 def _through(users: dict[str, list[tuple[int, Op]]], name: str
              ) -> Iterator[tuple[int, Op]]:
-  """Yields the uses of a value, bitcasts left out."""
+  """Yields the uses of a value, and the uses of its bitcasts."""
   for i, op in users.get(name, []):
     if op.kind == "bitcast" and not op.root:
       yield from _through(users, op.name)

@@ -1,7 +1,7 @@
-"""Llama-3-8B as the target and Llama-3.2-1B as its drafter: shapes alone.
+"""Llama-3-8B as the target and Llama-3.2-1B as the draft model, as shapes.
 
-The published weights need not be there: what a round costs does not depend on
-what they say.
+The published weights are not required, because the cost of a round does not
+depend on their values.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import specjax as sj
 
-LAYERS = (32, 16)  # of the target and of the drafter
+LAYERS = (32, 16)  # of the target and the draft model
 VOCAB_SIZE = 128_256
 _LLAMA = dict(vocab_size=VOCAB_SIZE, context_length=1 << 16,
               rope_theta=500_000.0)
@@ -27,14 +27,16 @@ class Setting:
   """A round to compile, in bfloat16.
 
   Attributes:
-    layers: of the target and of the drafter.
-    capacity: C.
-    batch: B.
-    gamma: drafted tokens of a chain, verified by `Block`.
-    parents: a tree in its stead, drafted top_k and verified by `Traversal`.
-    drafter: "split" over the chips like the target, or "replicate".
-    observers: rules that a study evaluates on the same drafts.
-    topology: TPU generation and arrangement of four chips, as libtpu names it.
+    layers: number of layers of the target and of the draft model.
+    capacity: number of cache slots per row, C.
+    batch: batch size, B.
+    gamma: draft length of a chain, verified by `Block`; unused with a tree.
+    parents: parents of a top-k draft tree, verified by `Traversal`; if empty,
+      the draft is a chain.
+    drafter: placement of the draft model: "split" over the chips like the
+      target, or "replicate".
+    observers: verifiers that are also evaluated on the drafts of a chain.
+    topology: libtpu's name of the TPU generation and arrangement of 4 chips.
   """
 
   layers: tuple[int, int]
@@ -47,7 +49,7 @@ class Setting:
   topology: str = "v5e:2x2"
 
   def decoder(self) -> sj.Decoder:
-    """The decoder."""
+    """Returns the decoder of the round."""
     target, drafter = (
         sj.models.Transformer(sj.models.TransformerConfig(**shape, layers=n))
         for shape, n in zip((_TARGET, _DRAFTER), self.layers))
@@ -64,14 +66,14 @@ class Setting:
 
 def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
           used: int = 1) -> sj.types.DecodeState:
-  """The state of rows whose caches hold zeros: nothing was read.
+  """Returns a decoding state with zeros as tokens and in the caches.
 
   Args:
-    decoder: of `Setting.decoder`, or one of its target alone.
-    params: of the decoder, or their shapes.
-    keys: `[B]`, of the rows.
-    capacity: C.
-    used: slots that count as filled, U.
+    decoder: result of `Setting.decoder`, or a decoder of its target alone.
+    params: parameters of the decoder, or their shapes.
+    keys: `[B]` random keys of the rows.
+    capacity: number of cache slots per row, C.
+    used: number of slots per row that count as filled, U.
   """
   rows = len(keys)
   filled = jnp.full((rows,), used, jnp.int32)

@@ -1,9 +1,9 @@
-"""What a drafted token reads of a long context, by the compiler's text.
+"""Cache traffic of a drafted token with a long context.
 
-The pass of a target over one token is compiled with its full cache and with a
-view of it, for this machine or for a TPU. The bytes that the programs move are
-counted (`hlo`). Traffic of the cache is the traffic of a pass minus that of the
-same pass with a cache of few slots.
+The target's pass over one token is compiled twice: with the full cache and with
+a view of it. The device is this machine or a TPU. `hlo` counts the bytes that
+each program moves. The traffic of the cache is the traffic of a pass minus the
+traffic of the same pass with a cache of few slots.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,26 @@ from lib.compiler import tpu_rounds
 import specjax as sj
 from specjax.models import Transformer
 
-_FEW = 128  # slots, as few as attention is compiled for
+_FEW = 128  # slots; the minimum for which attention is compiled
 
 
 def shape(**sizes: int) -> sj.models.TransformerConfig:
-  """A decoder of these sizes for texts of any length."""
+  """Returns a configuration of these sizes with a context of 2**20 tokens."""
   return sj.models.TransformerConfig(context_length=1 << 20, **sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """A target and how it drafts for itself.
+  """A target that drafts for itself with a view of its cache.
 
   Attributes:
-    config: of the target.
-    context: tokens of the text, all slots of the cache.
-    view: what a draft reads.
-    gamma: drafted tokens of a round, for which the view is opened once.
-    rows: B.
-    dtype: of weights and cache.
-    sharding: where the programs run; None: on this machine.
+    config: configuration of the target.
+    context: number of tokens in the context, equal to the slots of the cache.
+    view: view of the cache that drafts read.
+    gamma: draft length. The view is opened once per round.
+    rows: batch size, B.
+    dtype: dtype of weights and cache.
+    sharding: sharding of all arguments; None compiles for this machine.
   """
 
   config: sj.models.TransformerConfig
@@ -51,13 +51,13 @@ class Setting:
 
 
 def figures(setting: Setting) -> dict[str, float]:
-  """Bytes that a token moves of the cache, the weights left out.
+  """Returns the cache traffic of one token in bytes, without the weights.
 
   Returns:
-    `whole`, of a pass with all of the cache; `part`, of one with a view;
-    `opened`, to copy the view together, once a round; `share`, of a drafted
-    token whose pass is its own, with its part of the copying; `weights`, for
-    comparison, of the parameters.
+    A dict: "whole", bytes of a pass with the full cache; "part", bytes of a
+    pass with the view; "opened", bytes to build the view, once per round;
+    "share", (part + opened / gamma) / whole; "weights", bytes of the
+    parameters.
   """
   model = sj.models.Transformer(setting.config)
   params = jax.tree.map(
@@ -87,7 +87,7 @@ def figures(setting: Setting) -> dict[str, float]:
 
 
 def _pass(model: Transformer, params: Any, tokens: jax.Array, cache: Any):
-  """Logits of a pass over a token, of whose cache nothing is written."""
+  """Returns the logits of a pass over one token; the cache is not returned."""
   cache = cache.reserve(1)
   out = model(params, tokens, jnp.zeros_like(tokens),
               jnp.ones((len(tokens), 1, 1), bool), cache)
@@ -95,7 +95,7 @@ def _pass(model: Transformer, params: Any, tokens: jax.Array, cache: Any):
 
 
 def _bytes(function: Callable, setting: Setting, *arguments: Any):
-  """That the compiled function moves, kernels included."""
+  """Returns the bytes that a compiled function moves, with its kernels."""
   arguments = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype,
                                      sharding=setting.sharding), arguments)

@@ -1,7 +1,8 @@
-"""Compiling for TPU chips that need not be there."""
+"""Environment variables for compiling for TPUs on a machine without one."""
 
-# To be set before jax starts. libtpu's lock keeps two processes off one chip:
-# none is used here, and any process that let jax look for a TPU may hold it.
+# Set these before jax starts. libtpu's lock prevents two processes from using
+# one chip. No chip is used here, and any process in which jax searched for a
+# TPU can hold the lock, so several processes may load libtpu.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",

@@ -1,6 +1,6 @@
-"""Rounds of Llama's shapes, compiled for a TPU v5e 2x2 that is not there.
+"""Decoding rounds of Llama models, compiled for four TPU chips without a TPU.
 
-libtpu reads its environment when it is loaded, see
+libtpu reads its environment variables when it is loaded, see
 `experiments/runs/tpu_rounds.py`.
 """
 
@@ -23,13 +23,13 @@ from specjax.decoding import placement
 
 # Published bandwidth of a chip's main memory in bytes per second.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
-SHORT = 128  # slots in use, of short texts
+SHORT = 128  # slots in use per row, for short sequences
 _KERNEL = "tpu_custom_call"
-_CHIPS = 4  # all of them split the models
+_CHIPS = 4  # the models are split over all of them
 
 
 def placed(setting: llama.Setting):
-  """The parameters and the state of a round: shapes with shardings."""
+  """Returns `(params, state)` of a round, as shapes with shardings."""
   decoder, rows = setting.decoder(), setting.batch
   weights = lambda model: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
@@ -53,10 +53,11 @@ def placed(setting: llama.Setting):
 
 
 def lowered(setting: llama.Setting):
-  """The round, lowered for the chips, and its arguments' shapes there.
+  """Lowers a round for the chips.
 
   Returns:
-    `(lowered, params, state)`, the last two with shardings.
+    `(lowered, params, state)`. The last two are the arguments of the round, as
+    shapes with shardings.
   """
   params, state = placed(setting)
   same = jax.tree.map(lambda x: x.sharding, state)
@@ -67,16 +68,17 @@ def lowered(setting: llama.Setting):
 
 
 def on_a_chip(tree: Any) -> int:
-  """Bytes of a tree of shapes with shardings on one chip."""
+  """Returns the bytes on one chip of a tree of shapes with shardings."""
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
              for x in jax.tree.leaves(tree))
 
 
 def caches_read(program: hlo.Program) -> int:
-  """Bytes that the kernels fetch of one chip's caches, were all slots in use.
+  """Returns the bytes of one chip's caches that the kernels fetch.
 
-  A kernel takes the keys and the values of a layer as they lie. It fetches them
-  once: a draft has no more queries than it takes at a time.
+  All slots are assumed to be in use. A kernel takes the keys and values of a
+  layer without a copy. It fetches them once, because all queries of a draft fit
+  in one block.
   """
   keys = [times * max(sizes) for times, where, op in program.executed
           if _KERNEL in op.rest
@@ -87,37 +89,39 @@ def caches_read(program: hlo.Program) -> int:
 
 def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
             state: Any) -> dict:
-  """What a compiled round moves and holds, in bytes of one chip.
+  """Returns the memory traffic and memory use of a compiled round.
 
   Args:
-    setting: of the round.
-    text: the optimised program.
-    memory: `memory_analysis` of it.
-    params: as `lowered` returned them.
-    state: likewise.
+    setting: the compiled setting.
+    text: text of the optimised program.
+    memory: result of `memory_analysis` of the program.
+    params: parameters from `lowered`.
+    state: decoding state from `lowered`.
 
   Returns:
-    `moved`, to and from main memory, and `floor`, what the passes must read of
-    weights and caches: two numbers each, with all slots in use and with `SHORT`
-    of each row; `cache`, what both caches hold; `law`, a law for every node of
-    the batch, on all chips; `copied`, what writes a whole layer of a cache;
-    `loops`, `cycles`, as the compiler estimates; `temporaries`.
+    A dict, in bytes of one chip unless stated. "moved" is the traffic of main
+    memory, and "floor" the weights and caches that the passes must read. Both
+    have two values: all slots in use, and `SHORT` slots per row. "cache" is the
+    size of both caches. "law" is the size of one distribution for every node of
+    the batch, over all chips. "copied" lists the operations that write a whole
+    layer of a cache. "loops" is the number of loops, "cycles" the compiler's
+    estimate, and "temporaries" the temporary memory.
   """
   program = hlo.Program(text)
   passes = (len(set(sj.trees.depths(setting.parents)))
             if setting.parents else setting.gamma)
   nodes = len(setting.parents) or setting.gamma + 1
   weights = dict(params["target"])
-  del weights["embedding"]  # a few of its rows are gathered, it is not read
+  del weights["embedding"]  # only a few of its rows are read
   caches = state.target_cache, state.drafter
   leaves = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
   read, needed = caches_read(program), (
       on_a_chip(caches[0]) + passes * on_a_chip(caches[1]))
-  # Whole blocks are fetched, and of each row no more than are in use.
+  # Kernels fetch whole blocks, and only blocks with slots in use.
   capacity, block = setting.capacity, tpu.block_size(setting.capacity)
   fetched = min(capacity, -(-SHORT // block) * block)
   must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])
-  # Some weights are as large as a layer of a cache.
+  # Some weights have the size of a layer of a cache. They are not copies of it.
   shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
   of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
   copied = [op.name for _, where, op in program.executed

@@ -1,4 +1,4 @@
-"""The learning curves of a training run as a figure."""
+"""Figure of the learning curves of a training run."""
 
 from collections.abc import Sequence
 import pathlib
@@ -13,14 +13,14 @@ _FILE = "curves.png"
 def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
   """Writes `curves.png` from the `metrics.csv` of a run.
 
-  The panels are losses, held-out measures of all heads and of each, and
-  learning rate and gradient norm. Without matplotlib a line on stderr names the
-  package.
+  The panels are losses, held-out measures of all heads together, held-out
+  measures of each head, and learning rate and gradient norm. Without matplotlib
+  a message on stderr names the package, and nothing is written.
 
   Args:
     directory: the run's directory.
-    measures: names of held-out metrics; those of a head have a slash.
-    loss: a description of the loss, the title of the first panel.
+    measures: names of held-out metrics; metrics of one head contain a slash.
+    loss: description of the loss, used as the title of the first panel.
   """
   if not processes.is_first():
     return
@@ -33,7 +33,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
           "'specjax[experiments]'", file=sys.stderr)
     return
   names = [name for curves in panels.values() for name in curves]
-  # Shades of neighbours are alike, so every second name comes first.
+  # Neighbouring shades are similar, so every second name comes first.
   colors = dict(zip([*names[::2], *names[1::2]], style.shades(len(names))))
   for panel, (title, curves) in zip(axes, panels.items()):
     for name in curves:

@@ -1,7 +1,7 @@
-"""What methods are called and how they are drawn: once, for every study.
+"""Names and colours of methods, and layout of figures, for all studies.
 
-A method has one name in all tables and one colour in all figures. What is no
-method, such as a training run, is drawn in a shade of another palette.
+A method has one name in all tables and one colour in all figures. Other curves,
+such as training runs, have shades of a separate palette.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-MOST = 8  # curves that a panel can hold and be read
+MOST = 8  # maximum number of curves in a readable panel
 
 _APART = 3.0  # points between curves of equal x
-_LEGEND = 2.4  # inches beside the panels
+_LEGEND = 2.4  # width of the legend in inches
 # {name in flags and files: (name in tables, colour)}.
 _METHODS = {
     "token": ("token", "#1f77b4"),
@@ -35,28 +35,28 @@ _METHODS = {
     "dynamic_program": ("dynamic program's choice", "#000000"),
 }
 
-# Rules on trees, where a table says elsewhere how the tree was drawn.
+# Rules on trees, for tables that name the tree in another column.
 _RULES = {"recursive": "recursive", "target_walk": "target walk",
           "traversal": "traversal", "k_seq": "K-SEQ"}
 
 
 def rule(name: str) -> str:
-  """What tables call a verifier, whatever it judges."""
+  """Returns the name of a verifier in tables, without the kind of draft."""
   return _RULES.get(name) or label(name)
 
 
 def label(method: str) -> str:
-  """What tables and legends call a method."""
+  """Returns the name of a method in tables and legends."""
   return _METHODS[method][0]
 
 
 def color(method: str) -> str:
-  """The colour of a method in every figure."""
+  """Returns the colour of a method in all figures."""
   return _METHODS[method][1]
 
 
 def shades(count: int):
-  """Colours of things that are no methods, dark to light."""
+  """Returns colours for curves other than methods, from dark to light."""
   import matplotlib  # pylint: disable=g-import-not-at-top
   return matplotlib.colormaps["viridis"]([
       0.9 * i / max(count - 1, 1) for i in range(count)])
@@ -64,14 +64,14 @@ def shades(count: int):
 
 def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
            height: float = 3.2, **kwargs: Any):
-  """A figure and its panels.
+  """Creates a figure with a grid of panels.
 
   Args:
-    rows: of panels.
-    columns: of panels.
-    width: of a panel, in inches.
-    height: of a panel, in inches.
-    **kwargs: of `pyplot.subplots`.
+    rows: number of rows of panels.
+    columns: number of columns of panels.
+    width: width of a panel in inches.
+    height: height of a panel in inches.
+    **kwargs: further arguments of `pyplot.subplots`.
 
   Returns:
     `(figure, axes [rows, columns])`.
@@ -85,10 +85,10 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
 
 
 def tried(axes: Any, values: Sequence[float]) -> None:
-  """Marks the values that were tried, each twice the one before or so.
+  """Puts ticks at the measured values on a logarithmic x-axis.
 
-  The limits are half a step outside of them, so that one value alone is in the
-  middle.
+  The limits are a factor of sqrt(2) outside the values, so a single value is in
+  the middle.
   """
   values = sorted(set(values))
   axes.set_xscale("log", base=2)
@@ -98,19 +98,18 @@ def tried(axes: Any, values: Sequence[float]) -> None:
 
 
 def apart(curve: Any, place: int, count: int) -> None:
-  """Moves a curve sideways, so that curves of equal x do not hide each other.
+  """Shifts a curve sideways, so that curves with equal x do not overlap.
 
-  The distance is in points on paper. It is the same for every range of x, and
-  with a single x the curves stay beside each other.
+  The shift is in points on paper, so it does not depend on the range of x.
 
   Args:
-    curve: what `plot` or `errorbar` returned.
-    place: number of the curve, from 0.
-    count: curves of the panel.
+    curve: result of `plot` or `errorbar`.
+    place: number of the curve in its panel, from 0.
+    count: number of curves in the panel.
   """
   from matplotlib import transforms  # pylint: disable=g-import-not-at-top
   parts = curve if isinstance(curve, list) else curve.get_children()
-  for part in parts:  # later than it was drawn: axes fit plain data alone
+  for part in parts:  # after plotting, because axes limits need plain data
     part.set_transform(transforms.offset_copy(
         part.get_transform(), part.figure,
         x=_APART * (place - (count - 1) / 2), units="points"))
@@ -129,7 +128,7 @@ def errors(rows: list[dict[str, Any]], name: str):
 
 
 def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
-  """Writes a figure; one legend for all its panels stands beside them."""
+  """Writes a figure with one legend for all panels, right of them."""
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   found = {}
   for axes in figure.axes:
