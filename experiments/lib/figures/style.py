@@ -1,4 +1,4 @@
-"""Names and colours of methods, and layout of figures, for all studies.
+"""Names and colours of methods, and layout of figures, in all studies.
 
 A method has one name in all tables and one colour in all figures. Other curves,
 such as training runs, have shades of a separate palette.
@@ -71,7 +71,7 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
     columns: number of columns of panels.
     width: width of a panel in inches.
     height: height of a panel in inches.
-    **kwargs: further arguments of `pyplot.subplots`.
+    **kwargs: keyword arguments of `pyplot.subplots`.
 
   Returns:
     `(figure, axes [rows, columns])`.

@@ -1,1 +1,1 @@
-"""Figures and tables of the studies, from their runs."""
+"""Tables and figures of the studies, computed from their runs."""

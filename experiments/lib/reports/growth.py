@@ -1,22 +1,27 @@
-"""Growth of the largest gain of block over token verification with gamma.
+"""Growth with gamma of the largest gain of block over token verification.
 
 Let s and t be the probabilities that the draft so far survives block and token
-verification, and r = p(x)/q(x) the ratio of the next token x. Block
+verification. Let r = p(x)/q(x) be the ratio of the next token x. Block
 verification updates s to min(1, s r); token verification multiplies t by
 min(1, r). The models control only the distribution of r, under one linear
-constraint, E_q[r] <= 1. A distribution on two points is therefore sufficient,
-and so is a vocabulary of two tokens if the models see their context.
+constraint, E_q[r] <= 1. So a distribution on two points is sufficient, and a
+vocabulary of two tokens is sufficient if the models see their context.
 
-The ratio grows linearly in gamma. An explicit pair (`walk`): the first token
-has probability 1 under q and d under p. Then s makes steps of +m or -m with q =
-1/2 each, so r = 1 + m/s or 1 - m/s and E[s] is constant, while t loses a factor
-at every step down. With m_k = c (k + k0)^-a and 1/2 < a < 1, sum m_k^2 is
-finite, so s stays away from 0 and 1 with a positive probability if c is small.
-And E[t_k] <= exp(-b k^(1 - a)), whose sum over k is finite. So the expected
-accepted tokens are at least a constant times gamma for block verification and
-bounded for token verification. No pair exceeds (1 + gamma) / 2, because both
-rules accept the first token with the same probability d, and E[s] never rises:
-the ratio is at most (1 + gamma d) / (1 + d).
+The ratio of expected tokens, block over token, grows linearly in gamma. `walk`
+computes it for an explicit pair of models. The first token has probability 1
+under q and d under p. Then s makes steps of +m or -m, each with q = 1/2. So
+r = 1 + m/s or 1 - m/s, and E[s] is constant, while t loses a factor at every
+step down.
+
+The steps are m_k = c (k + k0)^-a with 1/2 < a < 1. The sum of m_k^2 is finite,
+so for small c there is a positive probability that s stays away from 0 and 1.
+Also, E[t_k] <= exp(-b k^(1 - a)), and the sum over k is finite. So the expected
+accepted tokens are at least a constant times gamma for block verification, but
+bounded for token verification.
+
+No pair exceeds the ratio (1 + gamma) / 2. Both verifiers accept the first token
+with the same probability d, and E[s] never increases. So the ratio is at most
+(1 + gamma d) / (1 + d).
 """
 
 import math
@@ -30,12 +35,12 @@ import scipy.optimize
 
 from lib.figures import style
 
-_POINTS = 400  # values of s in `walk`
+_POINTS = 400  # steps of the grid of s in `walk`
 GAMMAS = (16, 64, 256, 1024, 4096)
 
 
 def two_phase(gamma: int) -> float:
-  """Returns the ratio of the best simple pair of models, in closed form.
+  """Returns the ratio of the best two-phase pair of models, in closed form.
 
   The first token has probability 1 under q and d under p. The second token
   restores s = 1 with probability d and otherwise ends the block. After that,
@@ -48,11 +53,11 @@ def two_phase(gamma: int) -> float:
 
 def walk(gamma: int, d: float = 0.2, e: float = 0.9, c: float = 0.6,
          k0: float = 8, a: float = 0.7) -> float:
-  """Returns the ratio of an explicit pair of models whose gain grows linearly.
+  """Returns the ratio of an explicit pair of models, linear in gamma.
 
-  See the module for the pair. Values of s are multiples of 1 / 400, steps are
-  rounded to them, and a step never leaves [0, 1]. From s = 1, the next token
-  has probability 1 under q and e under p. The defaults are the best of a coarse
+  The module docstring describes the pair. Values of s and steps are multiples
+  of 1 / 400, and no step leaves [0, 1]. From s = 1, the next token has
+  probability 1 under q and e under p. The defaults are the best of a coarse
   search at gamma = 4,096.
   """
   index = np.arange(_POINTS + 1)
@@ -79,16 +84,18 @@ def walk(gamma: int, d: float = 0.2, e: float = 0.9, c: float = 0.6,
 
 
 def supremum(gamma: int, points: int = 96) -> float:
-  """Returns the largest ratio over all models, to three decimals or so.
+  """Returns the largest ratio over all models, to about three decimals.
 
-  Dynamic programming on a grid: the supremum is the largest lambda for which
-  the game with payoff s - lambda t has a positive value. The grid holds s and
-  u = t / s, both in [0, 1]. A move takes s to a distribution of s' with mean at
-  most s, either one point below s or two points around it. If s' < s, t changes
-  by the same factor and u stays the same. If s' > s, t stays the same. Values
-  between grid points in u are interpolated, so the result is neither a lower
-  nor an upper bound; its error is proportional to the square of the grid width.
-  Where the closed form of `two_phase` is larger, it is returned instead.
+  The supremum is the largest lambda for which the game with payoff s - lambda t
+  has a positive value. The value is computed by dynamic programming on a grid
+  of s and u = t / s, both in [0, 1]. A move takes s to a distribution of s'
+  with mean at most s, either one point below s or two points around it. If
+  s' < s, t changes by the same factor and u is constant. If s' > s, t is
+  constant.
+
+  Values between grid points in u are interpolated, so the result is neither a
+  lower nor an upper bound. Its error is proportional to the square of the grid
+  width. If the closed form of `two_phase` is larger, it is returned instead.
   """
   s = jnp.linspace(0, 1, points + 1)
   u = jnp.linspace(0, 1, 2 * points + 1)
@@ -144,7 +151,7 @@ def table() -> list[dict]:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """Draws the ratio of the explicit pairs over gamma."""
+  """Plots the ratios of the explicit and two-phase pairs, over gamma."""
   figure, [[axes]] = style.panels()
   gammas = [row["gamma"] for row in rows]
   for name, label, color in zip(("ratio", "two_phase"), (

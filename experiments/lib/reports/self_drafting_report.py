@@ -1,7 +1,7 @@
 """Tables and figures of self_drafting_study.py.
 
-`rows` are the study's figures, `paired` its gains on shared drafts and
-`sources` what was drafted with.
+`rows` are the results per drafter and verifier, `paired` the gains on shared
+drafts, and `sources` the drafters.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ import numpy as np
 from lib.figures import style
 from specjax.analysis import Estimate
 
-_SHOWN = 6  # positions of the table of acceptance, guesses of that of accuracy
-_UNTRAINED = "untrained "  # begins the name of heads as they were before
-# Drafts that the target samples from; others are chains, or the likeliest.
+_SHOWN = 6  # columns of acceptance by position, and of accuracy by guess
+_UNTRAINED = "untrained "  # prefix of the names of heads before training
+# `style` methods of draft trees by (kind of draft, verifier).
 _ON_TREES = {
     ("sampled tree", "recursive"): "without_replacement",
     ("sampled tree", "traversal"): "traversal",
@@ -31,24 +31,24 @@ _ON_TREES = {
 
 
 def passes(drafter: str):
-  """Passes of the target in a round: PaSS as published has two."""
+  """Returns the target passes per round: 2 for published PaSS, else 1."""
   return 2 if _kind(drafter) == "two passes" else 1
 
 
 def _kind(drafter: str):
-  """How a source drafts: what follows its name, or nothing."""
+  """Returns the kind of draft, the part of a name after ", ", or ""."""
   return drafter.partition(", ")[2]
 
 
 def _method(row: dict[str, Any]):
-  """The method of `style` that a draft and its rule are."""
+  """Returns the name in `style` of a row's draft and verifier."""
   return _ON_TREES.get((_kind(row["drafter"]), row["verifier"]),
                        row["verifier"])
 
 
 def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
                  sources: list):
-  """Tokens a round, paired gains, and what the heads know."""
+  """Prints block efficiency, paired gains and accuracy of the heads."""
   width = max(len(r["drafter"]) for r in rows)
   shown = lambda row: f"{Estimate.of_columns(row, 'block_efficiency'):.3f}"
   print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
@@ -84,13 +84,15 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
 
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
          curves: dict[str, list], name: str = "self_drafting"):
-  """The figures.
+  """Writes the figures.
 
   Args:
-    directory: to write them to.
-    rows: of self_drafting.csv; without speeds there is no figure of them.
-    curves: {name: [(tokens, tokens a round)]}, of the heads' training.
-    name: that all files begin with.
+    directory: output directory.
+    rows: rows of self_drafting.csv. Without speeds, the speed figure is
+      skipped.
+    curves: learning curves of the heads, `{name: [(training tokens, block
+      efficiency)]}`.
+    name: prefix of all file names.
   """
   _plot_drafts(
       rows, directory / f"{name}_tokens.png",
@@ -110,9 +112,10 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
 
 def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
                  value: Callable, error: Callable, name: str, title: str):
-  """A line for every draft, a point for every rule, before and after training.
+  """Plots a line for every draft and a point for every verifier.
 
-  Tokens of a round that has two passes stand beside those of a pass.
+  Untrained heads have hollow points. In the figure of tokens per pass, a tick
+  shows the tokens per round if a round has two passes.
   """
   drafts = list(dict.fromkeys(
       r["drafter"].removeprefix(_UNTRAINED) for r in rows))
@@ -136,7 +139,7 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
 
 def _height(row: dict[str, Any], rows: list[dict[str, Any]],
             drafts: list[str]) -> float:
-  """Returns the height of a point: the draft's line, shifted by its rule."""
+  """Returns the y of a point: the draft's line, shifted by its verifier."""
   draft = row["drafter"].removeprefix(_UNTRAINED)
   rules = [r["verifier"] for r in rows if r["drafter"] == draft]
   return drafts.index(draft) + 0.22 * (
@@ -145,7 +148,7 @@ def _height(row: dict[str, Any], rows: list[dict[str, Any]],
 
 def _plot_draft(axes: Any, row: dict[str, Any], y: float, value: float,
                 error: Any, of_tokens: bool) -> None:
-  """Draws the point of one draft and rule."""
+  """Plots the point of one draft and verifier."""
   before = row["drafter"].startswith(_UNTRAINED)
   color = "black" if before else style.color(_method(row))
   axes.errorbar(
@@ -158,9 +161,9 @@ def _plot_draft(axes: Any, row: dict[str, Any], y: float, value: float,
 
 
 def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
-  """How far does a draft reach? A panel for everything that drafts."""
+  """Plots the acceptance by draft position, with a panel per source."""
   first = rows[0]["temperature"]
-  found = {}  # {source: {kind: its first rule's row}}
+  found = {}  # {source: {kind: row of the first verifier}}
   for r in rows:
     if r["temperature"] == first and not r["drafter"].startswith(_UNTRAINED):
       source = r["drafter"].partition(", ")[0]
@@ -189,7 +192,7 @@ def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
 
 
 def _plot_training(curves: dict[str, list], path: pathlib.Path):
-  """What does training buy? Panels of at most as many curves as can be read."""
+  """Plots learning curves, at most `style.MOST` in a panel."""
   names = list(curves)
   groups = [names[i:i + style.MOST] for i in range(0, len(names), style.MOST)]
   figure, grid = style.panels(1, len(groups), sharex=True, sharey=True)

@@ -1,7 +1,7 @@
-"""Several rounds of block verification, exactly, for optimality.py.
+"""Exact analysis of several rounds of block verification, for optimality.py.
 
-Rows and tables of the counterexample to the paper's Theorem 2, of the theorems
-on expected rounds, and of the draft lengths that cost least.
+It has rows and tables of the counterexample to the paper's Theorem 2, of the
+theorems on expected rounds, and of the cheapest draft lengths.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,12 @@ def counterexample(compiled: Mapping[str, sj.exact.Compiled]) -> list[dict]:
   """Returns expected tokens of block verification and of `Patient`.
 
   Args:
-    compiled: `exact.Compiled` rules by name, "block" among them.
+    compiled: `exact.Compiled` rules by name, including "block".
 
   Returns:
-    One row per pair: gamma, rounds and the tokens after that many rounds as
-    floats; the last row has a longer draft in place of `Patient`.
+    One row per pair of models: gamma, rounds, and for both rules a list of the
+    expected tokens after each round. The last row compares block verification
+    with a longer draft instead of `Patient`.
   """
   rules = {"block": compiled["block"],
            "patient": sj.exact.Compiled(sj.analysis.Patient())}
@@ -74,7 +75,7 @@ def as_fraction(value: float) -> str:
 
 
 def _ties(vocab: int, depth: int, seed: int):
-  """A pair with multiples of 1/4 as probabilities: many ratios are equal."""
+  """Returns a pair with multiples of 1/4 as probabilities, so ratios tie."""
   rng = np.random.default_rng([vocab, seed])
   table = lambda n: rng.multinomial(
       4, np.full(vocab, 1 / vocab), size=vocab**n) / 4
@@ -86,8 +87,8 @@ def theorems(compiled: Mapping[str, sj.exact.Compiled],
   """Returns the margins of both theorems, one row per random pair.
 
   Args:
-    compiled: `exact.Compiled` rules by name, "block" and "token" among them.
-    pairs: number of pairs; every second one has an eos.
+    compiled: `exact.Compiled` rules by name, including "block" and "token".
+    pairs: number of pairs of models. Every second pair has an eos.
   """
   kinds = list(itertools.product(_SIZES, _KINDS, (None, 1)))
   rows = []
@@ -105,7 +106,7 @@ def theorems(compiled: Mapping[str, sj.exact.Compiled],
     fewest = sj.analysis.fewest_remaining_rounds(**settings)
     row["lp_gap"] = float(np.abs(block - fewest).max())
     row["value_margin"] = _value_margin(compiled["block"], block, settings)
-    if eos is None:  # texts of one length
+    if eos is None:  # all sequences have the same length
       behind = [np.cumsum(sj.analysis.progress_given_text(
           compiled[name], pair, gamma, length, _ROUNDS), axis=-1)
                 for name in ("token", "block")]
@@ -118,7 +119,7 @@ def theorems(compiled: Mapping[str, sj.exact.Compiled],
 
 def _value_margin(rule: sj.exact.Compiled, rounds: np.ndarray,
                   settings: dict[str, Any]):
-  """The least D(c) - q(p = 0 or eos | c) over all contexts."""
+  """Returns the minimum of D(c) - q(p = 0 or eos | c) over contexts c."""
   length, eos = settings["length"], settings["eos"]
   p, q = (np.concatenate(tables[:length]) for tables in settings["pair"])
   unseen = np.where(p > 0, 0, q)
@@ -129,7 +130,7 @@ def _value_margin(rule: sj.exact.Compiled, rounds: np.ndarray,
 
 
 def print_theorems(rows: list[dict[str, Any]]) -> dict[str, float]:
-  """Prints and returns the worst margins."""
+  """Prints and returns the worst margin of each theorem."""
   texts = [r["text_margin"] for r in rows if r["text_margin"] is not None]
   worst = {"lp_gap": max(r["lp_gap"] for r in rows),
            "value_margin": min(r["value_margin"] for r in rows),
@@ -147,7 +148,7 @@ def print_theorems(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _within(length: int, ended: Callable = lambda drafts: drafts):
-  """Ends chains by `ended`, and before the last token of a text of `length`."""
+  """Returns `ended`, limited to drafts that leave one of `length` tokens."""
   def within(drafts):
     drafts = ended(drafts)
     first = np.cumsum([0, *(3**n for n in range(2 * length))])
@@ -159,11 +160,12 @@ def _within(length: int, ended: Callable = lambda drafts: drafts):
 
 def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
                   pairs: int = 12) -> list[dict]:
-  """Returns mean costs of a text by stop rule and price of a drafted token.
+  """Returns the mean cost of a sequence by stop rule and price.
 
-  Costs are in target calls: rounds + price * drafted tokens. Every family of
-  stop rules gets its best threshold and its best largest gamma for each price,
-  over all pairs together. No draft goes beyond the end of the text.
+  The price is the cost of a drafted token. Costs are in target calls: rounds +
+  price * drafted tokens. For each price, every family of stop rules has its
+  best threshold and its best maximum gamma over all pairs. No draft exceeds the
+  end of the sequence.
   """
   gamma, length = 4, 5
   families = {"confidence": [
@@ -201,7 +203,7 @@ def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
 
 
 def print_draft_lengths(rows: list[dict[str, Any]]) -> None:
-  """Prints the costs relative to the best stopping."""
+  """Prints the costs relative to the optimal draft lengths."""
   names = [name for name in rows[0] if name not in ("token_cost", "best")]
   print("\nCost of 5 tokens in target calls with block verification, and its "
         "excess in % under other stop rules:")
@@ -215,7 +217,7 @@ def print_draft_lengths(rows: list[dict[str, Any]]) -> None:
 
 
 def plot_counterexample(path: pathlib.Path) -> None:
-  """Draws the tokens after two rounds on the counterexample with gamma 3."""
+  """Plots the tokens after two rounds of the counterexample with gamma 3."""
   gamma, rounds = 3, 2
   longest = rounds * (gamma + 1)
   pair = sj.analysis.patient_pair(gamma, longest + gamma)

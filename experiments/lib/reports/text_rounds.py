@@ -1,7 +1,7 @@
-"""Rounds until a text is complete: latency, in target calls.
+"""Rounds until a sequence is complete: latency in target calls.
 
-All rules have the same limit of tokens. A text is complete with its last token
-or with an eos.
+All verifiers have the same token limit. A sequence is complete at the limit or
+at an eos.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ import numpy as np
 from lib.figures import style
 from specjax import analysis
 
-LEVEL = 0.9  # the quantile beside the mean
+LEVEL = 0.9  # quantile in addition to the mean
 _TAIL = 0.025
 
 
 def columns(rounds: Any, clusters: Sequence[str]):
-  """Returns the mean and the 90 % quantile of a rule's rounds, as columns.
+  """Returns the mean and 90 % quantile of a verifier's rounds, as columns.
 
   Args:
-    rounds: `[texts]`, rounds of every text of the rule; or `[texts, K]`, the
-      probability of at most k = 0, ..., K - 1 rounds.
-    clusters: `[texts]` labels, see `analysis.estimate`.
+    rounds: `[N]` rounds of N sequences; or `[N, K]`, probabilities of at most
+      k = 0, ..., K - 1 rounds.
+    clusters: `[N]` labels, see `analysis.estimate`.
   """
   [within] = _within(rounds)
   mean = analysis.estimate(np.divide, (1 - within).sum(1),
@@ -32,21 +32,23 @@ def columns(rounds: Any, clusters: Sequence[str]):
 
 
 def compared(rounds: Any, base: Any, clusters: Sequence[str]):
-  """Returns columns that compare a rule's rounds with those of another.
+  """Returns columns that compare the rounds of two verifiers.
 
   Args:
-    rounds: as in `columns`.
-    base: the same of the other rule, for the same prompts.
-    clusters: `[texts]` labels.
+    rounds: rounds of a verifier, see `columns`.
+    base: rounds of the other verifier with the same prompts.
+    clusters: `[N]` labels of the N sequences.
 
   Returns:
-    "rounds_gain" is the mean over that of `base`, less 1. "slow_texts" is the
-    share of texts that need more rounds than the 90 % quantile of `base`, less
-    that share of `base`. Both are negative if the rule is better. If the rounds
-    are counts, few texts are slow, and the interval of "slow_texts" is too
-    short. In a simulation with 40 texts it missed the true value in 12 % of the
-    cases, with 100 texts in 8 %. The interval of "rounds_p90" missed it in 0 to
-    4 %.
+    "rounds_gain" is the mean divided by the mean of `base`, minus 1. A sequence
+    is slow if it needs more rounds than the 90 % quantile of `base`.
+    "slow_texts" is the share of slow sequences minus their share in `base`.
+    Both columns are negative if the first verifier is better.
+
+    If the rounds are counts, few sequences are slow and the interval of
+    "slow_texts" is too short. In a simulation, it missed the true value in 12 %
+    of the cases with 40 sequences, and in 8 % with 100. The interval of
+    "rounds_p90" missed it in 0 to 4 %.
   """
   within, within_base = _within(rounds, base)
   limit = _quantile(within_base.mean(0))
@@ -60,7 +62,7 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
   return gain.columns("rounds_gain") | slow.columns("slow_texts")
 
 
-# Columns of `columns` and `compared`, their heads and formats.
+# Columns of `columns` and `compared`, with headers and formats.
 SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
          ("rounds_gain", "mean over token's", "+.1%"),
          ("slow_texts", "slow texts over token's", "+.1%"))
@@ -85,15 +87,15 @@ def print_table(rows: list[dict[str, Any]]):
 def quantile(within: np.ndarray, clusters: Sequence[str]):
   """Returns the 90 % quantile of the rounds, with its 95 % interval.
 
-  The interval holds every k for which 0.9 is in the interval of P(at most k
-  rounds), which is a mean over texts (Woodruff 1952). If all texts are within
-  k, the lower end of that probability is that of Clopper and Pearson, with
-  clusters as observations. With fewer than 36 clusters that end is below 0.9,
-  and there is no interval.
+  P(at most k rounds) is a mean over sequences. The interval of the quantile
+  contains every k for which the interval of this mean contains 0.9 (Woodruff
+  1952). If all sequences need at most k rounds, the lower end for this k is the
+  Clopper-Pearson bound, with clusters as observations. With fewer than 36
+  clusters, that bound is below 0.9, and the interval is NaN.
 
   Args:
-    within: `[texts, K]`, P(at most k rounds) of every text.
-    clusters: `[texts]` labels.
+    within: `[N, K]`, P(at most k rounds) of each of N sequences.
+    clusters: `[N]` labels.
   """
   value = _quantile(within.mean(0))
   low = 0
@@ -108,16 +110,17 @@ def quantile(within: np.ndarray, clusters: Sequence[str]):
 
 
 def given_text(ratios: np.ndarray, gamma: int, rule: str):
-  """Returns the distribution of the rounds, given the text that is written.
+  """Returns the distribution of the rounds, given the generated sequence.
 
-  The drafter's q depends on the text alone. Then, given the text, the position
-  after each round is a Markov chain (`analysis.progress_given_text`). A round
-  from position n passes position n + l with probability prod_j min(1, 1 / r_j)
-  under token verification, and 1 / max(1, max_j r_1 ... r_j) under block
-  verification, with the ratios r of the l tokens after n.
+  The drafter's q must depend only on the sequence. Given the sequence, the
+  position after each round is then a Markov chain
+  (`analysis.progress_given_text`). Let r_1, ..., r_l be the ratios of the l
+  tokens after position n. A round that starts at n passes n + l with
+  probability prod_j min(1, 1 / r_j) under token verification. Under block
+  verification the probability is 1 / max(1, max_j r_1 ... r_j).
 
   Args:
-    ratios: `[T]`, p/q of every token of the text; inf where q is 0.
+    ratios: `[T]`, p/q of every token of the sequence; inf where q is 0.
     gamma: draft length.
     rule: "token" or "block".
 
@@ -145,7 +148,7 @@ def given_text(ratios: np.ndarray, gamma: int, rule: str):
 
 
 def _within(*rounds: Any):
-  """`[texts, K]`, P(at most k rounds), of as many k for all."""
+  """Returns P(at most k rounds), `[N, K]` with the same K for all arguments."""
   rounds = [np.asarray(x, np.float64) for x in rounds]
   if rounds[0].ndim == 2:
     return rounds

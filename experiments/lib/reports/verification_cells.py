@@ -1,12 +1,13 @@
-"""Acceptance and speed of every cell of verification_study.py, from its runs.
+"""Acceptance and speed of every cell of verification_study.py.
 
-A unit is one prompt and seed: (fingerprint, temperature, seed, prompt set,
-index, digest of the prompt). A cell is a drafter, a
-temperature, a draft length and a verifier.
+A unit is a tuple for one prompt and seed: (fingerprint, temperature, seed,
+prompt set, index, digest of the prompt). A cell is a combination of drafter,
+draft length, temperature and verifier.
 
-A gain is block efficiency over that of token verification, less 1: "gain" on
-the same drafts, "own_gain" of each rule's own rollouts. Every estimate has the
-columns "_low" and "_high" of its 95 % interval over clusters of prompts.
+A gain is a block efficiency over the block efficiency of token verification,
+minus 1. "gain" compares both on the same drafts; "own_gain" compares each
+verifier's own rollouts. Every estimate has columns "_low" and "_high", the 95 %
+interval over clusters of prompts.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from lib.reports import text_rounds
 from specjax import analysis
 
 BASELINE = "autoregressive"
-PROMPTS = "verification_prompts.csv"  # what intervals are computed from
+PROMPTS = "verification_prompts.csv"  # source of the intervals
 _CELL = "drafter", "gamma", "temperature", "verifier"
 _PLACE = *_CELL, "prompts", "number", "seed", "cluster"
 _SUMS = "own_accepted", "own_rounds", "shared_accepted", "shared_rounds"
@@ -36,19 +37,20 @@ def key(drafter: str, gamma: int, verifier: str):
 def shared_key(drafter: str):
   """Returns the name of the configuration with the shared drafts.
 
-  They come from rollouts by token verification at the largest gamma.
+  The shared drafts are from rollouts of token verification, largest gamma.
   """
   return f"{drafter} shared"
 
 
 class Study:
-  """The runs of all configurations, and the figures of every cell.
+  """Runs of all configurations, and results of every cell.
 
   Attributes:
     runs: `{unit: {configuration: run}}`.
-    costs: seconds `{"verify": {gamma: ...}, "draft": {drafter: ...}}` of
-      passes, or None unless the latency was measured.
-    cluster_of: label of a prompt, from its digest, see `analysis.estimate`.
+    costs: seconds per pass, `{"verify": {gamma: ...}, "draft": {drafter:
+      ...}}`, or None if the latency was not measured.
+    cluster_of: function from a prompt's digest to its cluster label, see
+      `analysis.estimate`.
   """
 
   def __init__(self, runs: dict[tuple, dict[str, dict[str, Any]]],
@@ -59,10 +61,10 @@ class Study:
     self._drafters, self._gammas, self._verifiers = drafters, gammas, verifiers
 
   def rows(self, prompts: str | None = None):
-    """A row for every drafter, temperature, gamma and verifier.
+    """Returns a row for every drafter, temperature, gamma and verifier.
 
     Args:
-      prompts: name of a prompt set; None takes all.
+      prompts: name of a prompt set; None combines all sets.
     """
     rows = []
     for mine, base in _cells([row for row in self.prompt_rows()
@@ -87,18 +89,18 @@ class Study:
   def half_width(self, verifier: str):
     """Returns the largest half width of the intervals of a rule's gain.
 
-    The gain is that on the same drafts, over all drafters, temperatures and
-    draft lengths. Without an interval the result is None.
+    The maximum is over all drafters, temperatures and draft lengths, with the
+    gain on the same drafts. If a gain has no interval, the result is None.
     """
     return self._widest(verifier, lambda gain: (gain.high - gain.low) / 2)
 
   def clusters_needed(self, verifier: str, half_width: float):
-    """Returns the number of clusters that gives this half width, or None."""
+    """Returns the number of clusters for a half width, or None."""
     return self._widest(verifier, lambda gain: analysis.clusters_needed(
         gain, half_width))
 
   def _widest(self, verifier: str, figure: Callable):
-    """The largest figure of a gain on the same drafts, None without one."""
+    """Returns the largest `figure(gain)`; None if a gain has no interval."""
     rows = self.prompt_rows([verifier])
     gains = [estimates(rows, base)["gain"] for rows, base in _cells(rows)
              if rows[0]["verifier"] == verifier]
@@ -109,8 +111,9 @@ class Study:
   def prompt_rows(self, verifiers: list[str] | None = None):
     """Returns the acceptance of every rollout in every cell.
 
-    The intervals are computed from these rows alone. Columns "own_" are of the
-    rule's own rollouts, and "shared_" of the drafts that all rules evaluate.
+    All intervals are computed from these rows. The columns "own_" count the
+    verifier's own rollouts. The columns "shared_" count the drafts that all
+    verifiers evaluate.
     """
     verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
     rows = []
@@ -125,9 +128,9 @@ class Study:
 
   def _acceptance(self, runs: dict[str, dict[str, Any]], drafter: str,
                   gamma: int, verifier: str):
-    """Accepted tokens and rounds of a rollout."""
+    """Returns the accepted tokens and rounds of a rollout."""
     shared = runs[shared_key(drafter)]
-    # Of the acting rule, which is first, and then of every rule.
+    # Entry 0 is the rule of the rollout; the verifiers follow in order.
     survival = shared["survival"][1 + self._verifiers.index(verifier)]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
@@ -141,7 +144,7 @@ class Study:
             if unit[1] == temperature and prompts in (None, unit[3])]
 
   def _speed(self, units: list[tuple], drafter: str, gamma: int, verifier: str):
-    """Returns the columns of speed of one cell; none if nothing was timed."""
+    """Returns the speed columns of one cell; {} if nothing was timed."""
     name = key(drafter, gamma, verifier)
     pairs = [(self._runs[unit].get(name, {}), self._runs[unit].get(BASELINE))
              for unit in units]
@@ -158,7 +161,7 @@ class Study:
             **self._round_costs(drafter, gamma, own_runs)}
 
   def _round_costs(self, drafter: str, gamma: int, runs: list[dict[str, Any]]):
-    """Returns the milliseconds of a round by its parts."""
+    """Returns the milliseconds of a round: verify, draft and overhead."""
     verify = self._costs["verify"][gamma]
     draft = self._costs["draft"][drafter]
     per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
@@ -174,15 +177,16 @@ def _tokens_per_second(runs: Sequence[dict[str, Any]]) -> float:
 def _speedups(halves: list[list[tuple]]):
   """Returns the measured and the predicted speed-up, medians over prompts.
 
-  A prediction is a prompt's own block efficiency over the cost of a round on
-  the other half of the prompts. It assumes that a round costs the same
-  everywhere, and assumes nothing about acceptance.
+  The prediction is the prompt's own block efficiency, divided by the cost of a
+  round on the other half of the prompts. It assumes that all prompts have the
+  same cost per round, but nothing about acceptance.
 
   Args:
-    halves: two lists of `(run, autoregressive run)`.
+    halves: two lists of `(run, autoregressive run)`, one per half of the
+      prompts.
   """
-  # The cost of a round in steps of the same prompt's autoregressive decoding,
-  # because both saw the same machine.
+  # The unit of cost is an autoregressive step of the same prompt, because both
+  # runs were timed on the same machine.
   steps = [statistics.median(
       (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
       for r, b in half) for half in halves]
@@ -200,10 +204,11 @@ def _speedups(halves: list[list[tuple]]):
 
 
 def _cells(rows: list[dict[str, Any]]):
-  """Rows of each drafter, temperature, gamma and rule, with those of token.
+  """Groups rows by cell.
 
   Returns:
-    Pairs of lists, both of the same prompts in the same order.
+    Pairs `(rows of a cell, rows of token verification)`. Both lists have the
+    same prompts in the same order.
   """
   cells = {}
   for row in rows:
@@ -212,11 +217,11 @@ def _cells(rows: list[dict[str, Any]]):
 
 
 def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
-  """Acceptance of one cell, as {name: `analysis.Estimate`}.
+  """Returns the acceptance of one cell, `{name: analysis.Estimate}`.
 
   Args:
-    rows: of `Study.prompt_rows`, those of a rule.
-    base: those of token verification, of the same prompts.
+    rows: rows of `Study.prompt_rows` with one verifier.
+    base: rows of token verification with the same prompts.
   """
   of = lambda rows, name: np.array([r[name] for r in rows], np.float64)
   clusters = [r["cluster"] for r in rows]
@@ -234,9 +239,14 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
 
 
 def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
-  """The `estimates` of a cell and its rounds, as columns of verification.csv.
+  """Returns the `estimates` and rounds of a cell, as columns of a table.
 
-  A text is a rollout of the rule, up to --max_new_tokens or an eos.
+  The table is verification.csv. The rounds are counted per rollout of the
+  verifier, which ends at --max_new_tokens or an eos.
+
+  Args:
+    rows: rows of `Study.prompt_rows` with one verifier.
+    base: rows of token verification with the same prompts.
   """
   found = estimates(rows, base)
   result = {"clusters": found["gain"].clusters}
@@ -253,7 +263,7 @@ def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
 
 
 def recomputed(rows: list[dict[str, Any]], prompt_rows: list[dict[str, Any]]):
-  """Rows of verification.csv with intervals from verification_prompts.csv."""
+  """Recomputes rows of verification.csv from verification_prompts.csv."""
   found = []
   for row in rows:
     mine = [r for r in prompt_rows if row["prompts"] in ("all", r["prompts"])
