@@ -1,15 +1,17 @@
-"""Draft lengths as optimal stopping, estimated from recorded texts.
+"""Draft lengths as optimal stopping, estimated from recorded sequences.
 
-Every position of a text has one recorded draft. The cost of a text is its
-rounds plus a price for every drafted token. Given the text, block verification
-passes each position with a known probability, provided that the draft is long
-enough (`analysis.draft_lengths`). The drafts add the expected number of drafted
-tokens. So the cost of a rule has no noise from accept and reject decisions.
+Every position of a sequence has one recorded draft. The cost of a sequence is
+its number of rounds plus a price for every drafted token. Given the sequence,
+block verification passes each position with a known probability, if the draft
+is long enough (`analysis.draft_lengths`). The recorded drafts determine the
+expected number of drafted tokens. So the cost of a stop rule has no noise from
+acceptance decisions.
 
-All rules see q alone. Drafting one token more saves survival * D, where D is
-the value of a token in cost. The survival is estimated as a product of
-acceptance rates of bins of the confidence max q. D is estimated from the costs
-of texts, as one number or by the confidence of the row that drew the token.
+Stop rules only see q. Drafting one more token saves survival * D, where D is
+the value of a token in target calls. The survival is estimated as a product of
+acceptance rates, one per bin of the confidence max q. D is estimated from the
+costs of sequences, as one number or per bin of the confidence of the row that
+drew the token.
 """
 
 from collections.abc import Callable
@@ -23,17 +25,17 @@ import numpy as np
 from specjax import analysis
 
 _BINS = 12
-_SWEEPS = 4  # of the rule and of D, which depend on each other
+_SWEEPS = 4  # updates of the rule and of D, which depend on each other
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
-               1.0)  # 1 drafts nothing
+               1.0)  # 1: no drafts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-  """One text of T tokens, with a draft of G tokens from every position.
+  """A sequence of T tokens, with a draft of G tokens from every position.
 
   Attributes:
-    ratios: `[T]`, p/q of every token of the text.
+    ratios: `[T]`, p/q of every token of the sequence.
     confidence: `[T, G]`, max q of the rows that drew the drafts.
     survival: `[T, G]`, survival of the drafts under block verification.
   """
@@ -44,9 +46,10 @@ class Text:
 
   @functools.cached_property
   def passed(self):
-    """`[T, G]`, P(a round accepts at least l + 1 tokens | the text).
+    """`[T, G]`, P(a round accepts at least l + 1 tokens | the sequence).
 
-    For a round that drafts more than l tokens, from every position.
+    Row t is for a round that starts at position t and drafts more than l
+    tokens.
     """
     logs = np.log(np.maximum(self.ratios, 1e-300))
     rows = _ahead(logs, self.confidence.shape[1], np.inf)
@@ -55,12 +58,12 @@ class Text:
 
   @functools.cached_property
   def along(self):
-    """`[T, G]`, max q of the rows of the text from every position."""
+    """`[T, G]`, max q along the sequence, from every position."""
     return _ahead(self.confidence[:, 0], self.confidence.shape[1], 0)
 
   @functools.cached_property
   def room(self):
-    """`[T, G]` bool, False where a drafted token lies beyond the text's end."""
+    """`[T, G]` bool, False if a drafted token is beyond the sequence's end."""
     length, most = self.confidence.shape
     return np.arange(length)[:, None] + np.arange(most) + 1 < length
 
@@ -72,12 +75,13 @@ def _ahead(values: np.ndarray, most: int, otherwise: float):
 
 def costs_to_go(text: Text, rule: Callable[[np.ndarray], np.ndarray],
                 price: float):
-  """Returns `[T + 1]`, the expected cost from every position, given the text.
+  """Returns `[T + 1]`, the expected remaining cost from every position.
 
   Args:
-    text: a `Text`.
-    rule: function from confidences `[T, G]` to whether to draft each token,
-      `[T, G]` bool; it sees the rows up to the token's own.
+    text: the sequence; the expectation is conditional on it.
+    rule: stop rule, a function from confidences `[T, G]` to a `[T, G]` bool
+      that is True for drafted tokens. An entry depends only on the confidences
+      up to its own.
     price: cost of a drafted token, in target calls.
   """
   reach, drafted = (
@@ -95,13 +99,13 @@ def costs_to_go(text: Text, rule: Callable[[np.ndarray], np.ndarray],
 
 
 def fixed(gamma: int):
-  """Drafts gamma tokens."""
+  """Returns the rule that drafts gamma tokens."""
   return lambda rows: np.broadcast_to(np.arange(rows.shape[1]) < gamma,
                                       rows.shape)
 
 
 def confident(threshold: float, gamma: int):
-  """Drafts while max q exceeds the threshold, at most gamma tokens."""
+  """Returns the rule: draft while max q > threshold, at most gamma tokens."""
   return lambda rows: (rows > threshold) & fixed(gamma)(rows)
 
 
@@ -125,11 +129,16 @@ class Estimates:
     return np.searchsorted(self._edges, rows)
 
   def survival(self, rows: np.ndarray):
-    """`[T, G]`, the estimated survival of each token, before it is drawn."""
+    """Returns `[T, G]`, the estimated survival of each undrawn token."""
     return np.cumprod(self._rate[self._bins(rows)], axis=1)
 
   def worth(self, price: float, by_context: bool):
-    """Returns the rule "survival * D > price", D from the texts."""
+    """Returns the rule that drafts a token if survival * D > price.
+
+    Args:
+      price: cost of a drafted token, in target calls.
+      by_context: True if D depends on the bin of the confidence.
+    """
     value = np.ones(_BINS)
     for _ in range(_SWEEPS):
       rule = functools.partial(self._pays, value, price)
@@ -149,7 +158,7 @@ class Estimates:
 
 
 def rules(texts: list[Text], price: float):
-  """Returns rules by their names, tuned on these texts."""
+  """Returns `{name: rule}`, tuned on these sequences."""
   most = texts[0].confidence.shape[1]
   found = Estimates(texts)
   tuned = lambda choices: min(choices, key=lambda rule: sum(
@@ -167,17 +176,18 @@ def rules(texts: list[Text], price: float):
 
 
 def compare(texts: list[Text], clusters: Sequence[str], price: float):
-  """Returns a row for every rule, tuned on one half and judged on the other.
+  """Returns a row for every rule, tuned and evaluated on different halves.
 
   Args:
-    texts: a `Text` for every prompt.
+    texts: sequences, one `Text` per prompt.
     clusters: `[prompts]` labels, see `analysis.estimate`.
     price: cost of a drafted token, in target calls.
 
   Returns:
-    Dicts with "rule", "cost" (target calls per text) and "over_fixed",
-    "over_confidence": the cost over that of the best fixed length and of the
-    best confidence threshold, less 1; with 95 % intervals.
+    Dicts with "rule", "cost", "over_fixed" and "over_confidence". The cost is
+    in target calls per sequence. The last two are the cost divided by the cost
+    of the best fixed length or of the best confidence threshold, minus 1. All
+    three have 95 % intervals.
   """
   places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
   half = np.array([places[label] % 2 for label in clusters])

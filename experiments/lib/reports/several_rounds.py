@@ -148,7 +148,10 @@ def print_theorems(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _within(length: int, ended: Callable = lambda drafts: drafts):
-  """Returns `ended`, limited to drafts that leave one of `length` tokens."""
+  """Returns a function that cuts drafts by `ended` and by the length.
+
+  A draft is shorter than the number of tokens that remain up to `length`.
+  """
   def within(drafts):
     drafts = ended(drafts)
     first = np.cumsum([0, *(3**n for n in range(2 * length))])

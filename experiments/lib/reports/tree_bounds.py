@@ -1,8 +1,9 @@
-"""Bounds on all valid rules in one round, on real draft trees.
+"""Upper bounds for all valid verifiers in one round, on real draft trees.
 
-`analysis.accepted_bound` needs q at every node of a tree, and a draft has q
-only at nodes with children. So the trees are drawn with one child more below
-every other node, except the deepest, and the rules see the tree without it.
+`analysis.accepted_bound` requires q at every node of a tree, but a draft has q
+only at nodes with children. So the trees are drawn with one additional child
+below every leaf, except the deepest leaves. The verifiers see the tree without
+the additional nodes.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ UNKNOWN = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judged:
-  """The rounds of all prompts, R of them.
+  """Results of the R rounds of all prompts.
 
   Attributes:
-    prompts: `[R]`, number of the prompt.
+    prompts: `[R]`, index of each round's prompt.
     terms: `analysis.BoundTerms` of all drafts.
-    expected: `[R, rules]`, E[tau | draft] of every rule.
+    expected: `[R, rules]`, expected accepted tokens of each verifier, given the
+      draft.
     height: height of the trees.
   """
 
@@ -42,14 +44,14 @@ class Judged:
 
 
 def extended(parents: Sequence[int]):
-  """Returns a tree with one child more below all leaves but the deepest.
+  """Returns a tree with an additional child below every leaf but the deepest.
 
   Args:
-    parents: a breadth-first tree, see `specjax.trees`.
+    parents: parents of a breadth-first tree, see `specjax.trees`.
 
   Returns:
-    `(parents, nodes)`: the larger tree, breadth-first, and the numbers of the
-    given nodes in it.
+    `(parents, nodes)`: the parents of the larger tree, breadth-first, and the
+    indices of the original nodes in it.
   """
   depths = sj.trees.depths(parents)
   leaves = [node for node, depth in enumerate(depths)
@@ -66,21 +68,24 @@ def extended(parents: Sequence[int]):
 def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
           rules: Sequence[Verifier], params: Any,
           prompts: Sequence[Sequence[int]], new_tokens: int, seed: int):
-  """Decodes prompts and judges rules on the drafts.
+  """Decodes prompts and evaluates verifiers on the drafts.
 
   Args:
-    decoder: a `Decoder` of the larger tree of `extended`, whose drafter draws
-      the first child of a node from q of its text.
-    parents: the tree that the rules see.
-    nodes: its nodes in the larger tree.
-    rules: verifiers.
+    decoder: a `Decoder` with the larger tree of `extended`. Its drafter must
+      draw the first child of a node from q of the node's context.
+    parents: parents of the tree that the verifiers see.
+    nodes: indices of its nodes in the larger tree.
+    rules: verifiers to evaluate.
     params: parameters of the decoder's models.
     prompts: sequences of token ids.
-    new_tokens: tokens of a rollout.
+    new_tokens: number of new tokens per rollout.
     seed: seed of the rollouts.
+
+  Returns:
+    A `Judged`.
   """
   parents, larger = np.array(parents), np.array(decoder.drafter.parents)
-  # A deepest node has no child: it reads row 0, which is not used.
+  # The deepest nodes have no child. They index row 0, which is not used.
   children = [int(np.argmax(larger == node)) for node in nodes]
 
   def one(draft, probs):
@@ -113,20 +118,20 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
 
 
 def columns(judged: Any, clusters: Sequence[str]):
-  """Returns the bound and every rule's distance from it.
+  """Returns the bound and every verifier's distance from it.
 
   The table of the bound is fitted on one half of the clusters and evaluated on
-  the other, both ways.
+  the other half, and vice versa.
 
   Args:
-    judged: a `Judged`.
+    judged: result of `judge`.
     clusters: `[prompts]` labels, see `analysis.estimate`.
 
   Returns:
-    A dict for every rule: "bounded_tokens", its tokens per pass on these
-    drafts; "bound", tokens per pass that no valid rule exceeds on them in one
-    round; and "over_bound", the first over the second, less 1. The rule is at
-    most that far from the best possible.
+    A dict for every verifier. "bounded_tokens" is its number of tokens per
+    target call on these drafts. "bound" is an upper bound for all valid
+    verifiers on these drafts in one round. "over_bound" is their ratio minus 1.
+    The verifier is at most this far below the best possible verifier.
   """
   places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
   half = np.array([places[label] % 2 for label in clusters])[judged.prompts]

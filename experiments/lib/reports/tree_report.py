@@ -1,4 +1,4 @@
-"""Table and figures of tree_study.py, from its rows."""
+"""Table and figures of tree_study.py."""
 
 from collections.abc import Sequence
 import pathlib
@@ -18,23 +18,24 @@ BASELINE, FASTEST = "autoregressive", "dynamic_program"
 
 def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
             shared: str, law: int, best: int | None, clusters: Sequence[str]):
-  """Returns the figures of a configuration, on its own and shared rollouts.
+  """Returns the results of a configuration, on its own and shared rollouts.
 
-  The baseline and the dynamic program's choice have no budget. The runs of
-  every budget decode them again, with identical output. Speeds use all these
-  runs; token counts use the runs of the first budget.
+  The baseline and the dynamic program's choice have no node budget. The runs of
+  every budget decode them again, with identical output. Speeds are computed
+  from all these runs, and token counts from the runs of the first budget.
 
   Args:
-    runs: results of all prompts, `{configuration: run}` each.
+    runs: `{configuration: run}` of every budget and prompt.
     num_prompts: number of prompts per budget.
     own: name of the configuration.
     shared: name of the configuration whose rollouts are shared.
-    law: index of the method's rule among the rules of the shared rollouts.
-    best: index of the rule that is the best possible there, or None.
+    law: index of the method's verifier among the verifiers of the shared
+      rollouts.
+    best: index of the best possible verifier there, or None.
     clusters: labels of the prompts, see `analysis.estimate`.
 
   Returns:
-    Columns of a row. Those of speed exist only if the runs have "seconds".
+    Columns of a row. The columns of speed exist if the runs have "seconds".
   """
   once = runs[:num_prompts]
   others, mine = ([run[name] for run in once] for name in (shared, own))
@@ -50,7 +51,7 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
 
 def _speed(runs: list[dict[str, dict[str, Any]]], own: str
            ) -> dict[str, float]:
-  """Returns the columns of speed, if the runs were timed."""
+  """Returns the columns of speed; {} if the runs were not timed."""
   if "seconds" not in runs[0][own]:
     return {}
   pace, baseline = (np.array([
@@ -62,7 +63,7 @@ def _speed(runs: list[dict[str, dict[str, Any]]], own: str
 
 def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
                clusters: Sequence[str]) -> dict[str, float | None]:
-  """Returns columns of the gain of rule `law` over rule `best`."""
+  """Returns columns of the gain of verifier `law` over verifier `best`."""
   if best is None:
     return dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
   rounds = [r["rounds"] for r in runs]
@@ -73,7 +74,7 @@ def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
 
 
 def print_table(rows: list[dict[str, Any]]):
-  """Every method at every number of nodes, on stdout."""
+  """Prints every method at every number of nodes."""
   width = max(len(style.label(r["method"])) for r in rows)
   timed = "speedup" in rows[0]
   shown = lambda row, name: f"{Estimate.of_columns(row, name):.3f}"
@@ -102,7 +103,7 @@ def print_table(rows: list[dict[str, Any]]):
 
 
 def _print_rounds(rows: list[dict[str, Any]], width: int) -> None:
-  """Prints the rounds of a text, and the distance from the best possible."""
+  """Prints rounds per sequence, and the distance from the best verifier."""
   print("rounds until a text is complete, own rollouts; tokens of a pass over "
         "the best possible in one round on the same drafts:")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'mean':>26s} "
@@ -121,13 +122,13 @@ def _print_rounds(rows: list[dict[str, Any]], width: int) -> None:
 
 
 def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """trees.csv, and the figures of `draw`."""
+  """Writes trees.csv and the figures of `draw`."""
   common.write_csv(directory / "trees.csv", rows)
   draw(directory, rows)
 
 
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """The figures, from the rows of trees.csv."""
+  """Writes the figures, from the rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
         "tokens of a pass", "Tokens of a pass of the target, the same drafts "
         "for rules of the same trees; 95 % intervals over prompts")
@@ -138,7 +139,7 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
           name: str, title: str):
-  """A panel for every temperature, a curve for every method."""
+  """Plots a panel for every temperature, with a curve for every method."""
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
   figure, grid = style.panels(1, len(temperatures), height=3.8, sharey=True)
   for axes, temperature in zip(grid[0], temperatures):
@@ -151,7 +152,7 @@ def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
 
 
 def _plot_panel(axes: Any, rows: list[dict[str, Any]], figure_of: str) -> None:
-  """Draws the curves of one temperature."""
+  """Plots the curves of one temperature."""
   methods = [m for m in dict.fromkeys(r["method"] for r in rows)
              if m not in (BASELINE, FASTEST)]
   for place, method in enumerate(methods):
@@ -162,7 +163,7 @@ def _plot_panel(axes: Any, rows: list[dict[str, Any]], figure_of: str) -> None:
         color=style.color(method), label=style.label(method)),
                 place, len(methods))
   nodes = [r["nodes"] for r in rows if r["method"] in methods]
-  if figure_of == "speedup":  # the dynamic program chooses any size
+  if figure_of == "speedup":  # the dynamic program chooses the number of nodes
     [chosen] = [r for r in rows if r["method"] == FASTEST]
     nodes.append(chosen["nodes"])
     axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,

@@ -135,7 +135,7 @@ class Study:
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
     own = runs.get(key(drafter, gamma, verifier))
-    if own:  # a pilot has none
+    if own:  # a pilot has no own rollouts
       found |= {"own_accepted": own["expected"][0], "own_rounds": own["rounds"]}
     return found
 

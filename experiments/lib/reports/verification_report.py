@@ -1,4 +1,4 @@
-"""Tables and figures of verification_study.py, from its rows."""
+"""Tables and figures of verification_study.py."""
 
 import pathlib
 from typing import Any
@@ -9,20 +9,23 @@ from lib.reports import text_rounds
 from lib.reports import verification_cells as cells
 from specjax import analysis
 
-# Columns of the table on stdout, their format and their width.
+# Columns of the table on stdout, with format and width.
 _SHOWN = (("block_efficiency", ".2f", 20),
           ("paired_block_efficiency", ".2f", 20), ("own_gain", "+.1%", 21),
           ("gain", "+.1%", 21))
-_TABLE_GAMMA = 8  # of the tables by prompt set and by temperature
+_TABLE_GAMMA = 8  # draft length of the tables by prompt set and by temperature
 
 
 def _judged_afresh(verifier: str):
-  """Whether shared drafts show only its first round, for it remembers."""
+  """Returns whether shared drafts only test a verifier's first round.
+
+  This is true for verifiers with memory of earlier rounds.
+  """
   return common.VERIFIERS[verifier].remembers
 
 
 def _shown(row: dict[str, Any], name: str, form: str):
-  """Returns an estimate with its interval but without n; "-" if unknown."""
+  """Returns an estimate and its interval as text; "-" if unknown."""
   if name not in row:
     return "-"
   return format(
@@ -30,7 +33,7 @@ def _shown(row: dict[str, Any], name: str, form: str):
 
 
 def print_table(rows: list[dict[str, Any]]):
-  """Every cell over all prompts, on stdout."""
+  """Prints the results of every cell over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   print(f"{'':{width}s} {'':4s} {'':5s} {'':13s} {'tokens of a round':>41s} "
         f"{'gain over token':>43s} {'speed-up over':>14s}")
@@ -57,7 +60,7 @@ def print_table(rows: list[dict[str, Any]]):
 
 
 def _print_speed(rows: list[dict[str, Any]]):
-  """Prints the throughput, and how far predicted speed-ups are off."""
+  """Prints the throughput, and the ratios of measured to predicted speed-up."""
   if "throughput" in rows[0]:
     for r in rows:
       print(f"{r['drafter']}, temperature {r['temperature']:g}, gamma "
@@ -77,14 +80,20 @@ def _speedup(row: dict[str, Any], name: str):
 
 def write(directory: pathlib.Path, rows: list[dict[str, Any]],
           prompt_rows: list[dict[str, Any]]):
-  """verification.csv, verification_prompts.csv, and what `draw` writes."""
+  """Writes both CSV files, and the tables and figures of `draw`.
+
+  Args:
+    directory: output directory.
+    rows: rows of verification.csv.
+    prompt_rows: rows of verification_prompts.csv.
+  """
   common.write_csv(directory / "verification.csv", rows)
   common.write_csv(directory / cells.PROMPTS, prompt_rows)
   draw(directory, rows)
 
 
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """verification.md and the figures, from all rows of verification.csv."""
+  """Writes verification.md and the figures, from rows of verification.csv."""
   by_prompts = [r for r in rows if r["prompts"] != "all"]
   rows = [r for r in rows if r["prompts"] == "all"]
   (directory / "verification.md").write_text(_tables(rows, by_prompts))
@@ -101,10 +110,11 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 
 def summary(rows: list[dict[str, Any]]):
-  """README's first table: block verification's gain at every draft length.
+  """Returns block verification's gain by draft length, as Markdown lines.
 
-  Of the first drafter and temperature, as Markdown lines. Tokens and the second
-  gain are of each rule's own rollouts.
+  The lines are the first table of the README. They contain only the first
+  drafter and temperature. The tokens and the second gain are computed from each
+  verifier's own rollouts.
   """
   mine = [r for r in rows if r["prompts"] == "all" and all(
       r[name] == rows[0][name] for name in ("drafter", "temperature"))]
@@ -123,7 +133,7 @@ def summary(rows: list[dict[str, Any]]):
 
 
 def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
-  """The paper's three tables as Markdown."""
+  """Returns the three tables of verification.md as Markdown."""
   gammas = sorted({r["gamma"] for r in rows})
   gamma = _TABLE_GAMMA if _TABLE_GAMMA in gammas else max(gammas)
   first = rows[0]["temperature"]
@@ -149,7 +159,7 @@ def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
 
 
 def _table(rows: list[dict[str, Any]], labels: list[str]):
-  """A line for every setting, its verifiers side by side."""
+  """Returns Markdown lines, one per setting with all its verifiers."""
   lines = {}
   for r in rows:
     lines.setdefault(tuple(r[label] for label in labels), []).append(r)
@@ -174,10 +184,10 @@ def _line(values: tuple, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _panels(rows: list[dict[str, Any]]):
-  """A figure of a panel for every drafter and temperature.
+  """Creates a figure with a panel for every drafter and temperature.
 
   Returns:
-    `(figure, [(axes, [(verifier, its rows, its place for style.apart)])])`.
+    `(figure, [(axes, curves)])`, with the curves of `_curves`.
   """
   drafters = list(dict.fromkeys(r["drafter"] for r in rows))
   temperatures = list(dict.fromkeys(r["temperature"] for r in rows))
@@ -197,7 +207,7 @@ def _panels(rows: list[dict[str, Any]]):
 
 
 def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
-  """Returns `(verifier, its rows, its place for style.apart)` of a panel."""
+  """Returns `[(verifier, rows, arguments of style.apart)]` of a panel."""
   verifiers = list(dict.fromkeys(r["verifier"] for r in rows))
   return [(verifier, [r for r in rows if r["verifier"] == verifier],
            (place, len(verifiers)))
@@ -205,14 +215,14 @@ def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
 
 
 def _name(verifier: str):
-  """Of a curve that is measured on shared drafts."""
+  """Returns the label of a curve that is measured on shared drafts."""
   return style.label(verifier) + (
       "\n(first round only)" * _judged_afresh(verifier))
 
 
 def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
               place: tuple[int, int], scale: float = 1):
-  """Points of an estimate with their 95 % intervals."""
+  """Plots the points of an estimate with their 95 % intervals."""
   style.apart(axes.errorbar(
       [r["gamma"] for r in rows], [scale * r[name] for r in rows],
       scale * style.errors(rows, name), marker="o", markersize=4, capsize=3,
@@ -233,7 +243,7 @@ def _plot_estimate(rows: list[dict[str, Any]], path: pathlib.Path, name: str,
 
 
 def _plot_speed(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Does it pay in time, and is that what a round's costs predict?"""
+  """Plots the measured and the predicted speed-ups."""
   figure, found = _panels(rows)
   for axes, curves in found:
     axes.axhline(1, color=style.color("autoregressive"), linewidth=0.8,

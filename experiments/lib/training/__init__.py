@@ -1,1 +1,1 @@
-"""Modules of the training scripts: rows, heads, saves and reports."""
+"""Modules of the training scripts: rows, heads, checkpoints and reports."""

@@ -1,4 +1,4 @@
-"""Training rows from conversations, whose answers a target may generate."""
+"""Training rows from conversations, optionally with the target's answers."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
 
   Attributes:
     tokens: all tokens.
-    answered: mask of the tokens of an assistant.
+    answered: mask of the assistant's tokens.
   """
 
   tokens: Sequence[int]
@@ -46,18 +46,19 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversations:
-  """Messages with the target's answers, and rows of both.
+  """Generator of the target's answers to messages, and of training rows.
 
   Attributes:
-    target: the target, which answers.
-    tokenizer: the target's tokenizer.
-    temperature: temperature of the answers.
-    row_tokens: length of a row. Message, template and answer together have at
-      most this length.
-    prompt_tokens: maximum length of a message, which keeps its last tokens.
+    target: target model, which generates the answers.
+    tokenizer: tokenizer of the target.
+    temperature: sampling temperature of the answers.
+    row_tokens: length of a row. It is also the maximum length of message,
+      template and answer together.
+    prompt_tokens: maximum length of a message. Longer messages keep their last
+      tokens.
     seed: seed of the choice of messages and of the answers.
-    placement: placement of the decoder on a mesh.
-    files: further arguments of `distillation.write_answers`.
+    placement: placement of the decoder on a mesh, or None.
+    files: keyword arguments of `distillation.write_answers`.
   """
 
   target: Pretrained
@@ -73,8 +74,8 @@ class Conversations:
     """Returns the token ids of at most `count` messages.
 
     Args:
-      texts: the messages.
-      count: number of messages.
+      texts: messages to choose from at random.
+      count: maximum number of messages.
     """
     order = np.random.default_rng(self.seed).permutation(len(texts))[:count]
     return [self.tokenizer.chat([prompts_lib.user(
@@ -92,7 +93,7 @@ class Conversations:
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
              ) -> list[Conversation]:
-    """Returns the messages with answers of the target.
+    """Returns the messages with generated answers.
 
     Args:
       prompts: result of `prompts`.
@@ -116,7 +117,7 @@ class Conversations:
     """Returns complete conversations.
 
     Args:
-      path: a source of conversations, see `conversations.field_of`.
+      path: source of the conversations, see `conversations.field_of`.
 
     Raises:
       ValueError: the source has no conversations, or a record is invalid.
@@ -137,7 +138,7 @@ class Conversations:
     """Joins conversations and cuts them into rows.
 
     Args:
-      chats: the conversations.
+      chats: conversations to join.
 
     Raises:
       ValueError: together they do not fill a row.
@@ -149,11 +150,11 @@ class Conversations:
 
 
 def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
-  """Cuts a stream of tokens into rows; an incomplete row is left out.
+  """Cuts a stream of tokens into rows and drops an incomplete last row.
 
   Args:
-    tokens: `[T]` stream.
-    answered: `[T]` bool mask of the tokens of an assistant.
+    tokens: `[T]` stream of tokens.
+    answered: `[T]` bool mask of the assistant's tokens.
     size: length of a row.
 
   Raises:

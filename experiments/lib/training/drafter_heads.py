@@ -1,4 +1,4 @@
-"""The initial heads of a run of train_drafter.py, and their objective."""
+"""Initial heads and training objective of train_drafter.py."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ Params = dict[str, Any]
 
 
 class Learner(NamedTuple):
-  """Heads and how they are trained.
+  """Heads, their parameters and their training objective.
 
   Attributes:
-    heads: the initial heads.
-    params: their float32 parameters.
-    objective: the training objective.
+    heads: initial heads.
+    params: float32 parameters of the heads.
+    objective: training objective.
   """
 
   heads: Heads
@@ -42,16 +42,17 @@ class Learner(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Start:
-  """Makes or loads initial heads, by the flags of `train_drafter.py`.
+  """Creates or loads initial heads, with the flags of `train_drafter.py`.
 
   Attributes:
-    method: the training method.
-    num_heads: number of tokens that new heads predict, beyond the next one.
+    method: training method.
+    num_heads: number of tokens after the next one that new heads predict.
     head_options: keyword arguments of new heads, see `method_options`.
     options: keyword arguments of the objective, see `method_options`.
     keeps_features: True if the target's hidden states are kept in memory.
-    heads_from: directory or name of the heads to start from; None for new ones.
-    draft_vocabulary: number of tokens that can be drafted; None for all.
+    heads_from: directory or name of the heads to start from; None creates new
+      heads.
+    draft_vocabulary: number of tokens that can be drafted; None means all.
     narrow_head: True if the heads draft with columns of the target's LM head.
     seed: seed of new heads.
   """
@@ -70,7 +71,7 @@ class Start:
     """Raises `ValueError` if flags exclude each other.
 
     Args:
-      of_new_heads: the flags for the form of new heads.
+      of_new_heads: flags that only apply to new heads.
     """
     for flag in of_new_heads:
       if self.heads_from is not None and flag.present:
@@ -85,13 +86,13 @@ class Start:
     """Returns the initial heads with their parameters and objective.
 
     Args:
-      target: the target model of the heads.
-      tokenizer: the target's tokenizer.
-      counted: returns how often each of V tokens is in the training text. If it
-        is None, the draft vocabulary consists of placeholders.
+      target: target model of the heads.
+      tokenizer: tokenizer of the target.
+      counted: function from V to the counts `[V]` of tokens in the training
+        text. If it is None, the draft vocabulary consists of placeholders.
 
     Raises:
-      ValueError: the heads do not fit the method, the target or the flags.
+      ValueError: the heads do not match the method, the target or the flags.
     """
     make = self._new if self.heads_from is None else self._loaded
     heads, params = make(target, tokenizer, counted)
@@ -112,7 +113,7 @@ class Start:
               ) -> tuple[Params, Params]:
     """Returns the trainable and the frozen parameters, `{name: tree}` each.
 
-    Trainable parameters are float32. The teacher is the target before training.
+    Trainable parameters are float32. A teacher is the target before training.
     """
     trainable = {"drafter": learner.params}
     frozen = {"target": target.params}
@@ -134,7 +135,7 @@ class Start:
     return heads, heads.init(jax.random.key(self.seed), target.params)
 
   def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
-    """Returns heads of `heads_from`, which must be the method's."""
+    """Returns the heads of `heads_from`, which must match the method."""
     heads, params = methods.load_heads(
         self.heads_from, target.model, jnp.float32, target.params)
     if heads.kind != self.method.heads.kind:
@@ -146,7 +147,7 @@ class Start:
     return heads, params
 
   def _narrowed(self, heads: Heads) -> dict[str, bool]:
-    """Returns the fields of heads that have a draft vocabulary."""
+    """Returns the field values of heads with a draft vocabulary."""
     if self.narrow_head:
       if not hasattr(heads, "narrow_head"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Quality of heads on held-out text, before and after their training."""
+"""Quality of heads on held-out text, before and after training."""
 
 from collections.abc import Mapping
 import functools
@@ -23,28 +23,29 @@ from specjax.utils.files import write_json
 
 Measured = Mapping[str, Any]
 CURVE = "greedy_block_efficiency"  # metric of the learning curve
-DECODED_ROWS, DECODED_ROUNDS = 64, 16  # of greedy decoding
+DECODED_ROWS, DECODED_ROUNDS = 64, 16  # limits of greedy decoding
 
 
 def evaluation_of(method: Method, target: Pretrained, heads: Heads,
                   params: Mapping[str, Any], objective: DrafterObjective,
                   held_out: np.ndarray) -> evaluation.Measure:
-  """Returns the evaluation of a run: by head, by greedy decoding, and its loss.
+  """Returns the evaluation function of a run.
 
-  Prompts are the first quarters of different held-out rows. The heads' most
-  likely chain is verified; that of PaSS is folded.
+  It measures the accuracy of each head, block efficiency in greedy decoding,
+  and the held-out loss. The prompts are the first quarters of held-out rows.
+  Drafts are the heads' most likely chain; for PaSS, the chain is folded.
 
   Args:
-    method: the training method.
-    target: a `models.Pretrained`.
-    heads: the heads of the target.
-    params: parameters of the heads, for their structure.
-    objective: the training objective.
+    method: training method.
+    target: target model with its parameters.
+    heads: heads of the target.
+    params: parameters of the heads; only their structure is used.
+    objective: training objective.
     held_out: `[R, S]` held-out rows.
 
   Returns:
-    `{"target", "drafter", ...} -> {name: number}`, with "by_row" of
-    `evaluation.head_accuracy`.
+    A function from parameters `{"target", "drafter", ...}` to `{name: number}`.
+    The result also contains "by_row" of `evaluation.head_accuracy`.
   """
   accuracy = evaluation.head_accuracy(
       method.measure(target.model, heads), held_out)
@@ -65,7 +66,7 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
 
 
 def scalars(measured: Measured) -> dict[str, float]:
-  """Returns an evaluation without the values of each row, for the log."""
+  """Returns the scalars of an evaluation, without the values per row."""
   return {name: x for name, x in measured.items() if name != "by_row"}
 
 
@@ -77,14 +78,16 @@ def draw_curves(output_dir: pathlib.Path, heads: Heads, loss: str) -> None:
 
 def spent(output_dir: pathlib.Path, tokens_per_step: int, before: float,
           heads_from: str | None, steps: int) -> dict[str, Any]:
-  """Returns tokens, minutes and learning curve, including earlier runs.
+  """Returns training tokens, minutes and learning curve with earlier runs.
+
+  Earlier runs are the training runs of the initial heads.
 
   Args:
     output_dir: directory of the run.
-    tokens_per_step: tokens that a step reads.
+    tokens_per_step: number of tokens per training step.
     before: value of `CURVE` before the first step.
     heads_from: directory of the initial heads, or None.
-    steps: number of steps of the run that count.
+    steps: number of steps of this run to count.
   """
   tokens, minutes = metrics.spent(output_dir, tokens_per_step, steps)
   taken = {"tokens": 0, "minutes": 0, "curve": []}
@@ -107,8 +110,8 @@ def write(output_dir: pathlib.Path, method: Method, taken: dict[str, Any],
 
   Args:
     output_dir: directory of the run.
-    method: the training method.
-    taken: data, tokens, minutes and curve, for training.json.
+    method: training method.
+    taken: entries of training.json: data, tokens, minutes and curve.
     added: number of parameters of the heads.
     before: evaluation before the first step.
     measured: evaluation after the last step.
@@ -130,7 +133,7 @@ def write(output_dir: pathlib.Path, method: Method, taken: dict[str, Any],
 
 
 def shown(estimate: Estimate) -> str:
-  """Returns a value and its interval, such as "1.609 [1.555, 1.676]"."""
+  """Returns an estimate as text, such as "1.609 [1.555, 1.676]"."""
   if math.isnan(estimate.low):
     return f"{estimate.value:.3f} (no interval)"
   return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

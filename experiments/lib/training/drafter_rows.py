@@ -1,7 +1,7 @@
 """Rows for training and evaluating heads.
 
-Rows are cut out of texts or conversations, or the target generates them: it
-continues the beginnings of texts, or answers messages.
+Rows are cut from documents or conversations, or the target generates them. In
+the second case it continues the beginnings of documents, or answers messages.
 """
 
 from collections.abc import Callable
@@ -34,20 +34,21 @@ from specjax.training import kept_features
 from specjax.utils.fingerprints import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
-ROW_TOKENS_DEFAULT = 512  # the full context of many models needs more memory
+ROW_TOKENS_DEFAULT = 512  # the full context often needs too much memory
 _MOST_BYTES = 2**31  # limit for the float32 logits of one pass
 _SIDES = "training", "held_out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Text:
-  """Training and held-out texts or conversations of a run.
+  """Training and held-out documents or conversations of a run.
 
   Attributes:
     corpus: fingerprint of all documents.
-    files: tokens of the documents; None if they are messages to the target.
+    files: tokens of the documents; None if the documents are messages to the
+      target.
     sides: training and held-out messages to the target, or None.
-    chats: training and held-out rows of the target's answers; None before
+    chats: training and held-out rows with the target's answers; None before
       `Source.answered`.
   """
 
@@ -58,12 +59,12 @@ class Text:
 
   @property
   def streams(self) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out tokens, two arrays `[T]`."""
+    """Training and held-out tokens, one array `[T]` each."""
     return self.files.tokens
 
   @property
   def is_chat(self) -> bool:
-    """True if the tokens are of complete conversations."""
+    """True if the documents are complete conversations."""
     return self.files is not None and self.files.answered is not None
 
   @property
@@ -76,27 +77,29 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-  """Source of the rows of a run, by the flags of `train_drafter.py`.
+  """Source of the rows of a run, with the flags of `train_drafter.py`.
 
   Attributes:
-    data: source of texts or conversations, or self[:SOURCE[,MORE]] for text
-      that the target generates.
-    field: field of its records with a text or turns, or None.
-    batch_size: number of rows in a step.
-    pass_rows: number of rows in one pass of the target, a part of a step.
+    data: source of documents or conversations, or self[:SOURCE[,MORE]] for
+      text that the target generates.
+    field: field of the source's records with the text or turns, or None.
+    batch_size: number of rows per step.
+    pass_rows: number of rows per pass of the target. A step has several passes
+      with --accumulate.
     held_out_rows: number of rows for evaluation.
     self_rows: number of training rows that the target generates.
-    prompt_tokens: number of tokens of a generated row that are the source's.
+    prompt_tokens: number of tokens of the source at the start of a generated
+      row.
     temperature: sampling temperature of generated rows.
-    self_chat: True if the target answers the texts, which are messages. None:
-      only if they are conversations.
-    rows_per_file: number of rows or answers that are generated together, or
-      None for the default of `training.distillation`.
+    self_chat: True if the target answers the documents as messages. None means
+      True if the source has conversations.
+    rows_per_file: number of rows or answers that are generated together. None
+      is the default of `training.distillation`.
     directory: directory of generated rows.
-    answers_only: True if only the tokens of answers are trained on. None: if
-      there are answers.
+    answers_only: True if the loss only includes tokens of answers. None means
+      True if there are answers.
     keeps_features: True if the target's features of a row are kept in memory.
-    seed: seed of the shuffle, the choice of texts and the sampling.
+    seed: seed of the shuffle, the choice of documents and the sampling.
   """
 
   data: str
@@ -116,13 +119,13 @@ class Source:
 
   @property
   def own(self) -> str | None:
-    """Source of the texts that the target continues, or None."""
+    """Source of the beginnings that the target continues, or None."""
     name, _, source = self.data.partition(":")
     return (source.partition(",")[0] or "stdlib") if name == "self" else None
 
   @property
   def complete(self) -> str | None:
-    """Source of complete conversations in addition to the target's, or None."""
+    """Source of additional complete conversations, or None."""
     return self.data.partition(",")[2] or None if self.own else None
 
   @functools.cached_property
@@ -139,7 +142,7 @@ class Source:
 
   @property
   def weighs(self) -> bool:
-    """True if only the tokens of answers are trained on."""
+    """True if the loss only includes tokens of answers."""
     if self.answers_only is not None:
       return self.answers_only
     return self.chat or self.own is None and self.turns is not None
@@ -148,8 +151,9 @@ class Source:
     """Raises `ValueError` if a setting would have no effect.
 
     Args:
-      tokenizer: the target's tokenizer.
-      names: names of flags on the command line that apply to generated rows.
+      tokenizer: tokenizer of the target.
+      names: names of flags on the command line that only apply to generated
+        rows.
     """
     for name, value in (("self_chat", self.self_chat),
                         ("keep_features", self.keeps_features),
@@ -174,9 +178,9 @@ class Source:
     """Returns the length of a row in tokens.
 
     Args:
-      row_tokens: the value of --row_tokens, None for the default.
-      target: the target model.
-      heads: the heads, which predict several tokens of a row.
+      row_tokens: value of --row_tokens; None is the default.
+      target: target model.
+      heads: heads. A row must be longer than the tokens that they predict.
 
     Raises:
       ValueError: the rows are too long for the target, too short for the heads
@@ -202,9 +206,9 @@ class Source:
     return value
 
   def counted(self, text: Text) -> Callable[[int], np.ndarray] | None:
-    """Returns a function from V to the counts `[V]` of trained tokens.
+    """Returns a function from V to the counts `[V]` of training tokens.
 
-    It returns None if the target has not answered the messages yet.
+    The result is None if the target has not answered the messages yet.
     """
     if text.chats is not None:
       rows = text.chats[0]
@@ -222,7 +226,7 @@ class Source:
     return len(text.streams[0]) // (row_tokens - 1)
 
   def text(self, tokenizer: Tokenizer) -> Text:
-    """Reads and tokenises the texts."""
+    """Reads the source, and tokenises it unless it has messages."""
     if self.own and self.self_rows < self.batch_size:
       raise ValueError(f"--self_rows is {self.self_rows} and a batch has "
                        f"{self.batch_size}; sample at least one batch")
@@ -236,7 +240,7 @@ class Source:
     return Text(corpus=files.corpus, files=files)
 
   def _messages(self) -> list[corpora.Document]:
-    """Returns the messages to the target: texts, or users' first turns."""
+    """Returns the messages to the target: documents, or first user turns."""
     if self.turns is None:
       return corpora.read_documents(self.own, self.field)
     return [corpora.Document(chat.name, asked["content"])
@@ -246,13 +250,13 @@ class Source:
 
   @property
   def _written(self) -> list[tuple[str, int, int]]:
-    """Name, number of generated rows and seed of both sides."""
+    """Name, number of generated rows and seed, for training and held-out."""
     return [(name, count, self.seed + i) for i, (name, count) in enumerate(
         zip(_SIDES, (self.self_rows, self.held_out_rows)))]
 
   @property
   def _files(self) -> dict[str, int]:
-    """Arguments of `training.distillation` for the size of its files."""
+    """Arguments of `training.distillation` with the size of its files."""
     return {} if self.rows_per_file is None else {
         "rows_per_file": self.rows_per_file}
 
@@ -261,9 +265,9 @@ class Source:
     """Returns the text with the target's answers to its messages.
 
     Args:
-      target: the target, which answers.
-      tokenizer: the target's tokenizer.
-      text: the text with the messages.
+      target: target model, which generates the answers.
+      tokenizer: tokenizer of the target.
+      text: text with the messages.
       row_tokens: length of a row.
       mesh: mesh of devices, or None.
     """
@@ -288,12 +292,12 @@ class Source:
            ) -> Callable[[], tuple[Batches, np.ndarray]]:
     """Returns a function `() -> (step -> batch, held-out rows)`.
 
-    All checks are done before it returns. The function generates the rows that
-    continue beginnings of the text.
+    All checks are done before the function is returned. If the target continues
+    beginnings, the function generates the rows when it is called.
 
     Args:
-      target: the target.
-      objective: objective of the run, with `read` if features are kept.
+      target: target model.
+      objective: objective of the run. It requires `read` if features are kept.
       text: text of the run, with answers if `chat`.
       row_tokens: length of a row.
       mesh: mesh of devices, or None.
@@ -330,7 +334,8 @@ class Source:
                      ) -> tuple[Rows, Rows]:
     """Returns training and held-out rows of complete conversations.
 
-    Held-out rows are shorter if the held-out conversations do not fill a row.
+    If the held-out conversations do not fill a row, the held-out row is
+    shorter.
     """
     training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
     size = min(row_tokens, len(files.tokens[1]))
@@ -347,7 +352,7 @@ class Source:
 
   def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
                   ) -> list[np.ndarray]:
-    """Returns the beginnings of the rows of both sides."""
+    """Returns the beginnings of training and held-out rows."""
     if self.prompt_tokens >= row_tokens:
       raise ValueError(f"--self_prompt_tokens is {self.prompt_tokens} and a "
                        f"row has {row_tokens} tokens; give shorter prompts")
@@ -359,7 +364,7 @@ class Source:
                target: Pretrained | None) -> Batches:
     """Returns a function `step -> batch`, with features if they are kept.
 
-    If only answers count, rows without answers are left out.
+    Rows without answers are left out if the loss only includes answers.
     """
     useful = np.arange(len(rows.tokens))
     if self.weighs:

@@ -1,4 +1,4 @@
-"""Trained heads on disk: of the last and of the best evaluation."""
+"""Checkpoints of trained heads: the last and the best evaluation."""
 
 import dataclasses
 import pathlib
@@ -16,7 +16,7 @@ from specjax.utils import processes
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-BEST = "best"  # directory in that of a run
+BEST = "best"  # subdirectory of the best heads
 _TRAINING = "training.json"
 
 
@@ -25,15 +25,15 @@ class Saves:
   """Writer of the heads of a run, and of the target if it is trained.
 
   Attributes:
-    directory: the run's directory; the best heads go to `best/` in it.
-    method: the training method.
-    heads: the trained heads, without parameters.
-    target: the target model of the heads.
-    tokenizer: the target's tokenizer.
-    dtype: the name of the precision on disk.
-    data: the value of --data.
-    corpus: a fingerprint of the documents.
-    tokens_per_step: number of tokens that a step reads.
+    directory: directory of the run. The best heads are in `best/` in it.
+    method: training method.
+    heads: trained heads, without parameters.
+    target: target model of the heads.
+    tokenizer: tokenizer of the target.
+    dtype: name of the dtype on disk.
+    data: value of --data.
+    corpus: fingerprint of the documents.
+    tokens_per_step: number of tokens per training step.
     heads_from: directory of the initial heads, or None.
     untrained: evaluation before the first step.
   """
@@ -51,7 +51,7 @@ class Saves:
   untrained: dict[str, float]
 
   def taken(self, steps: int) -> dict[str, Any]:
-    """Returns data, tokens, minutes and curve after some steps of the run."""
+    """Returns data, tokens, minutes and learning curve after `steps` steps."""
     return {"data": self.data, "corpus": self.corpus, "steps": steps,
             **drafter_report.spent(
                 self.directory, self.tokens_per_step,
@@ -62,11 +62,11 @@ class Saves:
     """Writes trained parameters atomically.
 
     Args:
-      trained: `{"drafter"}`, and `"target"` if it is trained.
-      directory: directory of the files; None is the run's.
+      trained: trained parameters, "drafter" and, if it is trained, "target".
+      directory: output directory; None is the directory of the run.
 
     Returns:
-      The parameters, rounded to the precision on disk.
+      The parameters, rounded to the dtype on disk.
     """
     directory = directory or self.directory
     saved = loop.cast(trained, self.dtype)
@@ -82,12 +82,12 @@ class Saves:
     """Writes the heads of an evaluation, see `Trainer.evaluated`.
 
     Args:
-      step: number of steps taken.
+      step: number of completed steps.
       trained: trained parameters by name.
       measured: values of the evaluation.
     """
     trained = processes.gathered(trained)
-    # The processes must not read different states of the directory.
+    # Only the first process reads the directory, so that all processes agree.
     best, taken = processes.by_the_first(
         lambda: (self._best(), self.taken(step)))
     training = {
@@ -99,7 +99,8 @@ class Saves:
       directories.append(self.directory / BEST)
     for directory in directories:
       self.write(trained, directory)
-      # Last, so that a killed run does not take the heads for better ones.
+      # Written last: if a run is killed before, the old value of the curve
+      # remains, and the heads do not count as better.
       write_json(directory / _TRAINING, training)
 
   def _best(self) -> tuple[int, float] | None:
@@ -111,7 +112,7 @@ class Saves:
     return training["steps"], training[drafter_report.CURVE]
 
   def print_best(self) -> None:
-    """Prints the step of the best heads and where they are."""
+    """Prints the step and the directory of the best heads."""
     best = processes.by_the_first(self._best)
     if best is not None:
       print(f"best heads of all evaluations: after step {best[0]}, held-out "

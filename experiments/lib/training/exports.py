@@ -1,4 +1,4 @@
-"""Export of trained heads for servers."""
+"""Helpers for the export of trained heads to inference servers."""
 
 import pathlib
 
@@ -15,13 +15,13 @@ _TRAINING = "training.json"
 
 def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
            target: str) -> str:
-  """Returns a line with the command that exports heads.
+  """Returns a message with the command that exports heads.
 
   Args:
-    directory: the directory of the heads.
-    heads: the heads.
-    model: the target model of the heads.
-    target: the value of --target.
+    directory: directory of the heads.
+    heads: trained heads.
+    model: target model of the heads.
+    target: value of --target.
   """
   layouts = layouts_for(heads, model)
   if not layouts:
@@ -34,10 +34,10 @@ def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
 
 
 def hub_name(target: str) -> str | None:
-  """Returns the name by which servers find a target; None if there is none.
+  """Returns the name or path of a target for servers; None if there is none.
 
   Args:
-    target: the value of --target.
+    target: value of --target.
   """
   path = pathlib.Path(target)
   if path.exists():
@@ -49,11 +49,11 @@ def hub_name(target: str) -> str | None:
 
 
 def copy_training(name: str, directory: pathlib.Path) -> None:
-  """Copies the accuracies of heads, which determine trees in generate.py.
+  """Copies the heads' accuracies, from which generate.py builds trees.
 
   Args:
     name: name of the heads, see `models.load_self_drafter`.
-    directory: the directory of the exported heads.
+    directory: directory of the exported heads.
   """
   path = models.heads_directory(name) / _TRAINING
   if path.exists():

@@ -1,7 +1,7 @@
 """Flags for the options of all training methods.
 
-Each `Option` of a method's record in `specjax.methods` defines one
-flag. A flag is rejected if the chosen method does not have this option.
+Each `Option` of a `specjax.methods.Method` defines one flag. A flag is rejected
+if the chosen method does not have this option.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ flags.disclaim_key_flags()
 
 
 class Options:
-  """Flags for one group of options: of the objectives or of the heads."""
+  """Flags for one group of options: for objectives or for heads."""
 
   def __init__(self, field: str) -> None:
     """Defines the flags.
@@ -30,7 +30,7 @@ class Options:
     self.flags = {option.name: _flag(option) for option in options}
 
   def check(self, method: methods.Method) -> None:
-    """Raises `ValueError` if a flag of another method is set."""
+    """Raises `ValueError` if a flag is set that the method does not have."""
     taken = {option.name for option in getattr(method, self._field)}
     for name, flag in self.flags.items():
       if name not in taken and flag.present:
@@ -43,9 +43,9 @@ class Options:
     """Returns `{name: value}` of the options of a method.
 
     Args:
-      method: the training method.
-      own_text: True if the target samples the training text itself; it is the
-        value of options whose default is None.
+      method: training method.
+      own_text: True if the target generates the training text. It is the value
+        of options whose default is None.
     """
     values = {option.name: self.flags[option.name].value
               for option in getattr(method, self._field)}

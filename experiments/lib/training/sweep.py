@@ -1,4 +1,4 @@
-"""Comparison of short trainings with several values of one flag."""
+"""Comparison of short training runs with several values of one flag."""
 
 from collections.abc import Callable
 import math
@@ -14,7 +14,7 @@ from specjax.analysis import estimate
 from specjax.training import evaluation
 from specjax.utils.files import read_json
 
-# Flags that can change the rows of training and evaluation.
+# Flags that can change the training and evaluation rows.
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
                 "held_out_rows")
 Row = dict[str, Any]  # results of one training
@@ -24,10 +24,11 @@ _TAKEN = ("sweep", "output_dir", "self_dir")
 def define() -> flags.FlagHolder:
   """Defines --sweep."""
   return flags.DEFINE_string(
-      "sweep", None, "FLAG:VALUE,VALUE,...: train once for each value of a "
-      "flag, such as learning_rate:0.001,0.003,0.01, for --steps steps each "
-      "(a few hundred), in --output_dir/FLAG=VALUE, and print a table sorted "
-      "by acceptance length. After an interruption the same command continues")
+      "sweep", None, "FLAG:VALUE,VALUE,..., at least two values of one flag, "
+      "such as learning_rate:0.001,0.003,0.01. Each value is trained for "
+      "--steps steps (a few hundred suffice) in --output_dir/FLAG=VALUE. A "
+      "table sorted by acceptance length is printed. After an interruption the "
+      "same command continues. By default there is a single training run")
 
 
 def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
@@ -35,9 +36,9 @@ def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
   """Calls `train` for every value, and prints and writes the table.
 
   Args:
-    sweep: the flag; it is unset while `train` runs.
-    output_dir: a directory for the runs.
-    train: trains with the flags as they are, without arguments.
+    sweep: the flag --sweep. It is unset while `train` runs.
+    output_dir: parent directory of the runs.
+    train: function without arguments that trains with the current flags.
   """
   name, values = _parsed(sweep.value)
   base = common.output_directory(output_dir, "sweep")
@@ -54,14 +55,14 @@ def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
     all_flags["output_dir"].value = str(directory)
     print(f"--{name}={value}", flush=True)
     rows.append({"value": value, **_trained(train, directory)})
-    jax.clear_caches()  # a process has room for the programs of a few runs
+    jax.clear_caches()  # the compiled programs of many runs exceed the memory
   rows.sort(key=lambda row: -row.get(drafter_report.CURVE, -math.inf))
   _print(name, rows)
   common.finish(base, "sweep", {"flag": name, "rows": rows})
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:
-  """Returns the name of the flag and its values as text, all of them valid."""
+  """Returns the flag's name and its values as text, after checking them."""
   name, _, values = text.partition(":")
   values = values.split(",")
   if name not in flags.FLAGS or name in _TAKEN:
@@ -86,7 +87,7 @@ def _parsed(text: str) -> tuple[str, list[str]]:
 
 
 def _trained(train: Callable[[], None], directory: pathlib.Path) -> Row:
-  """Trains; returns the results, or the reason why there are none."""
+  """Trains and returns the results, or `{"failed": reason}`."""
   try:
     train()
   except FloatingPointError as e:
@@ -115,9 +116,10 @@ def _print(name: str, rows: list[Row]) -> None:
 
 
 def _behind(name: str, best: Row, row: Row) -> str:
-  """Returns the loss of acceptance length against the best run, as text.
+  """Returns the difference in acceptance length to the best run, as text.
 
-  It is the difference on the same held-out rows, or "-" if the rows differ.
+  The difference is computed on the same held-out rows. The result is "-" for
+  the best run, or if the rows differ.
   """
   most, other = best["by_row"], row["by_row"]
   if (row is best or _changes_rows(name)
@@ -130,5 +132,5 @@ def _behind(name: str, best: Row, row: Row) -> str:
 
 
 def _changes_rows(name: str) -> bool:
-  """Returns whether runs with other values of a flag read other rows."""
+  """Returns whether a flag changes the training or evaluation rows."""
   return name in _OF_THE_ROWS or name.startswith("self_")

@@ -12,22 +12,23 @@ from lib import progress
 from specjax.data import token_files
 from specjax.data import Tokenizer
 
-DIRECTORY = "SPECJAX_TOKENS"  # an environment variable
-_LARGEST = 20 * 2**30  # bytes of all corpora after one is added
+DIRECTORY = "SPECJAX_TOKENS"  # environment variable with the directory
+_LARGEST = 20 * 2**30  # limit in bytes for all corpora
 
 
 def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
          ) -> token_files.TokenFiles:
   """Returns the tokens of a corpus; see `token_files.read`.
 
-  They are stored in ~/.cache/specjax/tokens or in the directory of the
-  environment variable SPECJAX_TOKENS. The path is printed on stderr. The least
-  recently used corpora are deleted when all take more than 20 GiB.
+  The tokens are stored in the directory of the environment variable
+  SPECJAX_TOKENS, by default ~/.cache/specjax/tokens. The path is printed on
+  stderr. If all corpora exceed 20 GiB, the least recently used ones are
+  deleted.
 
   Args:
     source: source of the corpus.
-    field: field of its records.
-    tokenizer: the tokenizer.
+    field: field of its records with the text.
+    tokenizer: tokenizer of the target.
     chat: True if the records are conversations.
   """
   directory = _directory()
@@ -44,7 +45,7 @@ def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
 
 
 def _directory() -> pathlib.Path:
-  """Returns the directory of all corpora, or else a temporary one."""
+  """Returns the directory of all corpora; a temporary one if not writable."""
   try:
     directory = pathlib.Path(os.environ.get(DIRECTORY) or (
         compilation.cache_directory() / "tokens"))
@@ -61,7 +62,7 @@ def _shrink(directory: pathlib.Path, used: pathlib.Path,
             largest: int = _LARGEST) -> None:
   """Deletes the least recently used corpora, except `used`.
 
-  A run that has mapped a deleted corpus can still read it.
+  A run with a memory map of a deleted corpus can still read it.
   """
   entries = []
   for path in directory.glob("*-tokens*"):
