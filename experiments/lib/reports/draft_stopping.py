@@ -129,7 +129,7 @@ class Estimates:
     return np.searchsorted(self._edges, rows)
 
   def survival(self, rows: np.ndarray):
-    """Returns `[T, G]`, the estimated survival of each undrawn token."""
+    """Returns `[T, G]`, the survival of tokens, estimated before their draw."""
     return np.cumprod(self._rate[self._bins(rows)], axis=1)
 
   def worth(self, price: float, by_context: bool):
@@ -176,7 +176,7 @@ def rules(texts: list[Text], price: float):
 
 
 def compare(texts: list[Text], clusters: Sequence[str], price: float):
-  """Returns a row for every rule, tuned and evaluated on different halves.
+  """Returns a row for every rule, tuned and evaluated on different prompts.
 
   Args:
     texts: sequences, one `Text` per prompt.

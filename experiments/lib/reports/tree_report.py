@@ -103,7 +103,7 @@ def print_table(rows: list[dict[str, Any]]):
 
 
 def _print_rounds(rows: list[dict[str, Any]], width: int) -> None:
-  """Prints rounds per sequence, and the distance from the best verifier."""
+  """Prints rounds per sequence, and distances from the best possible."""
   print("rounds until a text is complete, own rollouts; tokens of a pass over "
         "the best possible in one round on the same drafts:")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'mean':>26s} "

@@ -180,7 +180,7 @@ class Source:
     Args:
       row_tokens: value of --row_tokens; None is the default.
       target: target model.
-      heads: heads. A row must be longer than the tokens that they predict.
+      heads: heads to train. A row has at least 2 tokens more than they predict.
 
     Raises:
       ValueError: the rows are too long for the target, too short for the heads
