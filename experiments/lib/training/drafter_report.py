@@ -33,7 +33,8 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
 
   It measures the accuracy of each head, block efficiency in greedy decoding,
   and the held-out loss. The prompts are the first quarters of held-out rows.
-  Drafts are the heads' most likely chain; for PaSS, the chain is folded.
+  Drafts are the heads' most likely chain. PaSS uses its folded variant, with
+  one target pass per round.
 
   Args:
     method: training method.

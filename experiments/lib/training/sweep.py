@@ -26,7 +26,7 @@ def define() -> flags.FlagHolder:
   return flags.DEFINE_string(
       "sweep", None, "FLAG:VALUE,VALUE,..., at least two values of one flag, "
       "such as learning_rate:0.001,0.003,0.01. Each value is trained for "
-      "--steps steps (a few hundred suffice) in --output_dir/FLAG=VALUE. A "
+      "--steps steps (usually a few hundred) in --output_dir/FLAG=VALUE. A "
       "table sorted by acceptance length is printed. After an interruption the "
       "same command continues. By default there is a single training run")
 
