@@ -1,14 +1,13 @@
-"""Logits that depend on the text so far, for target and drafter alike.
+"""Constraints: logits that depend on the previous tokens.
 
-They are given in order, the hardest first:
+They apply to target and drafter. Give the strictest constraint first:
 
   sj.LogitsTransform(constraints=(automaton, Repetition(penalty=1.2)))
 
-`base` says what a constraint is. All of them change the law that the output
-follows, and speculation changes nothing more: the text has the law of
-autoregressive decoding under the same constraints. Drafters that draw from a
-model's laws or from heads draft under them too; the drafts of others are
-rejected where a constraint forbids them.
+`Constraint` is the interface. The output has the distribution of autoregressive
+decoding under the same constraints. Drafters that sample from a model or from
+heads apply the constraints too. Other drafters may propose a forbidden token;
+verification rejects it.
 """
 
 from specjax.constraints.automaton import Automaton

@@ -18,20 +18,20 @@ class Alternative:
   """Keywords that hold together for a value.
 
   Attributes:
-    types: a subset of `EVERY_TYPE`, or None without `type`. A number is an
+    types: subset of `EVERY_TYPE`, or None without `type`. A number is an
       integer or a fraction.
-    values: JSON texts of the values to choose from, or None.
+    values: JSON of the allowed values, or None.
     limits: keywords of lengths and bounds.
-    patterns: expressions that the string matches somewhere.
-    formats: the formats of the string.
+    patterns: regular expressions that must match somewhere in the string.
+    formats: formats of the string.
     prefix: nodes of the first items.
     items: node of the other items.
     properties: nodes by name, in order.
-    required: names.
+    required: names of the required properties.
     extra: node of other properties.
-    has_extra: whether `additionalProperties` is given.
+    has_extra: if True, `additionalProperties` is given.
     keywords: keywords about one type, except those about objects.
-    is_object: whether there are keywords about objects.
+    is_object: if True, there are keywords about objects.
   """
 
   types: frozenset[str] | None = None
@@ -50,9 +50,9 @@ class Alternative:
 
   @property
   def reachable_types(self) -> frozenset[str]:
-    """The types of the values that are written.
+    """Types of the values that are written.
 
-    What has properties but no type is an object.
+    An alternative with properties but no type is an object.
     """
     if self.types is not None:
       return self.types
@@ -60,14 +60,14 @@ class Alternative:
 
   @property
   def is_free(self) -> bool:
-    """Whether there are no keywords."""
+    """True if there are no keywords."""
     return not (self.types or self.keywords or self.is_object
                 or self.values is not None)
 
   def item(self, i: int) -> Node:
-    """The node of one item."""
+    """Returns the node of item i."""
     return self.prefix[i] if i < len(self.prefix) else self.items
 
   def named(self, name: str) -> Node:
-    """The node of one property."""
+    """Returns the node of a property."""
     return self.properties.get(name, self.extra)

@@ -1,8 +1,8 @@
 """A finite automaton over tokens: a regular expression, or a JSON schema.
 
 Willard and Louf 2023 (arXiv:2307.09702). `grammars` compiles an automaton over
-bytes and `token_tables` reads the tokens of a vocabulary through it, so that a
-round needs no host: the tables of a schema take a few megabytes on the device.
+bytes, and `token_tables` converts it into tables over tokens. The tables of a
+schema take a few megabytes on the device, and decoding does not use the host.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from specjax.decoding import constraining
 
 @struct.dataclass
 class AutomatonMemory:
-  """Where a row is.
+  """Position of a row in the automaton.
 
   Attributes:
-    state: `[]` int32; -1 after a token that was forbidden.
-    left: `[]` int32, tokens that the row may still get.
-    eos: `[E]` int32, the row's, filled up with -1.
+    state: `[]` int32, current state; -1 after a forbidden token.
+    left: `[]` int32, number of tokens that the row may still generate.
+    eos: `[E]` int32, eos ids of the row, padded with -1.
   """
 
   state: jax.Array
@@ -39,24 +39,23 @@ class AutomatonMemory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton(constraining.Constraint):
-  """The output is a text that the automaton accepts.
+  """Restricts the output to sequences that the automaton accepts.
 
-  Only tokens that lead on to an accepting state are allowed. An end of the
-  row, one of its eos ids, is allowed in accepting states alone, and it is the
-  only choice where nothing can follow. So every row needs an eos. Transitions
-  to states that cannot reach an accepting one are removed.
+  A token is allowed only if an accepting state can still be reached. An eos id
+  is allowed only in accepting states, and it is the only choice if no other
+  token can follow. So every row needs an eos.
 
-  A row is accepted within its limit too: with `finish`, a token is allowed
-  only if the tokens that are left then suffice to come to an end. This changes
-  the law of texts that come near the limit, for autoregressive decoding as
-  well; without it they are cut off anywhere.
+  With `finish`, a token is allowed only if the remaining tokens suffice to
+  reach an accepting state. This changes the distribution of sequences close to
+  their limit, also in autoregressive decoding. Without it they are cut off at
+  the limit.
 
-  Its tables are constants of the program, found by their content: another
-  expression is another program.
+  The tables are constants of the compiled program. Another expression compiles
+  another program.
 
   Attributes:
-    tables: the moves between its states; state 0 is where an output begins.
-    finish: whether rows come to an end within their limits.
+    tables: transitions between the states; an output begins in state 0.
+    finish: if True, rows end within their limits.
 
   Example: tokens 0 and 1 in turn, 0 first, and after any 1 the end, token 2.
 
@@ -95,12 +94,12 @@ class Automaton(constraining.Constraint):
   @classmethod
   def of_table(cls, next_state: Any, final: Sequence[int], finish: bool = True
                ) -> "Automaton":
-    """An automaton of a table over all tokens.
+    """Returns an automaton with the given table over all tokens.
 
     Args:
-      next_state: `[S, V]`, -1 where a token is forbidden.
-      final: the accepting states.
-      finish: see the class.
+      next_state: `[S, V]`, next states; -1 for a forbidden token.
+      final: accepting states.
+      finish: if True, rows end within their limits.
     """
     table = np.array(next_state, np.int32)
     if table.ndim != 2:
@@ -116,22 +115,21 @@ class Automaton(constraining.Constraint):
   def from_regex(cls, regex: str, tokenizer: Any, *,
                  vocab_size: int | None = None, banned: Sequence[int] = (),
                  finish: bool = True) -> "Automaton":
-    """An automaton of the texts that an expression matches as a whole.
+    """Returns an automaton of the strings that an expression fully matches.
 
     Args:
-      regex: the expression, in the syntax of Python's `re`. A final $ and an
-        initial ^ are not needed. Look-around, back-references and word
-        boundaries are refused, and $ matches at the end alone.
-      tokenizer: the target's tokenizer, with `vocab_size` and
-        `token_bytes(id)`. Tokens without bytes, the special ones, are
-        forbidden.
-      vocab_size: the target's V, where it has more ids than the tokenizer.
-      banned: ids that the text never has. Name those here that end a row and
-        have bytes, or `finish` may count on one of them.
-      finish: see the class.
+      regex: expression in the syntax of Python's `re`. An initial ^ and a final
+        $ are not needed. Look-around, back-references and word boundaries are
+        refused, and $ matches only at the end.
+      tokenizer: tokenizer of the target, with `vocab_size` and
+        `token_bytes(id)`. Special tokens have no bytes and are forbidden.
+      vocab_size: vocabulary size V of the target. None: that of the tokenizer.
+      banned: ids that never occur in the output. Include eos ids that have
+        bytes; otherwise `finish` may plan to use one of them.
+      finish: if True, rows end within their limits.
 
     Raises:
-      ValueError: the expression is wrong, needs more than 2**18 states or a
+      ValueError: the expression is invalid, needs more than 2**18 states or a
         table of more than 64 MiB, or no tokens can spell a match.
     """
     return cls._of_fragment(grammars.regex_fragment(regex), tokenizer,
@@ -151,13 +149,12 @@ class Automaton(constraining.Constraint):
                        vocab_size: int | None = None,
                        banned: Sequence[int] = (), finish: bool = True,
                        whitespace: str | None = None) -> "Automaton":
-    """An automaton of JSON texts that follow a schema (draft 2020-12).
+    """Returns an automaton of JSON that follows a schema (draft 2020-12).
 
-    Every text that it accepts is valid. A schema with a keyword or a format
-    that it would not follow is refused by its name. Of the valid texts it
-    writes those of this form:
+    All accepted JSON is valid. Unsupported keywords and formats raise an error
+    that names them. The accepted JSON has this form:
 
-    * Between two parts there is `whitespace`.
+    * `whitespace` separates the parts.
     * The declared properties of an object come in the order of the schema, then
       required ones that are not declared. Others follow them if
       `additionalProperties` is given as true or a schema, or if no property is
@@ -170,24 +167,24 @@ class Automaton(constraining.Constraint):
     * A value without keywords holds at most four levels of arrays and objects.
       A `$ref` within itself is followed six times, or three times if six need
       too many states.
-    * What has properties but no `type` is an object. Other keywords about one
-      type require `type`.
-    * `format` is checked as a validator does it: `date`, `time` and `date-time`
+    * A schema with properties but no `type` describes an object. Other keywords
+      about one type require `type`.
+    * `format` is checked: `date`, `time` and `date-time`
       (RFC 3339, without leap seconds), `email` (RFC 5321), `uri` (RFC 3986),
       `uuid` (RFC 4122).
     * A `pattern` is a search, in the syntax of Python's `re`; see `from_regex`.
 
     Args:
-      schema: JSON, or the same as an object.
-      tokenizer: see `from_regex`.
-      vocab_size: see `from_regex`.
-      banned: see `from_regex`.
-      finish: see the class.
-      whitespace: an expression for the space between two parts; None: one space
-        or none.
+      schema: schema as a JSON string or as a Python object.
+      tokenizer: tokenizer of the target, as in `from_regex`.
+      vocab_size: vocabulary size V of the target, as in `from_regex`.
+      banned: ids that never occur in the output, as in `from_regex`.
+      finish: if True, rows end within their limits.
+      whitespace: regular expression for the space between two parts. None: at
+        most one space.
 
     Raises:
-      ValueError: the schema is not JSON, a part of it would not be followed, no
+      ValueError: the schema is not JSON, a part of it is not supported, no
         value follows it, or it needs more than 2**18 states or a table of more
         than 64 MiB.
     """
@@ -206,25 +203,25 @@ class Automaton(constraining.Constraint):
 
   @property
   def shortest(self) -> int:
-    """Tokens of the shortest text that is accepted, without an end."""
+    """Number of tokens of the shortest accepted sequence, without eos."""
     return int(self.tables.distance[0])
 
   def step(self, state: int, token: int) -> int:
-    """Returns the state after a token, -1 if it is forbidden; on the host."""
+    """Returns the state after a token, computed on the host; -1: forbidden."""
     if state < 0:
       return -1
     move = self.tables.row_moves(self.tables.row[state])[token]
     return int(self.tables.targets(state, move))
 
   def accepts(self, tokens: Sequence[int]) -> bool:
-    """Returns whether the tokens are a text that is accepted; on the host."""
+    """Returns True if the automaton accepts the tokens; runs on the host."""
     state = 0
     for token in tokens:
       state = self.step(state, token)
     return state >= 0 and bool(self.tables.final[state])
 
   def check_target(self, vocab_size: int) -> None:
-    """Raises a `ValueError` where it is over other tokens."""
+    """Raises `ValueError` unless the vocabulary sizes are equal."""
     size = len(self.tables.token_class)
     if size != vocab_size:
       raise ValueError(
@@ -232,7 +229,7 @@ class Automaton(constraining.Constraint):
           f"{vocab_size}; give it vocab_size={vocab_size}")
 
   def check_rows(self, new_tokens: np.ndarray, eos: np.ndarray) -> None:
-    """Raises a `ValueError` where a row has no end, or no room for a text."""
+    """Raises `ValueError` if a row has no eos or too small a limit."""
     for row in np.flatnonzero(new_tokens > 0):
       if (eos[row] < 0).all():
         raise ValueError(f"prompt {row} has no eos, by which a text that an "
@@ -244,13 +241,13 @@ class Automaton(constraining.Constraint):
             "or make it with finish=False")
 
   def init(self, row: constraining.Row) -> AutomatonMemory:
-    """At the beginning, with all tokens left."""
+    """Returns the memory of a row before its first new token."""
     return AutomatonMemory(state=jnp.zeros_like(row.length),
                            left=row.limit - row.length, eos=row.eos)
 
   def advance(self, memory: AutomatonMemory, token: jax.Array
               ) -> AutomatonMemory:
-    """The state after a token."""
+    """Returns the memory after a token."""
     tables, state = self.tables, jnp.maximum(memory.state, 0)
     row = jnp.asarray(tables.row)[state]
     move = _row(tables.moves, row)[
@@ -265,7 +262,7 @@ class Automaton(constraining.Constraint):
                           left=memory.left - 1)
 
   def apply(self, memory: AutomatonMemory, logits: jax.Array) -> jax.Array:
-    """-inf for all that leads to no text, and for an early end."""
+    """Sets the logits of forbidden tokens to -inf."""
     tables, state = self.tables, jnp.maximum(memory.state, 0)
     row, size = jnp.asarray(tables.row)[state], logits.shape[0]
     final = jnp.asarray(tables.final)[state]
@@ -280,7 +277,7 @@ class Automaton(constraining.Constraint):
     if self.finish:
       in_time = [x < jnp.minimum(memory.left, token_tables.NEVER)
                  for x in found]
-      # Beyond its limit a row is only drafted.
+      # Tokens beyond the limit of a row occur only in drafts.
       strict = final | jnp.any(jnp.concatenate(in_time))
       allowed = [jnp.where(strict, x, y) for x, y in zip(in_time, allowed)]
     tokens = allowed[0][jnp.asarray(tables.token_class)]
@@ -293,7 +290,7 @@ class Automaton(constraining.Constraint):
     return jnp.where(tokens | anything, logits, -jnp.inf)
 
   def _listed(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tokens of a row that is a list, and their moves, `[W]`."""
+    """Returns the tokens of a list row and their moves, both `[W]`."""
     tables = self.tables
     start, end = (jnp.asarray(tables.starts)[row + i] for i in (0, 1))
     places = start + jnp.arange(tables.window, dtype=jnp.int32)
@@ -302,7 +299,7 @@ class Automaton(constraining.Constraint):
         places < end, moves, token_tables.FORBIDDEN)
 
   def _target(self, state: jax.Array, moves: jax.Array) -> jax.Array:
-    """The states after moves, anything where one is forbidden."""
+    """Returns the states after moves; -1 for a forbidden move."""
     anchors = jnp.asarray(self.tables.anchors)[state]
     depth = anchors.shape[0]
     place = moves // depth + anchors[moves % depth]
@@ -310,5 +307,5 @@ class Automaton(constraining.Constraint):
 
 
 def _row(moves: np.ndarray, row: jax.Array) -> jax.Array:
-  """The moves of a row by class of token; of a list, the last row."""
+  """Returns the moves of a row by token class; a list uses the last row."""
   return jnp.asarray(moves)[jnp.minimum(row, len(moves) - 1)]

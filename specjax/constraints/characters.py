@@ -1,8 +1,8 @@
 """Automata over code points, and their spelling in bytes.
 
-Regular expressions and string lengths count characters. Tokens are bytes, and
-a JSON string can spell a character in several ways: as itself, as `\\n`, as
-`\\u00e9` or as a pair of surrogates.
+Regular expressions and string lengths count characters, but tokens are bytes. A
+JSON string can spell a character in several ways: as itself, as `\\n`, as
+`\\u00e9` or as a surrogate pair.
 """
 
 from collections.abc import Iterable
@@ -33,14 +33,13 @@ _MOST_MINIMISED = 20_000  # states
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Characters:
-  """A deterministic automaton over code points.
+  """Deterministic automaton over code points.
 
   Attributes:
-    lows: `[I]` int64, the first code points of intervals, ascending from 0.
-    atoms: `[I]` int64, the class of the code points of each interval.
-    table: `[S, A]` int32, the next states by class, -1 where there is none.
-      State 0 is the first.
-    final: `[S]` bool.
+    lows: `[I]` int64, first code points of intervals, ascending from 0.
+    atoms: `[I]` int64, class of the code points of each interval.
+    table: `[S, A]` int32, next states by class; -1: none. State 0 is the first.
+    final: `[S]` bool, accepting states.
   """
 
   lows: np.ndarray
@@ -49,7 +48,7 @@ class Characters:
   final: np.ndarray
 
   def accepts(self, text: str) -> bool:
-    """Returns whether the automaton accepts the text."""
+    """Returns True if the automaton accepts `text`."""
     state = 0
     for character in text:
       atom = self.atoms[np.searchsorted(self.lows, ord(character), "right") - 1]
@@ -81,7 +80,7 @@ def anything() -> Characters:
 
 
 def without(words: Sequence[str]) -> Characters:
-  """Returns the automaton of all strings but these."""
+  """Returns the automaton of all strings except the given words."""
   letters = sorted(set(map(ord, "".join(words))))
   atom = {letter: i + 1 for i, letter in enumerate(letters)}
   lows, atoms = [0], [0]
@@ -132,18 +131,18 @@ def intersected(a: Characters, b: Characters) -> Characters:
 
 def counted(automaton: Characters, least: int, most: int | None
             ) -> list[tuple[list[int], bool]]:
-  """Limits the number of characters.
+  """Limits the number of characters of the accepted strings.
 
   Args:
-    automaton: over S states and A classes.
-    least: the smallest number of characters.
-    most: the largest number of characters, or None.
+    automaton: automaton of S states and A classes.
+    least: smallest number of characters.
+    most: largest number of characters, or None.
 
   Returns:
-    For each place of a string, the next places by class of code points (-1 if
-    there is none), and whether a string may end there. Place 0 is the first.
-    Places without a path to an end are left out. The list is empty if no string
-    is accepted.
+    A list of pairs, one for each place of a string: the next places by class of
+    code points (-1: none), and True if a string may end there. Place 0 is the
+    first. Places without a path to an end are omitted. The list is empty if no
+    string is accepted.
   """
   table, states = automaton.table, len(automaton.table)
   counts = (least if most is None else most) + 1
@@ -156,7 +155,7 @@ def counted(automaton: Characters, least: int, most: int | None
     reached[i, target[reached[i - 1, source]]] = True
   ends = np.zeros((counts, states), bool)
   ends[least:] = automaton.final
-  if most is None:  # the last count stands for all from `least` on
+  if most is None:  # the last count represents all counts from `least` on
     reached[-1] = fragments.spread(source, target, reached[-1])
     ends[-1] = fragments.spread(target, source, ends[-1])
   for i in reversed(range(counts - 1)):
@@ -181,13 +180,13 @@ def spelled(automaton: Characters, *, json: bool, least: int = 0,
   """Spells the strings of an automaton in bytes.
 
   Args:
-    automaton: over code points.
-    json: whether to spell them as JSON strings, between quotation marks.
-    least: the smallest number of characters.
-    most: the largest number of characters, or None.
+    automaton: automaton over code points.
+    json: if True, strings are spelled as JSON, with quotation marks.
+    least: smallest number of characters.
+    most: largest number of characters, or None.
 
   Returns:
-    The automaton of the texts, or None if there are none. The states of each
+    The automaton over bytes, or None if it accepts nothing. The states of each
     place of the string are a copy in the sense of `fragments`.
   """
   places = counted(automaton, least, most)
@@ -232,9 +231,8 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
   """Spells one character, by the label of its class.
 
   Returns:
-    `[E, 4]` edges: a state, the first and the last byte and the next state; ~i
-    is the end of a character with label i. State 0 is the first. Also the
-    number of states.
+    Edges `[E, 4]` (state, first byte, last byte, next state) and the number of
+    states. State 0 is the first; ~i is the end of a character with label i.
   """
   root = {}
   for low, high, label in _labelled(intervals, labels):
@@ -266,7 +264,7 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
 
 def _labelled(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...]
               ) -> list[Range]:
-  """`(first, last, label)` of the code points with a label, joined."""
+  """Returns merged ranges of labelled code points, `(first, last, label)`."""
   found = []
   for i, (low, atom) in enumerate(intervals):
     high = intervals[i + 1][0] - 1 if i + 1 < len(intervals) else _LAST
@@ -286,10 +284,10 @@ def _joined(moves: Iterable[Range]) -> list[Range]:
 
 
 def _paths(low: int, high: int, json: bool) -> Iterator[list[Step]]:
-  """Paths that spell the code points of an interval.
+  """Yields paths that spell the code points of an interval.
 
-  A step of a path is a tuple of byte ranges. Of two paths that part, the steps
-  where they do are disjoint.
+  A step of a path is a tuple of byte ranges. Where two paths separate, their
+  steps are disjoint.
   """
   for a, b in _cut(low, high, [_SURROGATES]):
     yield from _direct(a, b, json)
@@ -299,7 +297,7 @@ def _paths(low: int, high: int, json: bool) -> Iterator[list[Step]]:
 
 def _cut(low: int, high: int, holes: Sequence[tuple[int, int]]
          ) -> Iterator[tuple[int, int]]:
-  """An interval without some others, ascending."""
+  """Yields the parts of an interval outside `holes`, ascending."""
   for first, last in holes:
     if low < first:
       yield low, min(high, first - 1)
@@ -343,7 +341,7 @@ def _byte(value: int) -> Step:
 
 
 def _digit(low: int, high: int) -> Step:
-  """The byte ranges of a range of hexadecimal digits."""
+  """Returns the byte ranges of a range of hexadecimal digits."""
   return tuple(
       (ord(zero) + max(low, least) - least, ord(zero) + min(high, most) - least)
       for zero, least, most in (("0", 0, 9), ("A", 10, 15), ("a", 10, 15))

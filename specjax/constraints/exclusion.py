@@ -1,8 +1,8 @@
-"""Alternatives of a JSON schema that never hold for the same value.
+"""Checks that alternatives of a JSON schema exclude each other.
 
-Exactly one part of a `oneOf` must hold. The schema is followed if no text that
-is written for one part is valid under another. Parts may differ by a type, a
-value, a length, a bound, a pattern or a property.
+Exactly one part of a `oneOf` must hold. So no JSON written for one part may be
+valid under another. Parts may differ by a type, a value, a length, a bound, a
+pattern or a property.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from specjax.constraints import characters
 from specjax.constraints import formats
 
 Alternative = alternatives.Alternative
-# Reads the alternatives of a node, see `schemas.Reader.alternatives`.
+# Function from a node to its alternatives: `schemas.Reader.alternatives`.
 Read = Callable[[alternatives.Node], list[Alternative]]
 
-_DEEPEST = 4  # levels of properties and items that are looked into
+_DEEPEST = 4  # compared levels of properties and items
 
 
 def excluded(read: Read, some: Iterable[Alternative],
              others: Iterable[Alternative], depth: int = 0) -> bool:
-  """Returns whether no value written for `some` is valid under `others`."""
+  """Returns True if no value written for `some` is valid under `others`."""
   return all(_excludes(read, a, b, depth) for a in some for b in others)
 
 
@@ -83,7 +83,7 @@ def _arrays(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 
 def _objects(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
-  """A property of each object of a that b refuses, or one that b misses."""
+  """Returns True if a property proves that no object fits both a and b."""
   has_extra = a.has_extra or not a.properties
   if not has_extra and any(name not in a.properties and name not in a.required
                            for name in b.required):
@@ -93,7 +93,7 @@ def _objects(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 
 def refuted(read: Read, value: Any, b: Alternative) -> bool:
-  """Returns whether a value is not valid under an alternative."""
+  """Returns True if a value is not valid under an alternative."""
   if b.types is not None and not types_of(value) & b.types:
     return True
   if b.values is not None and not common(
@@ -128,7 +128,7 @@ def _is_within(count: int, limits: Mapping[str, Any], noun: str) -> bool:
 
 
 def types_of(value: Any) -> set[str]:
-  """Returns the types of a value of JSON, as of `alternatives.EVERY_TYPE`."""
+  """Returns the types of a JSON value, a subset of `EVERY_TYPE`."""
   if isinstance(value, bool):
     return {"boolean"}
   if isinstance(value, (int, float)):
@@ -141,8 +141,8 @@ def common(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
   """Returns the values of `some` that are in `others`, in any order of keys.
 
   Args:
-    some: JSON texts.
-    others: JSON texts.
+    some: JSON strings.
+    others: JSON strings.
   """
   return tuple(x for x in some if _unordered(x) in _all_unordered(others))
 
@@ -153,7 +153,7 @@ def _all_unordered(values: tuple[str, ...]) -> frozenset[str]:
 
 
 def _unordered(text: str) -> str:
-  """Returns one text for objects that differ in the order of their keys."""
+  """Returns JSON with sorted keys."""
   if text[0] not in "[{":
     return text
   return json.dumps(json.loads(text), sort_keys=True)

@@ -1,6 +1,6 @@
-"""Strings and numbers of a JSON schema, as automata over characters.
+"""Automata over characters for strings and numbers of a JSON schema.
 
-A format is that of its standard, as far as a validator accepts it:
+Supported formats and their standards:
 
   date, time, date-time  RFC 3339 with the days of every month, leap years and
                          offsets; years from 0001, T and Z in capitals, no leap
@@ -35,13 +35,13 @@ _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _EMAIL = (rf"({_ATOM}+(\.{_ATOM}+)*|"
           r'"([ !#-\[\]-~]|\\[ -~]){0,31}")'
           rf"@({_LABEL}(\.{_LABEL})*|\[{_IPV4}\])")
-_LOCAL = r"""(?s:"|[^"@]{1,64}@).*"""  # its length, unless it is quoted
+_LOCAL = r"""(?s:"|[^"@]{1,64}@).*"""  # length limit of an unquoted local part
 _WORD = f"{_HEX}{{1,4}}"
 _LAST = f"({_WORD}:{_WORD}|{_IPV4})"
 
 
 def _ipv6() -> str:
-  """The nine forms of RFC 3986: how many groups are before and after `::`."""
+  """Returns the nine IPv6 forms of RFC 3986, by the groups around `::`."""
   forms = [f"({_WORD}:){{6}}{_LAST}", f"::({_WORD}:){{5}}{_LAST}"]
   for before, after in enumerate(range(4, -1, -1)):
     start = f"(({_WORD}:){{0,{before}}}{_WORD})?"
@@ -65,12 +65,12 @@ _FORMATS = {
     "email": (_EMAIL, _LOCAL), "uri": (_URI,),
     "uuid": (f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",)}
 _INTEGER = "-?(0|[1-9][0-9]*)"
-_DIGITS = 15  # decimal digits that a double always keeps apart
+_DIGITS = 15  # decimal digits that a double represents uniquely
 
 
 def string_automaton(patterns: tuple[str, ...], formats: tuple[str, ...]
                      ) -> characters.Characters:
-  """Returns the automaton of the strings of patterns and formats.
+  """Returns the automaton of strings with given patterns and formats.
 
   Raises:
     ValueError: a format is unknown, or a pattern is not a regular expression.
@@ -104,10 +104,10 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
   """Returns the automaton of the numbers within bounds.
 
   Args:
-    limits: the keywords of a JSON schema that bound a number.
-    integer: whether the number is written without a point and an exponent. A
-      bounded number has no exponent either. With a point it has so few digits
-      that a parser does not round it onto its bound.
+    limits: keywords of a JSON schema that bound a number.
+    integer: if True, numbers have no point and no exponent. Bounded numbers
+      have no exponent either. With a point, their digits are limited so that a
+      parser does not round them onto a bound.
   """
   bounds = {key: decimal.Decimal(repr(x)) for key, x in limits.items()
             if key in ("minimum", "maximum", "exclusiveMinimum",
@@ -128,7 +128,10 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
 
 
 def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
-  """Decimals on one side of a bound; other texts may match as well."""
+  """Returns an expression of decimals on one side of a bound.
+
+  It may also match strings that are not decimals.
+  """
   away = ">" if is_least else "<"
   if bound == 0:
     zero = r"-?0(\.0*)?"
@@ -148,7 +151,7 @@ def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
 
 
 def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
-  """Decimals without a sign above (below) one that is not 0."""
+  """Returns an expression of unsigned decimals beyond a positive bound."""
   text = format(bound, "f")
   whole, _, part = text.partition(".")
   part = part.rstrip("0")

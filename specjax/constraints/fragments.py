@@ -1,12 +1,11 @@
-"""Deterministic automata over bytes, and how larger ones are built from them.
+"""Deterministic automata over bytes, built from smaller automata.
 
 A bounded list of bounded lists has tens of thousands of states, but its parts
-are copies of each other. So every state belongs to a copy at each of a few
-*levels*: level 0 is the automaton, level 1 a copy of a part of it, level 2 a
-copy of a part of that part. A *group* is all the copies of one part, side by
-side. A move to a state within the same group is written relative to the first
-state of the copy. Then it is the same move in every copy, and `token_tables`
-reads the tokens for one of them alone.
+are copies of each other. So every state belongs to one copy at each *level*.
+Level 0 is the automaton, level 1 a copy of a part, level 2 a copy of a part of
+that part. A *group* is the set of adjacent copies of one part. A move within a
+group is stored relative to the first state of the copy. It is then equal in
+every copy, and `token_tables` processes only one copy.
 """
 
 from collections.abc import Iterable
@@ -16,15 +15,15 @@ import functools
 import numpy as np
 
 MOST_STATES = 2**18
-_MOST_MERGED = 20_000  # states that two alternatives share
+_MOST_MERGED = 20_000  # largest number of states from merged alternatives
 
 
 class TooLargeError(ValueError):
-  """An automaton that would have too many states."""
+  """Error for an automaton with too many states."""
 
 
 def check_size(states: int, what: str) -> None:
-  """Raises a `TooLargeError` unless an automaton of so many states is built."""
+  """Raises `TooLargeError` if there are too many states."""
   if states > MOST_STATES:
     raise TooLargeError(f"{what} needs {states} states, and an automaton has "
                         f"at most {MOST_STATES}; allow fewer repetitions")
@@ -32,15 +31,14 @@ def check_size(states: int, what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fragment:
-  """A deterministic automaton over bytes; state 0 is the first.
+  """Deterministic automaton over bytes; state 0 is the first.
 
   Attributes:
-    edges: `[E, 4]` int64: a state, the first and the last byte of a range and
-      the next state.
-    final: `[F]` int64, the accepting states.
-    anchors: `[S, L]` int64, the first states of the copies that each state is
-      in, by level. Level 0 has 0.
-    groups: `[S, L]` int64, the groups of these copies.
+    edges: `[E, 4]` int64: state, first and last byte of a range, next state.
+    final: `[F]` int64, accepting states.
+    anchors: `[S, L]` int64, first state of the copy that contains each state,
+      by level. It is 0 at level 0.
+    groups: `[S, L]` int64, groups of these copies.
   """
 
   edges: np.ndarray
@@ -50,11 +48,11 @@ class Fragment:
 
   @property
   def size(self) -> int:
-    """S, the number of states."""
+    """Number of states S."""
     return len(self.anchors)
 
   def accepts(self, text: bytes) -> bool:
-    """Returns whether the automaton accepts the text."""
+    """Returns True if the automaton accepts `text`."""
     state = 0
     for byte in text:
       state = next((target for low, high, target in self._moves.get(state, ())
@@ -63,7 +61,7 @@ class Fragment:
 
   @functools.cached_property
   def _moves(self) -> dict[int, list[tuple[int, int, int]]]:
-    """The first and last byte and the target of the edges, by state."""
+    """First byte, last byte and target of the edges, by state."""
     moves = {}
     for source, low, high, target in self.edges.tolist():
       moves.setdefault(source, []).append((low, high, target))
@@ -71,10 +69,10 @@ class Fragment:
 
 
 class Builder:
-  """Puts fragments together; state 0 is the first.
+  """Combines fragments; state 0 is the first.
 
-  States are joined by moves that read nothing, which `build` removes. It also
-  merges the equal beginnings of two alternatives.
+  Moves that read nothing connect the fragments. `build` removes these moves and
+  merges equal beginnings of alternatives.
   """
 
   def __init__(self) -> None:
@@ -100,7 +98,7 @@ class Builder:
     self._edges.append(np.array([[source, low, high, target]]))
 
   def text(self, source: int, text: bytes) -> int:
-    """Adds a text after a state and returns the state after it."""
+    """Adds bytes after a state and returns the state after them."""
     for byte in text:
       target = self.new()
       self.edge(source, byte, byte, target)
@@ -122,11 +120,11 @@ class Builder:
     return after
 
   def build(self, copies: Iterable[int] = ()) -> Fragment:
-    """Returns the deterministic automaton of all texts from 0 to `final`.
+    """Returns the deterministic automaton from state 0 to `final`.
 
     Args:
-      copies: the first states of the copies of a part and the state after the
-        last of them, or nothing.
+      copies: first states of the copies of a part, then the state after the
+        last copy. Empty: no copies.
     """
     depth = max(x.shape[1] for x in self._anchors)
     anchors, groups = (np.concatenate(
@@ -176,7 +174,7 @@ def _closure(state: int, links: dict[int, list[int]],
   """Returns the states that `state` leads to without reading, and itself.
 
   Args:
-    state: the state.
+    state: first state.
     links: targets of the moves that read nothing, by source.
     closures: known closures of other states.
   """
@@ -192,7 +190,7 @@ def _closure(state: int, links: dict[int, list[int]],
 
 
 def joined(parts: list[Fragment | None]) -> Fragment | None:
-  """Returns the automaton of the texts that one of the parts accepts."""
+  """Returns the union of automata: any part may accept."""
   parts = [part for part in parts if part is not None]
   if len(parts) < 2:
     return parts[0] if parts else None
@@ -202,7 +200,7 @@ def joined(parts: list[Fragment | None]) -> Fragment | None:
 
 
 def of_texts(texts: Iterable[bytes]) -> Fragment | None:
-  """Returns the automaton of some texts; equal ends share their states."""
+  """Returns the automaton of given strings; equal ends share states."""
   root = {}
   for text in texts:
     node = root
@@ -212,8 +210,8 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
   if not root:
     return None
   names, rows = {}, []
-  # Children come first, so that equal nodes have equal rows. There is no
-  # recursion, because a text may be long.
+  # Children come first, so that equal nodes have equal rows. The loop is
+  # not recursive, because a string may be long.
   stack, name = [(root, False)], {}
   while stack:
     node, seen = stack.pop()
@@ -241,7 +239,7 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
 
 def _deterministic(edges: np.ndarray, final: set[int], size: int
                    ) -> tuple[np.ndarray, set[int], int]:
-  """Merges the beginnings that two alternatives share.
+  """Merges equal beginnings of alternatives.
 
   Returns:
     The edges, the accepting states and the number of new states.
@@ -294,19 +292,19 @@ def _trimmed(edges: np.ndarray, final: set[int], anchors: np.ndarray,
   edges = np.stack([number[edges[:, 0]], edges[:, 1], edges[:, 2],
                     number[edges[:, 3]]], axis=1)
   final = number[:-1][ends & kept]
-  # A group is numbered by where its first copy starts.
+  # The number of a group is the first state of its first copy.
   return Fragment(edges, final, number[anchors[kept]],
                   np.where(groups[kept] > 0, number[groups[kept]], 0))
 
 
 def spread(source: np.ndarray, target: np.ndarray, reached: np.ndarray
            ) -> np.ndarray:
-  """Returns a mask of the states in `reached` and all that they lead to.
+  """Returns a mask of all states that can be reached from `reached`.
 
   Args:
-    source: `[E]`, the state before each move.
-    target: `[E]`, the state after each move.
-    reached: `[S]` bool.
+    source: `[E]`, state before each move.
+    target: `[E]`, state after each move.
+    reached: `[S]` bool, mask of the initial states.
   """
   order = np.argsort(source, kind="stable")
   source, target = source[order], target[order]

@@ -1,4 +1,4 @@
-"""Automata over bytes of regular expressions and of JSON schemas."""
+"""Compiles regular expressions and JSON schemas to automata over bytes."""
 
 from collections.abc import Mapping
 import json
@@ -11,16 +11,16 @@ from specjax.constraints import regexes
 from specjax.constraints import schemas
 
 _SPACE = "[ ]?"
-_DEEPEST = (6, 3)  # times that a $ref is followed within itself: the first one
-# whose automaton is small enough
+_DEEPEST = (6, 3)  # how often a $ref is followed within itself; the second
+# value is used if the automaton of the first is too large
 _SPACES = frozenset(b" \t\n\r")
 
 
 def regex_fragment(regex: str) -> fragments.Fragment:
-  """Returns the automaton of the texts that an expression matches as a whole.
+  """Returns the automaton of strings that an expression fully matches.
 
   Raises:
-    ValueError: the expression is wrong, matches nothing or is too large.
+    ValueError: the expression is invalid, matches nothing or is too large.
   """
   found = characters.spelled(regexes.compiled(regex, search=False), json=False)
   if found is None:
@@ -31,12 +31,12 @@ def regex_fragment(regex: str) -> fragments.Fragment:
 
 def schema_fragment(schema: str | Mapping[str, Any],
                     whitespace: str | None = None) -> fragments.Fragment:
-  """Returns the automaton of the JSON texts that follow a schema.
+  """Returns the automaton of the JSON that follows a schema.
 
   Args:
-    schema: JSON, or the same as an object.
-    whitespace: an expression for the space between two parts; None: one space
-      or none.
+    schema: schema as a JSON string or as a Python object.
+    whitespace: regular expression for the space between two parts. None: at
+      most one space.
 
   Raises:
     ValueError: the schema is not JSON, a part of it is not supported, or no
@@ -62,7 +62,7 @@ def schema_fragment(schema: str | Mapping[str, Any],
 
 def _written(root: bool | Mapping[str, Any], space: fragments.Fragment
              ) -> tuple[fragments.Fragment | None, schemas.Reader]:
-  """Returns the texts of a schema, and its reader."""
+  """Returns the automaton of a schema and its reader."""
   for deepest in _DEEPEST:
     reader = schemas.Reader(root, deepest)
     try:

@@ -1,6 +1,6 @@
-"""The texts of JSON that follow a schema, as an automaton over bytes.
+"""Builds an automaton over bytes for the JSON that follows a schema.
 
-`Automaton.from_json_schema` says which of the valid texts are written.
+`Automaton.from_json_schema` documents the accepted form.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ from specjax.constraints import fragments
 from specjax.constraints import regexes
 from specjax.constraints import schemas
 
-_LARGEST = 1e308  # of whole numbers that may be written as 1.0 or 1e+22
+_LARGEST = 1e308  # limit of integers that may also be written as 1.0
 _FREE = 4  # levels of arrays and objects within a value without keywords
 
 
 class Writer:
-  """Writes the values of one schema."""
+  """Builds automata for the values of one schema."""
 
   def __init__(self, reader: schemas.Reader, space: fragments.Fragment) -> None:
     self._reader, self._space = reader, space
@@ -31,10 +31,10 @@ class Writer:
 
   def value(self, node: alternatives.Node, free: int = 0
             ) -> fragments.Fragment | None:
-    """Returns the texts of a node, or None if there are none.
+    """Returns the automaton of a node, or None if no value follows it.
 
     Args:
-      node: a node of the schema.
+      node: node of the schema.
       free: number of enclosing arrays and objects without any keyword.
     """
     key = (tuple((id(part), refs) for part, refs in node), free)
@@ -50,7 +50,7 @@ class Writer:
 
   def _typed(self, one: alternatives.Alternative, free: int
              ) -> list[fragments.Fragment | None]:
-    """The texts of an alternative, by type."""
+    """Returns the automata of an alternative, one for each type."""
     kinds, inner = one.reachable_types, free + one.is_free
     untyped = [key for key in one.keywords if one.types is None]
     if untyped:
@@ -76,7 +76,7 @@ class Writer:
     return found
 
   def _chosen(self, one: alternatives.Alternative) -> list[str]:
-    """The values of an alternative that its other keywords allow."""
+    """Returns the constants that the other keywords allow."""
     others = dataclasses.replace(one, values=None)
     return [x for x in one.values
             if not exclusion.refuted(
@@ -84,7 +84,7 @@ class Writer:
 
   def _constants(self, values: Iterable[str]
                  ) -> list[fragments.Fragment | None]:
-    """Constant values: scalars as one choice, the others one by one."""
+    """Returns automata of constants: one for all scalars, one per other."""
     values = [json.loads(x) for x in values]
     scalars = [x for x in values if not isinstance(x, (list, dict))]
     found = [fragments.of_texts(
@@ -137,13 +137,13 @@ class Writer:
   def _list(self, items: Sequence[fragments.Fragment], fixed: int, least: int,
             repeated: fragments.Fragment | None, what: str
             ) -> fragments.Fragment:
-    """Returns the texts of an array.
+    """Returns the automaton of an array.
 
     Args:
-      items: texts of each item. From `fixed` on they are copies of one item.
+      items: automata of the items. Items from `fixed` on are copies of one.
       fixed: number of items that are not copies.
       least: smallest number of items.
-      repeated: the item that may follow any number of times, or None.
+      repeated: automaton of the item that may follow without limit, or None.
       what: description of the array for errors.
     """
     builder = fragments.Builder()
@@ -188,10 +188,10 @@ class Writer:
 
 
 class _Object:
-  """Writes an object: declared properties in their order, then others.
+  """Builds an object: declared properties in their order, then others.
 
   A place is a pair: the next declared property, and the number of properties
-  before it (up to the largest number that makes a difference).
+  before it (capped at the largest number that affects the result).
   """
 
   def __init__(self, writer: Writer, one: alternatives.Alternative, free: int
@@ -220,7 +220,7 @@ class _Object:
       self._cap = max(1, min(self._cap, len(self._names)))
 
   def fragment(self) -> fragments.Fragment | None:
-    """Returns the texts of the object, or None if there are none."""
+    """Returns the automaton of the object, or None if no value exists."""
     if self._missing:
       return None
     size = sum(self._values[name].size for name in self._names)
@@ -242,7 +242,7 @@ class _Object:
     return builder.build()
 
   def _after(self, count: int) -> int | None:
-    """The number of properties after one more, None if there are too many."""
+    """Returns the number of properties after one more; None: too many."""
     if self._most is not None and count + 1 > self._most:
       return None
     return min(count + 1, self._cap)
@@ -253,7 +253,7 @@ class _Object:
 
   def _value(self, state: int, value: fragments.Fragment, i: int, count: int
              ) -> None:
-    """Adds a value after a key, and the end or the comma after it."""
+    """Adds the value of a key and the end or comma that follows."""
     builder, writer = self._builder, self._writer
     state = writer.spaced(
         builder, builder.put(writer.colon(builder, state), value))
@@ -261,7 +261,7 @@ class _Object:
     builder.link(writer.comma(builder, state), self._choose[i, count])
 
   def _place(self, i: int, count: int) -> None:
-    """Adds the keys that may come at a place, after a comma or at first."""
+    """Adds the keys that may follow at a place."""
     after = self._after(count)
     if after is None:
       return
@@ -285,7 +285,7 @@ class _Object:
       builder.link(self._choose[i, count], self._node(frozenset(texts)))
 
   def _node(self, texts: frozenset[tuple[bytes, int]]) -> int:
-    """The state before some texts, each of which leads to a state."""
+    """Returns a state from which each text leads to its target state."""
     if texts not in self._nodes:
       self._nodes[texts] = state = self._builder.new()
       by_first = {}
@@ -299,7 +299,7 @@ class _Object:
 
 
 def _scalar_texts(value: str | float | None) -> list[bytes]:
-  """The texts of a constant: escaped or not, a whole number as 1 or 1.0."""
+  """Returns the JSON of a constant: escaped or not, integers as 1 or 1.0."""
   found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
   if type(value) is int and abs(value) < _LARGEST and float(value) == value:
     found.add(json.dumps(float(value)))

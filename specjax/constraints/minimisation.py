@@ -1,7 +1,7 @@
-"""Equivalent states of a deterministic automaton, by Hopcroft's algorithm.
+"""Hopcroft's algorithm for equivalent states of an automaton.
 
-S states take a time of S log S. To refine all classes in rounds takes S rounds
-for a chain of S states, such as that of a bounded repetition.
+It takes O(S log S) time for S states. Refining all classes in rounds would need
+S rounds for a chain of S states, such as a bounded repetition.
 """
 
 import numpy as np
@@ -11,16 +11,15 @@ def equivalent_states(table: np.ndarray, final: np.ndarray) -> np.ndarray:
   """Returns a number for every state, equal for equivalent states.
 
   Args:
-    table: `[S, A]`, the next states by class of code points, -1 where there is
-      none.
-    final: `[S]` bool.
+    table: `[S, A]`, next states by class of code points; -1: none.
+    final: `[S]` bool, accepting states.
 
   Returns:
-    `[S]` int64.
+    Class numbers `[S]` int64.
   """
-  dead = len(table)  # where all moves lead that are not there
+  dead = len(table)  # target of all missing moves
   table = np.where(table < 0, dead, table)
-  before = []  # the states before each state, by class of code points
+  before = []  # predecessors of each state, by class
   for targets in table.T:
     order = np.argsort(targets, kind="stable")
     ends = np.cumsum(np.bincount(targets, minlength=dead + 1))[:-1]

@@ -1,4 +1,4 @@
-"""Penalties for tokens that the text has already."""
+"""Penalties for tokens that already occur in the sequence."""
 
 import dataclasses
 from typing import Any
@@ -13,13 +13,14 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition(constraining.Constraint):
-  """Divides the positive logits of tokens of the text, multiplies the others.
+  """Repetition penalty for tokens of the prompt and the output.
 
-  CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1) as transformers has
-  it: over prompt and output, before the temperature.
+  Positive logits of these tokens are divided by the penalty, negative ones
+  multiplied, before the temperature. This is CTRL (Keskar et al. 2019,
+  arXiv:1909.05858, section 4.1) as implemented in transformers.
 
   Attributes:
-    penalty: above 0; 1 changes nothing, above 1 repeats less.
+    penalty: factor above 0. 1 disables it; values above 1 reduce repetition.
   """
 
   penalty: float
@@ -31,32 +32,31 @@ class Repetition(constraining.Constraint):
                        "changes nothing, 1.2 repeats less")
 
   def init(self, row: constraining.Row) -> jax.Array:
-    """`[V]` bool, the tokens of the prompt."""
+    """Returns a mask of the tokens of the prompt, `[V]` bool."""
     real = jnp.arange(row.tokens.shape[0]) < row.length
     ids = jnp.where(real, row.tokens, row.vocab_size)
     return jnp.zeros((row.vocab_size,), bool).at[ids].set(True, mode="drop")
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """One token more."""
+    """Returns the memory after a token."""
     return memory.at[token].set(True, mode="drop")
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
-    """The logits of the text's tokens, made smaller."""
+    """Returns the logits with the penalty applied."""
     less = jnp.where(logits > 0, logits / self.penalty, logits * self.penalty)
     return jnp.where(memory, less, logits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputPenalty(constraining.Constraint):
-  """Subtracts from the logits of tokens of the output, not of the prompt.
+  """Frequency and presence penalties for tokens of the output.
 
-  The frequency and presence penalties of OpenAI's interface and of vLLM:
-  logit - frequency * count - presence * (count > 0).
+  As in OpenAI's interface and vLLM: logit - frequency * count - presence *
+  (count > 0). Tokens of the prompt do not count.
 
   Attributes:
-    frequency: for each time that the output has the token; below 0 it is a
-      reward.
-    presence: once, if it has.
+    frequency: penalty for each occurrence. Negative values are a reward.
+    presence: penalty for tokens that occur at least once.
   """
 
   frequency: float = 0.0
@@ -70,27 +70,27 @@ class OutputPenalty(constraining.Constraint):
                          "0 changes nothing")
 
   def init(self, row: constraining.Row) -> jax.Array:
-    """`[V]` int32, how often the output has each token."""
+    """Returns zero counts for all tokens, `[V]` int32."""
     return jnp.zeros((row.vocab_size,), jnp.int32)
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """One token more."""
+    """Returns the memory after a token."""
     return memory.at[token].add(1, mode="drop")
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
-    """The logits, less the penalties."""
+    """Subtracts the penalties from the logits."""
     return logits - self.frequency * memory - self.presence * (memory > 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoRepeatNGram(constraining.Constraint):
-  """Forbids the token that would complete an n-gram of the text once more.
+  """Forbids tokens that would repeat an n-gram of the prompt or output.
 
-  Over prompt and output, as transformers' `no_repeat_ngram_size`. (Paulus et
-  al. 2017, arXiv:1705.04304, section 2.5, never repeat a trigram.)
+  The same as `no_repeat_ngram_size` of transformers (Paulus et al. 2017,
+  arXiv:1705.04304, section 2.5, with n = 3).
 
   Attributes:
-    size: n, at least 1; 1 forbids every token that the text has.
+    size: n-gram length n, at least 1. 1 forbids every earlier token.
   """
 
   size: int
@@ -99,16 +99,16 @@ class NoRepeatNGram(constraining.Constraint):
     fields.check_fields(self, "size", more=": of the n-grams, in tokens")
 
   def init(self, row: constraining.Row) -> Any:
-    """`([C], [])` int32: the text and its length."""
+    """Returns the tokens of the row and their number, `([C], [])` int32."""
     return row.tokens, row.length
 
   def advance(self, memory: Any, token: jax.Array) -> Any:
-    """One token more."""
+    """Returns the memory after a token."""
     tokens, length = memory
     return tokens.at[length].set(token, mode="drop"), length + 1
 
   def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
-    """-inf for what followed the last n - 1 tokens before."""
+    """Sets the logits of repeating tokens to -inf."""
     tokens, length = memory
     first = length - self.size + 1
     at = jnp.arange(tokens.shape[0])

@@ -1,8 +1,8 @@
-"""Regular expressions, in the syntax and with the meaning of Python's `re`.
+"""Compiles regular expressions with the syntax and semantics of `re`.
 
-`re` itself parses an expression and lists the characters of a class.
-Back-references, look-around and word boundaries are refused. Anchors keep their
-meaning at any place, except that `$` does not match before a final line feed.
+Python's `re` parses an expression and lists the characters of a class.
+Back-references, look-around and word boundaries are refused. Anchors are
+allowed anywhere. Unlike in `re`, `$` does not match before a final line feed.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ Code = codes._NamedIntConstant
 Ranges = tuple[tuple[int, int], ...]  # first and last code points
 
 _POINTS = 0x110000
-_SHOWN = 60  # characters of an expression that an error repeats
+_SHOWN = 60  # length of an expression in an error message
 _CASES = re.IGNORECASE | re.ASCII
 _NAMES = {
     "ASSERT": "a look-ahead or look-behind", "GROUPREF": "a back-reference",
@@ -39,16 +39,16 @@ def compiled(pattern: str, *, search: bool) -> characters.Characters:
   """Compiles an expression.
 
   Args:
-    pattern: the expression.
-    search: whether it may match anywhere in a text, as in JSON Schema, or has
-      to match the whole text.
+    pattern: regular expression.
+    search: if True, it may match anywhere in a string, as in JSON Schema. If
+      False, it must match the entire string.
 
   Returns:
-    The minimised automaton of the texts that match.
+    The minimised automaton of the matching strings.
 
   Raises:
-    ValueError: the expression is wrong, has a part that no automaton can
-      follow, or needs too many states.
+    ValueError: the expression is invalid, has an unsupported part, or needs too
+      many states.
   """
   try:
     tree = parser.parse(re.sub(
@@ -72,20 +72,20 @@ def compiled(pattern: str, *, search: bool) -> characters.Characters:
 
 
 def shown(pattern: str) -> str:
-  """Returns an expression as an error shows it."""
+  """Returns an expression as error messages show it."""
   text = pattern if len(pattern) <= _SHOWN else pattern[:_SHOWN] + "..."
   return repr(text).replace("\\\\", "\\")  # backslashes as they were typed
 
 
 @functools.cache
 def _every() -> str:
-  """All code points; surrogates are never spelled."""
+  """Returns a string of all code points."""
   return "".join(map(chr, range(_POINTS)))
 
 
 @functools.lru_cache(maxsize=256)
 def _ranges(text: str, flags: int) -> Ranges:
-  """`(first, last)` of the characters that a class in brackets matches."""
+  """Returns `(first, last)` of the characters that a class matches."""
   return tuple((x.start(), x.end() - 1) for x in re.finditer(
       f"{text}+", _every(), flags=flags | re.DOTALL))
 
@@ -94,12 +94,12 @@ _ALL = ((0, _POINTS - 1),)
 
 
 class _Machine:
-  """A nondeterministic automaton, built from the end to the beginning."""
+  """Nondeterministic automaton, built from the end to the beginning."""
 
   def __init__(self, pattern: str) -> None:
     self.pattern, self.accept = pattern, None
-    self.reads, self.moves = [], []  # of every state
-    self._sets = {}  # numbers of the sets of characters that are read
+    self.reads, self.moves = [], []  # by state
+    self._sets = {}  # number of each set of characters
 
   def new(self) -> int:
     """Returns a new state."""
@@ -163,7 +163,8 @@ class _Machine:
                             (None, self.sequence(items, state, flags))]
       most = least
     for _ in range(most - least):
-      # To the exit rather than to the next copy: few states at a time.
+      # Each copy links to the exit, not to the next copy. So few states
+      # are active at a time.
       copy = self.new()
       self.moves[copy] += [(None, after),
                            (None, self.sequence(items, state, flags))]
@@ -173,7 +174,7 @@ class _Machine:
     return state
 
   def _closure(self, states: Iterable[int], holds: Collection[int]) -> set[int]:
-    """The states reached without reading, where some conditions hold."""
+    """Returns the states reached without reading, given some conditions."""
     found, work = set(states), list(states)
     while work:
       for condition, target in self.moves[work.pop()]:
@@ -184,7 +185,7 @@ class _Machine:
 
   def _set(self, states: Iterable[int], holds: Collection[int], absorbing: bool
            ) -> frozenset[int]:
-    """Returns the states after some moves that determine the further text."""
+    """Returns the reached states that can read, accept or check an end."""
     found = self._closure(states, holds)
     if absorbing and self.accept in found:
       return frozenset([self.accept])
@@ -193,7 +194,7 @@ class _Machine:
             condition is not None for condition, _ in self.moves[x]))
 
   def deterministic(self, start: int, absorbing: bool) -> characters.Characters:
-    """The minimised automaton of the texts from a state to `accept`."""
+    """Returns the minimised automaton of strings from `start` to `accept`."""
     lows, atoms, members = _atoms(list(self._sets))
     first = self._set([start], {_BEGIN}, absorbing)
     final = [self.accept in self._closure([start], {_BEGIN, _END})]
@@ -224,7 +225,7 @@ class _Machine:
 
 
 def _characters(code: Code, value: Any, flags: int) -> Ranges:
-  """The ranges of code points of an item of an expression."""
+  """Returns the code points that an item matches, as ranges."""
   if code is codes.ANY:
     return _ALL if flags & re.DOTALL else _ranges(r"[^\n]", 0)
   if code is codes.IN:
@@ -253,11 +254,11 @@ def _class_text(item: tuple[Code, Any]) -> str:
 
 
 def _atoms(sets: list[Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns the classes of code points that are in the same sets.
+  """Groups code points into classes with equal membership in all sets.
 
   Returns:
-    The first code points of intervals, the class of each, and `[A, sets]`, the
-    sets that each class is in.
+    The first code points of intervals, the class of each interval, and the
+    membership `[A, sets]` of each class.
   """
   sets = sets or [()]
   lows = np.unique([0, *(x for ranges in sets for low, high in ranges

@@ -1,9 +1,8 @@
-"""JSON schemas as alternatives of plain keywords.
+"""Reads JSON schemas as alternatives of plain keywords.
 
-A part of a schema is read together with all the parts that hold for the same
-value: its `allOf`, its `$ref` and its other keywords. The result is a list of
-alternatives without `anyOf`, `oneOf`, `allOf` and `$ref`. A keyword that is not
-supported is refused by its name.
+A part of a schema is merged with all parts that apply to the same value: its
+`allOf`, `$ref` and other keywords. The result is a list of alternatives without
+`anyOf`, `oneOf`, `allOf` and `$ref`. Unsupported keywords raise an error.
 """
 
 from collections.abc import Iterable
@@ -18,11 +17,11 @@ from specjax.constraints.alternatives import Alternative
 from specjax.constraints.alternatives import Node
 from specjax.constraints.alternatives import TYPES
 
-# They describe a value and do not restrict it, or are looked up by $ref.
+# Keywords that do not restrict a value, and definitions for $ref.
 _NOTES = frozenset((
     "title", "description", "default", "examples", "deprecated", "readOnly",
     "writeOnly", "$schema", "$id", "$comment", "$defs", "definitions",
-    # Of OpenAPI.
+    # OpenAPI keywords.
     "discriminator", "example", "externalDocs", "xml"))
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_OBJECTS = ("properties", "required", "additionalProperties",
@@ -37,7 +36,7 @@ _FIX = "leave it out, say it in another way, or give a regular expression"
 _is_texts = lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x)
 _is_schema = lambda x: isinstance(x, (bool, Mapping))
 _is_number = lambda x: type(x) in (int, float) and abs(x) < float("inf")
-# The form that the value of each keyword must have.
+# Required form of the value of each keyword.
 _FORMS = (
     ("an object of schemas", lambda x: isinstance(x, Mapping) and all(
         map(_is_schema, x.values())), ("properties",)),
@@ -62,16 +61,16 @@ class Reader:
   """Reads the nodes of one schema.
 
   Attributes:
-    root: the schema.
-    deepest: the number of times that a `$ref` is followed within itself.
-    stopped: the `$ref`s that were not followed any deeper.
+    root: entire schema.
+    deepest: number of times that a `$ref` is followed within itself.
+    stopped: set of `$ref`s that reached this limit.
   """
 
   def __init__(self, root: Any, deepest: int) -> None:
     self.root, self.deepest, self.stopped = root, deepest, set()
 
   def alternatives(self, node: Node) -> list[Alternative]:
-    """Returns the alternatives that a value of a node has."""
+    """Returns the alternatives of a node."""
     found = [Alternative()]
     for part, refs in node:
       found = _conjunctions(found, self._expanded(part, refs))
@@ -79,7 +78,7 @@ class Reader:
 
   def _expanded(self, part: bool | Mapping[str, Any], refs: tuple[str, ...]
                 ) -> list[Alternative]:
-    """The alternatives of one part."""
+    """Returns the alternatives of one part."""
     if isinstance(part, bool):
       return [Alternative()] if part else []
     _check_keywords(part)
@@ -118,7 +117,7 @@ class Reader:
 
   def _check_one(self, parts: Sequence[bool | Mapping[str, Any]],
                  around: list[Alternative]) -> None:
-    """Checks that of the parts of `oneOf` two never hold together."""
+    """Checks that no two parts of `oneOf` can hold together."""
     branches = [_conjunctions(around, self._expanded(one, ())) for one in parts]
     for i, one in enumerate(branches):
       for j, other in enumerate(branches):
@@ -178,7 +177,7 @@ def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
 def _conjunctions(some: list[Alternative],
                   others: list[Alternative]
                   ) -> list[Alternative]:
-  """All pairs of alternatives that can hold together."""
+  """Returns the merged pairs of alternatives that can hold together."""
   if len(some) * len(others) > _MOST_ALTERNATIVES:
     raise ValueError(f"the JSON schema has {len(some) * len(others)} "
                      "alternatives for a value, in 'allOf' or 'anyOf'; the "
@@ -189,7 +188,7 @@ def _conjunctions(some: list[Alternative],
 
 def _conjunction(a: Alternative, b: Alternative
                  ) -> Alternative | None:
-  """Returns both alternatives as one, or None if their types differ."""
+  """Returns two alternatives merged, or None if their types differ."""
   types = (b.types if a.types is None else a.types if b.types is None else
            a.types & b.types)
   if types is not None and not types:

@@ -1,10 +1,10 @@
-"""From an automaton over bytes to tables over the tokens of a vocabulary.
+"""Tables of an automaton over the tokens of a vocabulary.
 
-A state of a string of at most 512 characters allows almost all tokens, and a
-state within one of 2,000 names allows a handful. So there are two tables of
-moves. Rows with many tokens have a column for each class of tokens with equal
-columns; the other rows are lists. States in different copies of a part (see
-`fragments`) share their rows, because moves are relative.
+A state inside a free string allows almost all tokens. A state inside a choice
+of names allows only a few. So there are two tables. Rows with many tokens have
+a column for each class of tokens with equal columns. Other rows are lists.
+States in different copies of a part (see `fragments`) share rows, because moves
+are relative.
 """
 
 from collections.abc import Sequence
@@ -16,30 +16,30 @@ from specjax.constraints import fragments
 from specjax.constraints import token_walk
 
 FORBIDDEN = np.int32(-2**31)
-NEVER = 2**30  # tokens to an end that cannot be reached
-_LISTED = 64  # tokens of a row that is a list, at most
-_CHUNK = 2**21  # pairs of states and tokens that are followed at a time
+NEVER = 2**30  # distance if no end can be reached
+_LISTED = 64  # largest number of tokens of a list row
+_CHUNK = 2**21  # pairs of states and tokens in one batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenTables:
-  """The moves of an automaton over tokens.
+  """Moves of an automaton over tokens.
 
   A move m leads from state s to `anchors[s, m % L] + m // L`. The tables are
   small because rows are shared by states, and columns by tokens.
 
   Attributes:
-    row: `[S]` int32, the row of each state: first come the R rows with columns,
-      then lists.
-    anchors: `[S, L]` int32, the states that moves are relative to; 0 at first.
-    moves: `[R + 1, K]` int32, by class of token; the last row is forbidden.
-    token_class: `[V]` int32.
-    starts: `[rows + 1]` int32, the start of the list of each row.
-    listed: `[T + W]` int32, the tokens of the lists, filled up with V; W is the
-      length of the longest one.
-    listed_moves: `[T + W]` int32.
-    final: `[S]` bool, the accepting states.
-    distance: `[S]` int32, the fewest tokens to an accepting state.
+    row: `[S]` int32, row of each state: first the R rows with columns, then
+      the lists.
+    anchors: `[S, L]` int32, states that moves are relative to; 0 at level 0.
+    moves: `[R + 1, K]` int32, moves by token class; the last row is forbidden.
+    token_class: `[V]` int32, class of each token.
+    starts: `[rows + 1]` int32, start of the list of each row.
+    listed: `[T + W]` int32, tokens of the lists, padded with V; W is the length
+      of the longest list.
+    listed_moves: `[T + W]` int32, moves of the listed tokens.
+    final: `[S]` bool, accepting states.
+    distance: `[S]` int32, smallest number of tokens to an accepting state.
   """
 
   row: np.ndarray
@@ -54,11 +54,11 @@ class TokenTables:
 
   @property
   def window(self) -> int:
-    """W, the length of the longest list."""
+    """Length W of the longest list."""
     return len(self.listed) - int(self.starts[-1])
 
   def targets(self, state: np.ndarray, move: np.ndarray) -> np.ndarray:
-    """Returns the states that moves lead to, -1 where one is forbidden."""
+    """Returns the states after moves; -1 for a forbidden move."""
     return _targets(self.anchors, state, move)
 
   def row_moves(self, row: int) -> np.ndarray:
@@ -70,7 +70,7 @@ class TokenTables:
 
 
 def of_table(next_state: np.ndarray, final: np.ndarray) -> TokenTables:
-  """Returns the tables of moves `[S, V]`, -1 where a token is forbidden."""
+  """Returns the tables of moves `[S, V]`; -1 is a forbidden token."""
   columns, classes = np.unique(next_state, axis=1, return_inverse=True)
   moves = np.where(columns >= 0, columns, FORBIDDEN)
   states = len(moves)
@@ -86,8 +86,8 @@ def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
   """Returns the tables of an automaton over bytes.
 
   Args:
-    fragment: the automaton.
-    texts: the bytes of V tokens; a token without bytes is forbidden.
+    fragment: automaton over bytes.
+    texts: bytes of V tokens; a token without bytes is forbidden.
 
   Raises:
     ValueError: the tables are too large.
@@ -128,10 +128,10 @@ def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
 
 def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
              num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the table of some rows, without equal columns.
+  """Returns the table of some rows with equal columns merged.
 
   Returns:
-    `[num_rows + 1, K]` moves, and the place of each old column.
+    Moves `[num_rows + 1, K]`, and the new index of each old column.
   """
   with np.errstate(over="ignore"):
     hashes = np.zeros(num_columns, np.uint64)
@@ -147,7 +147,7 @@ def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
 
 
 def _with_distances(**tables):
-  """Adds the fewest tokens to an end, and narrows the types."""
+  """Adds the distances to an accepting state and narrows the types."""
   final = np.array(tables.pop("final"), bool)
   tables = {name: np.asarray(x).astype(np.int32) for name, x in tables.items()}
   return TokenTables(final=final, **tables, distance=_distances(
@@ -165,7 +165,7 @@ def _targets(anchors: np.ndarray, state: np.ndarray, move: np.ndarray
 def _distances(row: np.ndarray, anchors: np.ndarray, moves: np.ndarray,
                starts: np.ndarray, listed_moves: np.ndarray, final: np.ndarray
                ) -> np.ndarray:
-  """Returns `[S]` int32, the fewest tokens to an accepting state."""
+  """Returns the distance of states to an end in tokens, `[S]` int32."""
   different = [np.unique(x[x != FORBIDDEN]) for x in moves[:-1]]
   different += [np.unique(listed_moves[starts[i]:starts[i + 1]])
                 for i in range(len(different), len(starts) - 1)]

@@ -1,11 +1,9 @@
 """Reads the tokens of a vocabulary through an automaton over bytes.
 
-Three kinds of equal work are done once. Bytes that have the same edges in all
-states are one class. States from which all tokens make the same moves are read
-once (`colours`). Beginnings of tokens that have the same effect on all of these
-states are continued once (`Walk.read`).
-
-Equality is that of 64-bit hashes.
+Equal work is done once. Bytes with the same edges in all states form one class.
+States with the same moves for all tokens are read once (`colours`). Prefixes of
+tokens with the same effect on all of these states are continued once
+(`Walk.read`). 64-bit hashes decide equality.
 """
 
 from collections.abc import Sequence
@@ -15,32 +13,32 @@ import numpy as np
 from specjax.constraints import fragments
 
 MOST_MOVES = 2**24  # entries of a table: 64 MiB
-_LONG = 200  # strings that are longer than those that are read together
-_CHUNK = 2**21  # pairs of states and tokens that are followed at a time
+_LONG = 200  # number of longest strings, which are read separately
+_CHUNK = 2**21  # pairs of states and tokens in one batch
 
 
 def check_moves(count: int, most: int = MOST_MOVES) -> None:
-  """Raises a `ValueError` if a table has too many moves."""
+  """Raises `ValueError` if a table has too many moves."""
   if count > most:
     raise ValueError(f"the automaton needs a table of {count} moves, and the "
                      f"most is {most}; allow fewer names or characters")
 
 
 class Walk:
-  """Reads tokens along their trie, all at a time.
+  """Reads all tokens together along their trie.
 
   A string is a sequence of byte classes. Tokens with equal strings have equal
   moves.
 
   Attributes:
-    fragment: the automaton.
-    edges: `[E, 4]`, its edges, sorted by state.
-    level: `[E]`, the level that each edge is relative to: the deepest one whose
-      group holds both states, in the same copies of the levels above it.
-    string: `[V]`, the string of each token.
-    trie: the trie of all strings that some path may have.
-    long: the trie of the few longest of them.
-    depth: the length of the longest string that is not in `long`.
+    fragment: automaton over bytes.
+    edges: `[E, 4]`, edges of the automaton, sorted by state.
+    level: `[E]`, level that each edge is relative to: the deepest level whose
+      group contains both states, in the same copies of the levels above it.
+    string: `[V]`, number of the string of each token.
+    trie: trie of all strings that may occur on a path.
+    long: trie of the few longest strings.
+    depth: length of the longest string that is not in `long`.
   """
 
   def __init__(self, fragment: fragments.Fragment, texts: Sequence[bytes]
@@ -89,7 +87,7 @@ class Walk:
         _trie(steps[x], lengths[x], x) for x in (usable, long))
 
   def _usable(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the strings of which some path has every pair of neighbours."""
+    """Returns the strings whose adjacent pairs all occur on some path."""
     classes = self._table.shape[1]
     after = np.packbits(self._table >= 0, axis=1)
     pairs = np.zeros((classes, classes), bool)
@@ -110,21 +108,21 @@ class Walk:
     Nodes of the trie with the same effect on every state are one kind.
 
     Args:
-      states: `[R]`.
-      trie: see `_trie`.
+      states: `[R]`, start states.
+      trie: trie of the strings, see `_trie`.
 
     Returns:
-      Indices into `states`, columns and moves: one entry for each pair of a
-      state and a column that is allowed. Also `[U]`, the column of each string,
-      -1 if the string is forbidden in all states. Strings that end at nodes of
-      the same kind share a column.
+      Indices into `states`, columns and moves, with one entry for each allowed
+      pair of state and column. Also the column `[U]` of each string; -1 if the
+      string is forbidden in all states. Strings that end at nodes of the same
+      kind share a column.
     """
     anchors = self._anchors
     depth = anchors.shape[1]
     column, count = np.full(self._count, -1), 0
     found, total = [np.zeros((3, 0), np.int32)], 0
-    # The places of kind i are starts[i] to starts[i + 1]. A place is where one
-    # of the states is now, and the outermost level that a byte was relative to.
+    # The places of kind i are starts[i] to starts[i + 1]. A place is the
+    # current state of a start state and the outermost level of its moves.
     starts = np.array([0, len(states)])
     places = (np.arange(len(states), dtype=np.int32), states.astype(np.int32),
               np.full(len(states), depth - 1, np.int8))
@@ -159,8 +157,8 @@ class Walk:
     """Returns the kinds after pairs of a kind and a byte class.
 
     Returns:
-      The starts and the places of the new kinds, and the kind of each pair, -1
-      if no state allows it.
+      The starts and the places of the new kinds, and the kind of each pair; -1
+      if no state allows the pair.
     """
     above, step = pairs // 256, pairs % 256
     size = starts[above + 1] - starts[above]
@@ -189,7 +187,7 @@ class Walk:
   def _moved(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
              above: np.ndarray, step: np.ndarray, size: np.ndarray
              ) -> tuple[np.ndarray, ...]:
-    """Returns the places after a byte class, state -1 if it is forbidden."""
+    """Returns the places after a byte class; state -1: forbidden."""
     at = fragments.ranges(starts[above], size)
     origin, state, level = (x[at] for x in places)
     step = np.repeat(step, size)
@@ -202,13 +200,14 @@ def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
   """Returns the trie of some strings.
 
   Args:
-    steps: `[U, D]`, the byte classes of sorted strings.
-    lengths: `[U]`.
-    names: `[U]`, the numbers of the strings.
+    steps: `[U, D]`, byte classes of sorted strings.
+    lengths: `[U]`, lengths of the strings.
+    names: `[U]`, numbers of the strings.
 
   Returns:
-    A list by depth: the first child of each node of the depth above, the byte
-    class of each node, and the string that ends at each node, or -1.
+    A list with three arrays for each depth: the first child of each node one
+    level above, the byte class of each node, and the string that ends at each
+    node, or -1.
   """
   above, depths = np.zeros(len(names), np.int64), []
   for depth in range(lengths.max(initial=0)):
@@ -227,12 +226,12 @@ def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
 
 
 def colours(walk: Walk) -> np.ndarray:
-  """Returns `[S]` uint64: states of equal colour have equal moves.
+  """Returns colours `[S]` uint64: states of equal colour have equal moves.
 
-  Two states are equal for texts of n + 1 bytes if their edges are the same
-  moves and lead to states that are equal for n bytes. An edge is the same move
-  if it has the same level, the same place relative to the copy that it is
-  relative to, and ends at the same place of all the copies within that one.
+  Two states are equal for strings of n + 1 bytes if their edges are equal moves
+  to states that are equal for n bytes. Two edges are equal moves if they have
+  the same level, the same target relative to their copy, and the same target
+  relative to all copies inside it.
   """
   with np.errstate(over="ignore"):
     edges, level = walk.edges, walk.level
@@ -252,7 +251,7 @@ def colours(walk: Walk) -> np.ndarray:
         new[has_edges] = np.add.reduceat(
             mixed(colours[target], key), starts[has_edges])
       before, count, colours = count, len(np.unique(new)), new
-      if count == before:  # longer texts separate no more states
+      if count == before:  # longer strings separate no further states
         break
     # The few strings that are longer are read from every state.
     states, columns, moves, _ = walk.read(

@@ -1,4 +1,4 @@
-"""Tokens that must not come, and tokens that must."""
+"""Banned tokens and forced tokens."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ from specjax.utils import fields
 class Banned(constraining.Constraint):
   """Tokens that are never drawn among the first new tokens, or at all.
 
-  With the row's eos it is a least length of the output. Tokens that are banned
-  for good are cheaper as `LogitsTransform.banned`.
+  Banning the eos of a row sets a minimum length of the output. A permanent ban
+  is cheaper as `LogitsTransform.banned`.
 
   Attributes:
-    tokens: their ids.
-    first: how many of the new tokens must not be one of them; None: all.
+    tokens: ids of the banned tokens.
+    first: number of new tokens that the ban covers. None: all.
   """
 
   tokens: tuple[int, ...]
@@ -31,23 +31,23 @@ class Banned(constraining.Constraint):
       fields.check_fields(self, "first", least=0, more=", or None for all")
 
   def check_target(self, vocab_size: int) -> None:
-    """Raises a `ValueError` where an id does not exist, or none is left."""
+    """Raises `ValueError` if an id does not exist or no token remains."""
     constraining.check_ids("Banned.tokens", self.tokens, vocab_size)
     if len(set(self.tokens)) == vocab_size:
       raise ValueError(f"Banned.tokens holds all {vocab_size} tokens; leave at "
                        "least one")
 
   def init(self, row: constraining.Row) -> jax.Array:
-    """`[]` int32, how many new tokens there are."""
+    """Returns the number of new tokens, `[]` int32."""
     return jnp.zeros_like(row.length)
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """One more."""
+    """Returns the number of new tokens after one more."""
     del token
     return memory + 1
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
-    """-inf for the tokens, as long as that holds."""
+    """Sets the logits of the banned tokens to -inf."""
     banned = logits.at[jnp.array(self.tokens, jnp.int32)].set(-jnp.inf)
     if self.first is None:
       return banned
@@ -56,12 +56,13 @@ class Banned(constraining.Constraint):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forced(constraining.Constraint):
-  """Tokens that come with certainty, at a place or after another token.
+  """Tokens that are forced at a position or after another token.
 
   Attributes:
-    at: pairs of a place and the token there; the first new token is at 0.
-    after: pairs of a token and the one that follows it, also that of the
-      prompt's last token; what `at` says goes before.
+    at: pairs `(position, token)`. Position 0 is the first new token. `at` takes
+      precedence over `after`.
+    after: pairs `(token, next token)`. They also apply to the last token of the
+      prompt.
   """
 
   at: tuple[tuple[int, int], ...] = ()
@@ -82,25 +83,25 @@ class Forced(constraining.Constraint):
 
   @property
   def must_come(self) -> tuple[int, ...]:
-    """The ids that come with certainty."""
+    """Ids of the forced tokens."""
     return tuple(token for _, token in (*self.at, *self.after))
 
   def check_target(self, vocab_size: int) -> None:
-    """Raises a `ValueError` where an id does not exist."""
+    """Raises `ValueError` if an id does not exist."""
     constraining.check_ids(
         "Forced.at", [token for _, token in self.at], vocab_size)
     constraining.check_ids("Forced.after", sum(self.after, ()), vocab_size)
 
   def init(self, row: constraining.Row) -> Any:
-    """`([], [])` int32: how many new tokens there are, and the last token."""
+    """Returns the number of new tokens and the last token, `([], [])` int32."""
     return jnp.zeros_like(row.length), row.tokens[row.length - 1]
 
   def advance(self, memory: Any, token: jax.Array) -> Any:
-    """One more, and it is the last one."""
+    """Returns the memory after one more token."""
     return memory[0] + 1, token
 
   def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
-    """-inf for all but the token that must come."""
+    """Sets all logits except that of the forced token to -inf."""
     wanted = jnp.full((), -1, jnp.int32)
     for pairs, now in ((self.after, memory[1]), (self.at, memory[0])):
       for one, token in pairs:

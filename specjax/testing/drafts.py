@@ -1,4 +1,4 @@
-"""A test of drafters in the loop: of reported drafts and of generated text."""
+"""Test of drafters in the loop: reported drafts and output."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -26,9 +26,9 @@ from specjax.testing import nodes as nodes_lib
 from specjax.testing import recording
 from specjax.utils import fields
 
-_TOTAL = 3e-5  # by which the sum of a row of q may be off, of float32
-_FEW = 0.01  # of the tokens may differ where sums were rounded otherwise
-_TEXTS_A_CELL = 10  # on average, or the joint law is that of fewer tokens
+_TOTAL = 3e-5  # tolerance of the sum of a row of q in float32
+_FEW = 0.01  # share of tokens that may differ by rounding of sums
+_TEXTS_A_CELL = 10  # on average; it limits the horizon of the joint test
 _PLAIN = LogitsTransform()
 
 
@@ -36,11 +36,11 @@ class DraftReport(NamedTuple):
   """Result of `assert_drafter_exact`.
 
   Attributes:
-    drafts: the sum over drafted tokens that deviates most; None: nothing was
-      drafted.
-    texts: the sum over generated tokens that deviates most.
-    joint: p-value of the joint law of the first tokens.
-    tokens: drafted tokens that were looked at.
+    drafts: sum over drafted tokens with the largest deviation. None: no token
+      was drafted.
+    texts: sum over generated tokens with the largest deviation.
+    joint: p-value of the joint distribution of the first tokens.
+    tokens: number of tested drafted tokens.
   """
 
   drafts: evidence.Deviation | None
@@ -56,38 +56,38 @@ def assert_drafter_exact(
     context: Callable[[int], Any] = lambda rows: None,
     prompts: Sequence[Sequence[int]] | None = None, rows: int = 160,
     calls: int = 32, rounds: int = 6, capacity: int = 0) -> DraftReport:
-  """Tests in the loop that the reported q is the law of the drafted tokens.
+  """Tests in the loop that drafted tokens follow the reported q.
 
-  It runs two tests. Each drafted token must be a sample of the row of q that
-  is reported for it, given all earlier draws. The generated text must follow
-  the target; its laws are computed by a pass without a cache.
+  There are two tests. Each drafted token must be a sample of its reported row
+  of q, given all earlier draws. The output must follow the target, whose
+  distributions come from a pass without a cache.
 
   Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to
   two eos ids. A batch has more than 128 rows and is decoded over several
-  rounds, and every call draws other numbers. `Nodes.deviation` lists the sums
-  and the groups of tokens. Rows of q must also sum to 1, the drafts must have
-  the declared capabilities, and a row must not depend on the other rows.
+  rounds, and every call uses other random numbers. `Nodes.deviation` lists the
+  sums and the groups of tokens. Rows of q must also sum to 1, the drafts must
+  have the declared capabilities, and a row must not depend on the other rows.
 
-  Give a small model: a target of 5 to 50 tokens whose laws are far from
-  uniform, such as `tiny_pair`, and a drafter that agrees with it often.
+  Use a small target, such as that of `tiny_pair`: 5 to 50 tokens and
+  distributions that are far from uniform. The drafter should often agree.
 
   Args:
     drafter: the drafter.
     params: `{"target": ..., "drafter": ...}`.
-    target: the model that it drafts for.
-    verifier: a lossless rule; default: the strongest one of this library that
-      is sound for the drafter.
-    controller: the controller of the decoder. Rows then depend on each other,
-      and that check is left out.
-    transform: the decoder's transform, without constraints.
+    target: target model.
+    verifier: lossless rule. None: the strongest rule of this library that is
+      exact for the drafter.
+    controller: controller of the decoder. Rows then depend on each other, and
+      that check is skipped.
+    transform: transform of the decoder, without constraints.
     context: function from a number of rows to the arrays `[rows, ...]` that
       the drafter reads.
-    prompts: lists of token ids for most rows; default: random ones. Give
-      some on which the drafter has something to draft.
-    rows: B, at least 8. More than 128 show errors that begin there.
-    calls: calls of the loop with all rows. More calls find smaller errors.
-    rounds: rounds of every call, even.
-    capacity: least number of slots, see `Decoder.prefill`.
+    prompts: lists of token ids for most rows. None: random prompts. The drafter
+      must be able to draft on some of them.
+    rows: number of rows B, at least 8. Some errors appear only above 128.
+    calls: number of calls with all rows. More calls find smaller errors.
+    rounds: number of rounds of every call, even.
+    capacity: smallest number of slots, see `Decoder.prefill`.
 
   Returns:
     A `DraftReport`.
@@ -130,7 +130,7 @@ def assert_drafter_exact(
       decoder, params, requests, ids, rounds=rounds, state=state)
   declared = interfaces.capabilities(decoder.parts.drafter)
   if controller is not None:
-    declared -= {"full"}  # of the longest drafts alone
+    declared -= {"full"}  # a controller shortens drafts
   drafts = check_drafts(type(drafter).__name__, declared, found,
                         alike=context(1) is None)
   texts, joint = check_texts(target, params, transform, found, rounds)
@@ -140,7 +140,7 @@ def assert_drafter_exact(
 
 
 def sound_rule(drafter: Drafter) -> Verifier:
-  """The strongest rule of this library that is sound for a drafter."""
+  """Returns the strongest rule that is exact for a drafter."""
   declared = interfaces.capabilities(drafter)
   for rule in (verifiers.Block(), verifiers.Traversal(),
                verifiers.TargetWalk()):
@@ -152,16 +152,16 @@ def sound_rule(drafter: Drafter) -> Verifier:
 def check_drafts(name: str, declared: Collection[str],
                  found: recording.Record, *, alike: bool = True
                  ) -> evidence.Deviation | None:
-  """The test of drafted tokens.
+  """Tests the drafted tokens.
 
   Args:
     name: class name of the drafter.
-    declared: the names out of `interfaces.CAPABILITIES` that it declares.
-    found: the recorded rounds.
-    alike: whether the context of all rows is the same.
+    declared: declared capabilities, out of `interfaces.CAPABILITIES`.
+    found: recorded rounds.
+    alike: if True, all rows have the same context.
 
   Returns:
-    The sum that deviates most; None where nothing was drafted.
+    The sum with the largest deviation. None if no token was drafted.
 
   Raises:
     AssertionError: see `assert_drafter_exact`.
@@ -187,23 +187,24 @@ def check_texts(target: Model, params: Any, transform: LogitsTransform,
                 found: recording.Record, count: int,
                 kinds: np.ndarray | None = None
                 ) -> tuple[evidence.Deviation, float]:
-  """The test of the first `count` new tokens, at most the recorded rounds.
+  """Tests the first `count` new tokens of every row.
 
-  After that many rounds every row has at least so many tokens. Later tokens are
-  left out: which rows have them depends on acceptance, and so on the tokens.
+  `count` is at most the number of recorded rounds, because each round emits at
+  least one token. Later tokens are not tested, because their presence depends
+  on acceptance and so on the tokens.
 
   Args:
-    target: the model.
+    target: target model.
     params: `{"target": ..., "drafter": ...}`.
-    transform: the decoder's transform.
-    found: the recorded rounds.
-    count: new tokens of every row.
-    kinds: `[K]` whole numbers from 0; calls of one kind are also looked at by
-      themselves. Default: all are of one.
+    transform: transform of the decoder.
+    found: recorded rounds.
+    count: number of new tokens of every row.
+    kinds: `[K]` integers from 0. Calls of each kind are also tested separately.
+      None: all calls are of one kind.
 
   Returns:
-    The sum that deviates most, and the p-value of the joint law of the first
-    tokens.
+    The sum with the largest deviation, and the p-value of the joint
+    distribution of the first tokens.
 
   Raises:
     AssertionError: the text does not follow the target.
@@ -250,7 +251,7 @@ def check_texts(target: Model, params: Any, transform: LogitsTransform,
 
 
 def _joint_p_value(target, params, transform, found, tokens):
-  """The least p-value of the joint laws after `recording.TEXTS`, times 2."""
+  """Returns the smallest joint p-value after `recording.TEXTS`, times 2."""
   size = target.vocab_size
   step = recording.EVERY * len(recording.TEXTS)
   texts = tokens.shape[0] * (tokens.shape[1] // step)
@@ -259,7 +260,7 @@ def _joint_p_value(target, params, transform, found, tokens):
          and horizon < tokens.shape[2]):
     horizon += 1
   if size > texts:
-    return 1.0  # so few texts tell nothing of so many cells
+    return 1.0  # too few samples for so many cells
   values = []
   for i, (_, temperature) in enumerate(recording.TEXTS):
     first = recording.EVERY * i
@@ -273,7 +274,7 @@ def _joint_p_value(target, params, transform, found, tokens):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _laws(model, transform, count, params, tokens, starts, temperature):
-  """`[B, count, V]`, the laws after prompts, from a pass without a cache."""
+  """Returns distributions `[B, count, V]` from a pass without a cache."""
   logits = model(params, tokens).logits
   at = starts[:, None] + jnp.arange(count) - 1
   logits = jnp.take_along_axis(logits, at[..., None], axis=1)
@@ -281,7 +282,7 @@ def _laws(model, transform, count, params, tokens, starts, temperature):
 
 
 def _check_values(name, declared, found):
-  """Refuses malformed drafts, and drafts without a declared capability."""
+  """Refuses malformed drafts and drafts that lack a declared capability."""
   shape = found.probs.shape
   flat = lambda x, *axes: jnp.asarray(x.reshape(-1, *axes))
   draft = checks.Draft(tokens=flat(found.tokens, shape[3]),
@@ -302,7 +303,7 @@ def _check_values(name, declared, found):
 
 
 def _check_rows_alone(decoder, params, found, ids, start, context):
-  """Compares rows with the same rows in another order among other ones."""
+  """Compares rows with the same rows in another order and batch."""
   rows = np.arange(len(ids))[::-1]
   others = rows % 3 == 0
   requests = found.requests.taken(np.where(others, rows[0], rows))

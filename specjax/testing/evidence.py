@@ -1,19 +1,18 @@
 """Statistics of drawn tokens whose probabilities are known.
 
-Token X is drawn from a reported law q. For any function f that is fixed before
-the draw, f(X) - E_q f has mean 0 and variance Var_q f, given all that was drawn
-before. Sums over many draws are martingales with known predictable variance,
-whatever the order of the draws.
+Token X is drawn from a reported distribution q. For any function f that is
+fixed before the draw, f(X) - E_q f has mean 0 and variance Var_q f, given all
+earlier draws. Sums over many draws are martingales with known predictable
+variance, for any order of the draws.
 
 If f has a range of at most 1, then for every number t >= 0
 
   exp(t S - (e^t - 1 - t) W),   S = sum f(X) - E_q f,   W = sum Var_q f
 
 has a mean of at most 1 (Freedman 1975, "On tail probabilities for
-martingales"), and so has an average over several t. By Markov's inequality the
-inverse of such an average is a p-value. It is exact for any number of draws,
-also for rare tokens and for laws that are deterministic, where a normal
-approximation is not.
+martingales"). So has an average over several t. By Markov's inequality the
+inverse of this average is a p-value. It is exact for any number of draws, also
+for rare tokens and deterministic distributions. A normal approximation is not.
 """
 
 from collections.abc import Mapping
@@ -21,15 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The numbers t, of both signs: the best one for S standard deviations is
-# S / sqrt(W), for 10 to a million draws.
+# Values of |t|; both signs are used. If S is d standard deviations, the best t
+# is d / sqrt(W). The range covers 10 to a million draws.
 _RATES = 2.0 ** np.arange(-8, 5)
-_SMALLEST_LOG = -4.0  # what is less likely than e^-4 counts as that
-_FEW_IDS = 8  # so many tokens are looked at one by one
+_SMALLEST_LOG = -4.0  # log-probabilities are clipped at this value
+_FEW_IDS = 8  # number of tokens that are tested individually
 
 
 class Functions(NamedTuple):
-  """Functions of drawn tokens, centred, with their variances.
+  """Centred functions of n drawn tokens, with their variances.
 
   Attributes:
     names: F descriptions of the functions.
@@ -42,20 +41,20 @@ class Functions(NamedTuple):
   variances: np.ndarray
 
   def taken(self, draws: np.ndarray) -> "Functions":
-    """The same of some draws, `[n]` bool."""
+    """Returns the functions of the draws that a mask `[n]` selects."""
     return Functions(self.names, self.centred[draws], self.variances[draws])
 
 
 class Deviation(NamedTuple):
-  """The sum that deviates most from its expectation.
+  """Sum with the largest deviation from its expectation.
 
   Attributes:
-    log_p: logarithm of its p-value times the number of sums, at most 0.
-    name: the function, and the group of draws.
-    total: S.
+    log_p: logarithm of the p-value times the number of sums, at most 0.
+    name: description of the function and of the group of draws.
+    total: sum S.
     deviation: standard deviation of S, the root of W.
     draws: number of draws in the sum.
-    tried: number of sums that were looked at.
+    tried: number of tested sums.
   """
 
   log_p: float
@@ -73,7 +72,7 @@ class Deviation(NamedTuple):
 
 
 def log_p_values(totals: np.ndarray, variances: np.ndarray) -> np.ndarray:
-  """Logarithms of two-sided p-values, for sums S and their variances W."""
+  """Returns the log of two-sided p-values of sums S with variances W."""
   t = _RATES.reshape(-1, *[1] * np.ndim(totals))
   bound = (np.expm1(t) - t) * variances
   both = np.concatenate([t * totals - bound, -t * totals - bound])
@@ -83,7 +82,7 @@ def log_p_values(totals: np.ndarray, variances: np.ndarray) -> np.ndarray:
 
 
 def subsets(vocab_size: int) -> dict[str, np.ndarray]:
-  """Sets of tokens `[V]` bool by name: each of few, or random halves."""
+  """Returns sets of tokens, `[V]` bool, by name: single tokens and halves."""
   rng = np.random.default_rng(vocab_size)
   found = {f"the random half {i} of the tokens": rng.random(vocab_size) < 0.5
            for i in range(3 if vocab_size <= _FEW_IDS else 16)}
@@ -94,14 +93,14 @@ def subsets(vocab_size: int) -> dict[str, np.ndarray]:
 
 def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
               ends: np.ndarray, letter: str) -> Functions:
-  """Functions of single draws.
+  """Returns functions of single draws.
 
   Args:
-    tokens: `[n]`.
-    laws: `[n, V]` that they were drawn from, summing to 1.
-    others: `[n, V]`, another law that was known before the draw, or None.
-    ends: `[n, E]` ids that end the row, filled up with -1.
-    letter: the name of the law.
+    tokens: `[n]`, drawn tokens.
+    laws: `[n, V]`, distributions of the tokens; rows sum to 1.
+    others: `[n, V]`, another distribution, known before the draw, or None.
+    ends: `[n, E]`, eos ids of the row, padded with -1.
+    letter: name of the distribution, such as "q".
   """
   columns, own = [], np.arange(len(tokens))
 
@@ -132,14 +131,14 @@ def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
 def pairs(tokens: np.ndarray, laws: np.ndarray,
           partners: Mapping[str, np.ndarray],
           unordered: Mapping[str, np.ndarray] | None = None) -> Functions:
-  """Functions of two draws, which a shared uniform correlates.
+  """Returns functions of two draws, which detect a shared uniform sample.
 
   Args:
-    tokens: `[n]`.
-    laws: `[n, V]`.
-    partners: the index `[n]` of an earlier draw by name, or -1.
-    unordered: the same, of another draw that may be the later one. Under one
-      name a draw is the partner of at most one other.
+    tokens: `[n]`, drawn tokens.
+    laws: `[n, V]`, distributions of the tokens.
+    partners: index `[n]` of an earlier draw, or -1, by name.
+    unordered: index `[n]` of another draw, earlier or later, or -1, by name.
+      Under one name a draw is the partner of at most one other draw.
   """
   own, columns = np.arange(len(tokens)), []
   # The middle of the draw's interval in the cumulative distribution, shifted
@@ -158,8 +157,8 @@ def pairs(tokens: np.ndarray, laws: np.ndarray,
         np.where(has, 4 * place * before, 0),
         np.where(has, 16 * before**2 * spread, 0)))
   for name, partner in (unordered or {}).items():
-    # A draw is in up to two products, of 1/2 at most. Either of them may have
-    # been drawn first, so the variance is the sum of both cases.
+    # A draw occurs in at most two products of at most 1/2. Either draw of a
+    # product may be the earlier one, so the variance is the sum of both cases.
     has, before = partner >= 0, place[partner]
     columns.append((
         f"the product of the quantiles of x and of {name}",
@@ -177,14 +176,14 @@ def _stacked(columns):
 
 def largest(single: Functions, double: Functions,
             groups: Mapping[str, np.ndarray], crossed: int) -> Deviation:
-  """The sum that deviates most, over all draws and over groups of them.
+  """Returns the sum that deviates most, over all draws and groups of draws.
 
   Args:
-    single: functions of n draws.
-    double: functions of the same draws and of another one each.
-    groups: `[n]` whole numbers by name; the draws that share one are a group.
-      They must be known before the draw. -1: in no group.
-    crossed: how many of `groups`, the first ones, are also crossed with all
+    single: functions of n single draws.
+    double: functions of pairs: each of the n draws and a partner.
+    groups: `[n]` integers by name. Draws with an equal number form a group. The
+      number must be known before the draw. -1: no group.
+    crossed: number of leading entries of `groups` that are crossed with all
       others, for the single functions.
   """
   numbers = [_compact(values) for values in groups.values()]
@@ -221,7 +220,7 @@ def largest(single: Functions, double: Functions,
 
 
 def _compact(values):
-  """`[n]` groups numbered from 0, -1 for none, and the value of each group."""
+  """Renumbers groups from 0 (-1: none); also returns the value of each."""
   kinds = np.flatnonzero(np.bincount(values + 1)[1:])
   number = np.full(values.max(initial=0) + 2, -1, np.int32)
   number[kinds + 1] = np.arange(len(kinds))
@@ -229,7 +228,7 @@ def _compact(values):
 
 
 def _sums(values, cell, count):
-  """`[count, F]`, the sums of `values [n, F]` over the draws of every cell."""
+  """Returns the sums of `values [n, F]` over every cell, `[count, F]`."""
   import scipy.sparse  # a third of a second  # pylint: disable=g-import-not-at-top
   draws = len(values)
   member = scipy.sparse.csc_matrix(

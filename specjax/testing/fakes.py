@@ -1,8 +1,8 @@
 """Small models, drafters and tokenizers for tests.
 
-`MarkovModel` is a language model that is a table, `ListTokenizer` a tokenizer
-that is a list, `OracleDrafter` proposes what it is told, and `tiny_pair` is a
-real pair of transformers with weights that make their laws far from uniform.
+`MarkovModel` is a language model stored as a table. `ListTokenizer` is a
+tokenizer stored as a list. `OracleDrafter` proposes given tokens. `tiny_pair`
+returns two small transformers whose distributions are far from uniform.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ from specjax.types import ModelOutput
 
 @struct.dataclass
 class LengthCache(Cache):
-  """The cache of a model that needs no past.
+  """Cache of a model that uses only the current token.
 
   Attributes:
-    lengths: `[B]` int32, committed tokens of each row.
+    lengths: `[B]` int32, number of committed tokens.
   """
 
   lengths: jax.Array
@@ -48,38 +48,38 @@ class LengthCache(Cache):
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "LengthCache":
-    """A `PartitionSpec` of the lengths."""
+    """Returns a `PartitionSpec` of the lengths."""
     del axis
     return LengthCache(lengths=PartitionSpec(rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class MarkovModel(Model):
-  """A `Model` whose law depends on the current token alone.
+  """`Model` whose distribution depends only on the current token.
 
-  Its params are a table `[V, V]`: row t holds the logits of what follows
-  token t. It compiles in a moment and its joint laws are products of rows.
+  The parameters are a table `[V, V]`: row t has the logits of the next token
+  after t. It compiles fast, and joint distributions are products of rows.
 
   Attributes:
-    vocab_size: V.
-    context_length: longest sequence that the loop may decode, in tokens.
+    vocab_size: vocabulary size V.
+    context_length: length of the longest sequence, in tokens.
   """
 
   vocab_size: int
   context_length: int = 256
 
   def init(self, key: jax.Array, scale: float = 1.0) -> jax.Array:
-    """A random table `[V, V]` of logits with standard deviation `scale`."""
+    """Returns random logits `[V, V]` with standard deviation `scale`."""
     return scale * jax.random.normal(key, (self.vocab_size, self.vocab_size))
 
   def init_cache(self, params: jax.Array, batch: int, capacity: int
                  ) -> LengthCache:
-    """The cache of `batch` empty rows; nothing needs `capacity`."""
+    """Returns the cache of `batch` empty rows; `capacity` is not used."""
     del params, capacity
     return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
 
   def param_specs(self, axis: str, size: int = 1) -> PartitionSpec:
-    """Every device holds the whole table."""
+    """Returns the spec of a table that is replicated on all devices."""
     del axis, size
     return PartitionSpec()
 
@@ -87,7 +87,7 @@ class MarkovModel(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Any = None
                ) -> ModelOutput:
-    """Logits `[B, S, V]` after `tokens [B, S]`; they are `hidden` as well."""
+    """Returns logits `[B, S, V]` after `tokens [B, S]`, also as `hidden`."""
     del depths, ancestors
     logits = params[tokens].astype(jnp.float32)
     return ModelOutput(logits=logits, hidden=logits, cache=cache)
@@ -95,12 +95,12 @@ class MarkovModel(Model):
 
 @dataclasses.dataclass(frozen=True)
 class ListTokenizer:
-  """A tokenizer that is a list of tokens; it takes the longest match.
+  """Tokenizer with a list of tokens and greedy longest match.
 
   Attributes:
-    tokens: the bytes of every id; b"" is a special token.
-    bos: id of the token before a text, or None.
-    eos: id of the token after a text, or None.
+    tokens: bytes of every id; b"" is a special token.
+    bos: id of the first token of a sequence, or None.
+    eos: id of the last token of a sequence, or None.
   """
 
   tokens: tuple[bytes, ...]
@@ -112,11 +112,11 @@ class ListTokenizer:
     return len(self.tokens)
 
   def token_bytes(self, token: int) -> bytes:
-    """The bytes of one token."""
+    """Returns the bytes of one token."""
     return self.tokens[token]
 
   def encode(self, text: str, bos: bool = True) -> list[int]:
-    """Token ids of `text`; none where the tokens cannot spell it."""
+    """Returns the ids of `text`; no ids if the tokens cannot spell it."""
     ids = {t: i for i, t in reversed(list(enumerate(self.tokens))) if t}
     found = longest_match(text.encode(), ids, max(map(len, ids)))
     start = [self.bos] if bos and self.bos is not None else []
@@ -125,16 +125,16 @@ class ListTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleDrafter(Drafter):
-  """Proposes tokens that it is given, with certainty.
+  """Proposes given tokens deterministically.
 
-  `params["drafter"]` is `[B, T]` int32: entry t is the token proposed for
-  position t of the row, the prompt included. Positions after T are padding.
-  With the target's own greedy continuation every draft is accepted, and an
-  EOS can be put anywhere inside a draft.
+  `params["drafter"]` is `[B, T]` int32: entry t is the proposal for position t
+  of the row, the prompt included. Positions after T are padding. If the tokens
+  are the target's greedy continuation, every draft is accepted. Tests can place
+  an eos anywhere in a draft.
 
   Attributes:
-    gamma: drafted tokens of a round.
-    vocab_size: V; the decoder fills it in.
+    gamma: draft length.
+    vocab_size: vocabulary size V; the decoder sets it.
   """
 
   gamma: int
@@ -150,7 +150,7 @@ class OracleDrafter(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "OracleDrafter":
-    """The same drafter, for this target."""
+    """Returns the drafter with the vocabulary size of the target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
@@ -170,9 +170,9 @@ class TinyPair(NamedTuple):
   """Two small transformers that agree often, but not always.
 
   Attributes:
-    target: a `Transformer`.
-    drafter: another one, or the same where `noise` alone tells them apart.
-    params: `{"target": ..., "drafter": ...}`, as a `Decoder` takes them.
+    target: target model.
+    drafter: draft model.
+    params: parameters of both, `{"target": ..., "drafter": ...}`.
   """
 
   target: Transformer
@@ -182,17 +182,17 @@ class TinyPair(NamedTuple):
 
 def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
               noise: float = 0.5, **config: Any) -> TinyPair:
-  """A random pair whose laws are far from uniform and depend on the context.
+  """Returns a random pair whose distributions are far from uniform.
 
   Args:
-    vocab_size: V.
-    seed: of the weights.
-    scale: of the matrices over their initial size; at 1 a random model's laws
-      are almost uniform, and a test of them sees little.
-    noise: standard deviation of what is added to the target's weights to make
-      the drafter's, over that of the weights; 0 makes them equal.
-    **config: sizes that differ from the default `TransformerConfig` (width
-      16, one layer of two heads sharing one key-value head, untied).
+    vocab_size: vocabulary size V.
+    seed: seed of the weights.
+    scale: factor of the initial matrices. At 1 the distributions are almost
+      uniform, and tests detect little.
+    noise: noise that is added to the target's weights to make the drafter's:
+      its standard deviation over that of the weights. 0 makes them equal.
+    **config: fields of `TransformerConfig` that replace the defaults (width
+      16, one layer, two heads that share one key-value head, untied).
 
   Returns:
     A `TinyPair`.
@@ -201,7 +201,7 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
                mlp_width=16, context_length=512, tie_embeddings=False)
   model = Transformer(TransformerConfig(
       vocab_size=vocab_size, **{**sizes, **config}))
-  # By numpy: the model's own `init` would run as a hundred small programs.
+  # numpy, because `model.init` would compile about a hundred small programs.
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
 

@@ -77,7 +77,7 @@ def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
   cells = tokens @ vocab_size ** np.arange(tokens.shape[1])[::-1]
   counts = np.bincount(cells, minlength=law.size)
   if counts[law == 0].any():
-    return 0.0  # an impossible outcome
+    return 0.0  # an outcome of probability 0
   expected = law / law.sum() * len(tokens)
   few = expected < 10
   counts, expected = (np.append(x[~few], x[few].sum())

@@ -1,18 +1,18 @@
-"""The drafted tokens of a record, and the checks of them."""
+"""Drafted tokens of a record, and their statistical checks."""
 
 import numpy as np
 
 from specjax.testing import evidence
 
-# Four tests share a false alarm of one in a million.
+# Four tests share a total false-alarm probability of 1e-6.
 LEVEL = 1e-6 / 4
-SAME = 1e-3  # by which equal laws may differ, of float32
-_FARTHEST = 8  # nodes of a draft that are compared lie this far apart
-_CERTAIN = 1 - 1e-9  # a law with such an entry is looked at once, not summed
+SAME = 1e-3  # tolerance for equal distributions in float32
+_FARTHEST = 8  # largest distance of compared nodes of a draft
+_CERTAIN = 1 - 1e-9  # larger entries: deterministic, not in the sums
 
 
 class Nodes:
-  """The drafted tokens of a record, one after the other."""
+  """Flat list of the n drafted tokens of a record."""
 
   def __init__(self, found):
     self.found, there = found, found.drafted
@@ -26,7 +26,7 @@ class Nodes:
     self.sibling = self._sibling()
 
   def _sibling(self):
-    """`[n]`, the drafted node before each below the same parent, or -1."""
+    """Returns the previous drafted sibling of each node, or -1, `[n]`."""
     parents = np.where(self.found.drafted, self.found.parents, -2)
     last = np.full(parents.shape, -1)
     for node in range(2, parents.shape[-1]):
@@ -36,12 +36,12 @@ class Nodes:
     return last[self.where]
 
   def _at(self, nodes):
-    """Numbers of other nodes of the same drafts, -1 where there is none."""
+    """Returns the numbers of other nodes of the same drafts; -1: none."""
     return np.where(nodes > 0, self.index[
         self.call, self.round, self.row, np.maximum(nodes, 0)], -1)
 
   def check_possible(self, name):
-    """Refuses tokens that their law does not have."""
+    """Refuses drafted tokens of probability 0 or nearly 0 under q."""
     bad = (self.tokens < 0) | (self.tokens >= self.laws.shape[1])
     if bad.any():
       raise AssertionError(
@@ -51,7 +51,7 @@ class Nodes:
                    self.row)
 
   def check_siblings(self, name):
-    """Refuses siblings of several laws, of a drafter that declares iid."""
+    """Refuses siblings with different rows of q if the drafter is iid."""
     before = self._at(self.sibling)
     differ = np.abs(self.laws - self.laws[before]).max(1) * (before >= 0)
     if differ.max() > SAME:
@@ -62,12 +62,12 @@ class Nodes:
           f"{differ[i]:.3g}")
 
   def check_contexts(self, name, alike):
-    """Refuses several laws after one text, of one declared autoregressive."""
+    """Refuses different rows of q after equal tokens if autoregressive."""
     found, requests = self.found, self.found.requests
     some = np.random.default_rng(0).integers(
         2**63, size=found.texts.shape[2] + found.tokens.shape[3],
         dtype=np.uint64) | np.uint64(1)
-    # A hash of the text up to each position, and from there along the draft.
+    # Hashes of the tokens up to each position, continued along the draft.
     texts = found.texts.astype(np.uint64) + np.uint64(1)
     upto = np.cumsum(texts * some[:texts.shape[2]], axis=-1, dtype=np.uint64)
     lengths = requests.lengths + np.cumsum(found.emitted, 1) - found.emitted
@@ -98,7 +98,7 @@ class Nodes:
           f"{self.round[i]}, node {self.node[i]}")
 
   def deviation(self):
-    """The sum over drafted tokens that deviates most."""
+    """Returns the sum over drafted tokens with the largest deviation."""
     found, requests = self.found, self.found.requests
     emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
     length = requests.lengths[self.row] + emitted
@@ -147,15 +147,15 @@ class Nodes:
         {name: values[open_] for name, values in groups.items()}, crossed=8)
 
   def _in_earlier_rounds(self):
-    """Draws for the same node, or the same position, in earlier rounds."""
+    """Returns partners of the same node or position in earlier rounds."""
     found = {}
     for back in range(1, self.found.active.shape[1]):
       when = "in the round before" if back == 1 else f"{back} rounds before"
       found[f"the same node {when}"] = np.where(
           self.round >= back, self.index[
               self.call, self.round - back, self.row, self.node], -1)
-    # In a chain, node n + emitted of the round before had this position. If
-    # keys belong to positions, a rejected token's key is used again here.
+    # In a chain, node n + emitted of the previous round had this position. If
+    # random keys belong to positions, the key of a rejected token is reused.
     before = self.call, np.maximum(self.round - 1, 0), self.row
     node = self.node + self.found.emitted[before]
     size = self.index.shape[-1]
@@ -165,7 +165,7 @@ class Nodes:
     return found
 
   def _others_of_the_draft(self):
-    """Nodes that are neither parent nor last sibling, by the distance."""
+    """Returns other nodes than parent and last sibling, by distance."""
     found = {}
     for back in range(1, min(self.found.tokens.shape[-1] - 1, _FARTHEST + 1)):
       other = self.node - back
@@ -176,7 +176,7 @@ class Nodes:
     return found
 
   def _full(self, back):
-    """Marks nodes with a full acceptance so many rounds before."""
+    """Marks nodes whose row accepted a full draft `back` rounds earlier."""
     depths = np.zeros(self.found.tokens.shape, np.int64)
     for node in range(1, depths.shape[-1]):
       depths[..., node] = 1 + np.take_along_axis(depths, np.maximum(
@@ -205,14 +205,14 @@ def normalised(laws):
 
 
 def numbered(there):
-  """The number of every True, -1 elsewhere."""
+  """Numbers the True entries of a mask; other entries are -1."""
   found = np.full(there.shape, -1)
   found[there] = np.arange(there.sum())
   return found
 
 
 def row_groups(requests, row):
-  """Groups of draws by what their request is."""
+  """Returns groups of draws by properties of their request."""
   temperature = requests.temperature[row]
   has_end = (requests.eos >= 0).any(1)[row]
   return {
@@ -224,7 +224,7 @@ def row_groups(requests, row):
 
 
 def lags(index, where, row_axis):
-  """Partners in other rows of the same call, and in the call before."""
+  """Returns partners in other rows of a call and in the previous call."""
   partners = {}
   rows, row = index.shape[row_axis], where[row_axis]
   for lag in sorted({1, 6, rows // 2, min(128, rows - 1)}):
@@ -238,7 +238,7 @@ def lags(index, where, row_axis):
 
 
 def check_chances(what, tokens, laws, rows):
-  """Refuses tokens of probability 0, or so little that they do not occur."""
+  """Refuses tokens of probability 0 or too small to occur."""
   chance = laws[np.arange(len(tokens)), tokens] * laws.shape[1]
   with np.errstate(divide="ignore"):
     mean = np.mean(1 / chance)  # at most 1 on average

@@ -1,4 +1,4 @@
-"""Drafts and texts of many different requests, recorded as numpy arrays."""
+"""Records drafts and output of many requests as numpy arrays."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from specjax.decoding import decoder as decoder_lib
 from specjax.decoding import inputs
 from specjax.types import DecodeState
 
-# Every third row has one of these prompts and temperatures in turns: many texts
-# after each, for their joint law.
+# Every third row uses one of these prompts and temperatures in turn. Each gets
+# many samples, which the test of the joint distribution needs.
 TEXTS = (((1, 3, 0, 2), 1.0), ((4,), 0.6))
-_TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of the others
+_TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of other rows
 EVERY = 3
 _LONGEST = 32  # tokens of a prompt
 _AT_ONCE = 2  # rounds of a program; one program serves all
@@ -24,13 +24,13 @@ _AT_ONCE = 2  # rounds of a program; one program serves all
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-  """The rows of a batch, which differ in all that a request may choose.
+  """Requests of a batch that differ in prompt, temperature, eos and limit.
 
   Attributes:
     prompts: B lists of token ids.
-    temperature: `[B]` float32.
-    eos: `[B, 2]` int32, filled up with -1.
-    new: `[B]` int32, most new tokens.
+    temperature: `[B]` float32, temperature of each row.
+    eos: `[B, 2]` int32, eos ids, padded with -1.
+    new: `[B]` int32, largest number of new tokens.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -42,18 +42,18 @@ class Requests:
   def mixed(cls, vocab_size: int, rows: int, new: int,
             prompts: Sequence[Sequence[int]] | None = None,
             longest: int = _LONGEST) -> "Requests":
-    """Requests of all kinds.
+    """Returns requests of all kinds.
 
-    Every third row is one of `TEXTS` in turns, without an eos. The others have
-    prompts of 1 to `longest` tokens, several temperatures, and up to two eos
-    ids.
+    Every third row uses an entry of `TEXTS` in turn, without an eos. The other
+    rows have prompts of 1 to `longest` tokens, several temperatures, and up to
+    two eos ids.
 
     Args:
-      vocab_size: V.
-      rows: B.
-      new: most new tokens of a row; some get one or two less.
-      prompts: prompts of the others, in turns; default: random ones.
-      longest: longest random prompt.
+      vocab_size: vocabulary size V.
+      rows: number of rows B.
+      new: largest number of new tokens. Some rows get one or two fewer.
+      prompts: prompts of the other rows, in turn. None: random prompts.
+      longest: length of the longest random prompt.
     """
     rng = np.random.default_rng(0)
     if prompts is None:
@@ -82,18 +82,18 @@ class Requests:
 
   @property
   def lengths(self) -> np.ndarray:
-    """`[B]`, tokens of the prompts."""
+    """Lengths of the prompts in tokens, `[B]`."""
     return np.array([len(prompt) for prompt in self.prompts])
 
   def taken(self, rows: np.ndarray) -> "Requests":
-    """These rows, in this order."""
+    """Returns the requests of the given rows, in this order."""
     return Requests(prompts=tuple(self.prompts[row] for row in rows),
                     temperature=self.temperature[rows], eos=self.eos[rows],
                     new=self.new[rows])
 
   def prefill(self, decoder: decoder_lib.Decoder, params: Any,
               **kwargs: Any) -> DecodeState:
-    """The state after the prompts; `kwargs` are of `Decoder.prefill`."""
+    """Returns the state after `Decoder.prefill`, which gets `kwargs`."""
     return decoder.prefill(
         params, self.prompts, jax.random.key(0),
         limits=self.lengths + self.new, temperature=self.temperature,
@@ -102,17 +102,17 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-  """Rounds of several calls: K calls, R rounds, B rows, N nodes.
+  """Recorded rounds: K calls, R rounds, B rows, N nodes.
 
   Attributes:
-    requests: the rows of every call.
-    active: `[K, R, B]` bool.
-    emitted: `[K, R, B]`, tokens that the round committed.
-    accepted: `[K, R, B]`, drafted tokens that the verifier accepted.
-    tokens: `[K, R, B, N]`, of the drafts, and so are the next two.
-    parents: `[K, R, B, N]`.
-    probs: `[K, R, B, N, V]`.
-    target_probs: `[K, R, B, N, V]`.
+    requests: requests of every call.
+    active: `[K, R, B]` bool, mask of the rows that decode.
+    emitted: `[K, R, B]`, number of committed tokens.
+    accepted: `[K, R, B]`, number of accepted drafted tokens.
+    tokens: `[K, R, B, N]`, tokens of the drafts.
+    parents: `[K, R, B, N]`, parents of the drafts.
+    probs: `[K, R, B, N, V]`, rows of q of the drafts.
+    target_probs: `[K, R, B, N, V]`, p of the token after every node.
     texts: `[K, B, C]`, prompts and new tokens.
   """
 
@@ -128,7 +128,7 @@ class Record:
 
   @property
   def drafted(self) -> np.ndarray:
-    """`[K, R, B, N]` bool, the nodes below the root without padding."""
+    """Mask of the drafted nodes, without padding, `[K, R, B, N]` bool."""
     found = (self.probs.sum(-1) != 0) & self.active[..., None]
     found[..., 0] = False
     return found
@@ -138,16 +138,16 @@ def record(decoder: decoder_lib.Decoder, params: Any, requests: Requests,
            ids: np.ndarray, *, rounds: int, state: DecodeState,
            prepare: Callable[[DecodeState], DecodeState] = lambda x: x
            ) -> Record:
-  """Decodes the same requests in several calls.
+  """Decodes the same requests in several calls and records all rounds.
 
   Args:
     decoder: the decoder.
     params: parameters of the decoder.
-    requests: B rows.
-    ids: `[K, B]`, the request ids of every call.
-    rounds: R, even.
-    state: the state of `requests.prefill`; it is copied.
-    prepare: changes the first state of a call.
+    requests: requests of B rows.
+    ids: `[K, B]`, request ids of every call.
+    rounds: number of rounds R, even.
+    state: state that `requests.prefill` returned; it is copied.
+    prepare: function that changes the first state of a call.
 
   Raises:
     FloatingPointError: some numbers were not finite.
@@ -174,12 +174,12 @@ def record(decoder: decoder_lib.Decoder, params: Any, requests: Requests,
 
 @jax.jit
 def _with_keys(state, keys):
-  """A copy, because the loop donates its state, with the keys of a call."""
+  """Returns a copy of a state with new keys; the loop donates its state."""
   return jax.tree.map(jnp.copy, state).replace(keys=keys)
 
 
 def joined(records: Sequence[Record]) -> Record:
-  """The calls of several records of the same requests, one after the other."""
+  """Concatenates the calls of several records of the same requests."""
   fields = [field.name for field in dataclasses.fields(Record)][1:]
   return Record(requests=records[0].requests, **{
       name: np.concatenate([getattr(one, name) for one in records])
