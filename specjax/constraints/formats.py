@@ -130,7 +130,7 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
 def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
   """Returns an expression of decimals on one side of a bound.
 
-  It may also match strings that are not decimals.
+  It may also match strings that are not JSON numbers.
   """
   away = ">" if is_least else "<"
   if bound == 0:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from specjax.utils import fields
 
-_ROUNDING = 1e-6  # by which measured probabilities may sum to more than 1
+_ROUNDING = 1e-6  # tolerance of the sum of measured probabilities
 
 
 def depths(parents: Sequence[int]) -> tuple[int, ...]:

@@ -83,7 +83,10 @@ class Block(Verifier):
     return LawByRow(stop=residual.last_success(mass, survive), row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
-    """`[N]`, P(tau >= i | x_1..x_i) = p_i = min(1, p_{i-1} p(x_i)/q(x_i))."""
+    """Returns P(tau >= i | x_1..x_i), `[N]`.
+
+    It is p_i = min(1, p_{i-1} p(x_i) / q(x_i)).
+    """
     ratios = residual.chain_ratios(draft, target_probs)
     first = jnp.ones((), ratios.dtype)
 

@@ -114,7 +114,7 @@ class GreedyBlock(Verifier):
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                state: GreedyBlockState | None = None) -> jax.Array:
-    """`[N]`, P(tau >= i | x_1..x_i) = min(1, R_i) (Lemma 7)."""
+    """Returns P(tau >= i | x_1..x_i) = min(1, R_i), `[N]` (Lemma 7)."""
     modified = _modify(draft, target_probs, state)
     return jnp.minimum(_running_ratio(draft, target_probs, modified), 1)
 

@@ -1,4 +1,4 @@
-"""Target walk: sample from the target as long as the tree has the token.
+"""Target walk: sample from the target while the tree contains the token.
 
 Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling. On
 deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), it has the

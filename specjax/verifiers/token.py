@@ -64,6 +64,6 @@ class Token(Verifier):
     return LawByRow(stop=reach * reject, row=next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
-    """`[N]`, P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q)."""
+    """Returns P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q), `[N]`."""
     accept = jnp.minimum(residual.chain_ratios(draft, target_probs), 1)
     return jnp.concatenate([jnp.ones((1,), accept.dtype), jnp.cumprod(accept)])
