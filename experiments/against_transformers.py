@@ -1,38 +1,39 @@
-"""How fast is specjax beside transformers, with the same weights?
+"""Compares the speed of specjax and transformers with the same weights.
 
-On one machine, in one run, every prompt is continued in turn by
+Every prompt is continued by each variant in turn, on one machine and in one
+run:
 
-  specjax                   autoregressive decoding of ours
-  specjax, DRAFTER          speculative decoding of ours with block verification
-  transformers              its `generate`
-  transformers, assisted    its assisted generation with the same drafter and
-                            its own defaults: at most 20 tokens, fewer where
-                            the drafter is unsure
-  transformers, assisted G  the same with G = --gamma tokens in every round
+  specjax                   autoregressive decoding of specjax
+  specjax, DRAFTER          speculative decoding of specjax with block
+                            verification
+  transformers              `generate` of transformers
+  transformers, assisted    assisted generation with the same drafter and
+                            default settings: at most 20 draft tokens, fewer
+                            if the drafter's confidence is low
+  transformers, assisted G  assisted generation with G = --gamma draft tokens
+                            in every round
 
-on the CPU, in float32, one prompt at a time, with as many threads on either
-side. A time is that of one whole call, from the ids of the prompt to the last
-token, so reading the prompt is in it on both sides; compiling and a first call
-are not. Ids come from specjax's tokenizer on both sides. Without --chat no
-token ends a text, and all have --max_new_tokens tokens. Run it while nothing
-else runs: torch's threads wait for each other in every product, and on two
-cores with eight busy processes that made it slower by far more than ours.
+All variants run on the CPU, in float32, one prompt at a time, with the same
+number of threads. A time covers one call from the prompt's ids to the last
+token, including the prefill. It excludes compilation and a first call. Both
+libraries get token ids from specjax's tokenizer. Without --chat, end tokens are
+ignored and every output has --max_new_tokens tokens. Run the script on an idle
+machine, because other processes slow torch down more than specjax.
 
   python experiments/against_transformers.py --target=smollm2 --chat
   python experiments/against_transformers.py --target=big --drafter=small_one \\
     --prompts=copy,gsm8k=test.jsonl
 
-At temperature 0 all must write the same text, and times of different texts are
-not compared: where they differ, the first difference is reported, with how far
-apart the two tokens' logits are, and the prompt is left out of the table. The
-script fails if that is more than --most_different of the prompts. (Both sides
-round, in another order, so a tie can go either way.)
+At temperature 0 all outputs of a prompt must be equal. If they differ, the
+script reports the first difference and the gap between the two logits, and
+leaves the prompt out of the table. It fails if more than --most_different of
+the prompts differ. Rounding can differ between the libraries, so either may win
+a tie.
 
-A ratio is of two calls on one prompt; the table has its median over prompts and
-its quartiles. Every prompt's times are appended to runs.jsonl in --output_dir;
-killed and started again with the same models, prompts and flags, the script
-goes on there. Writes against_transformers.csv and .json, which the last line of
-stdout names.
+A speed ratio compares two calls on one prompt. The table has its median and
+quartiles over prompts. Times are appended to runs.jsonl in --output_dir. A
+killed script resumes if models, prompts and flags are the same. Results:
+against_transformers.csv and .json; the last line of stdout names them.
 """
 
 from collections.abc import Callable
@@ -66,13 +67,13 @@ _GAMMA = shared.gamma(4)
 _PROMPTS = shared.prompts("copy")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
-_NUM_PROMPTS = shared.num_prompts(12, "prompts of every set, at most")
+_NUM_PROMPTS = shared.num_prompts(12, "Maximum number of prompts per set")
 _PROMPT_TOKENS = shared.prompt_tokens(512)
 _NEW_TOKENS = shared.new_tokens(128)
 _TEMPERATURE = shared.temperature(0.0)
 _MOST_DIFFERENT = flags.DEFINE_float(
-    "most_different", 0.1, "share of the prompts whose texts may differ at "
-    "temperature 0", 0.0, 1.0)
+    "most_different", 0.1, "Fraction of prompts whose outputs may differ at "
+    "temperature 0, in [0, 1]; the script fails above it", 0.0, 1.0)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/against_transformers")
 
@@ -82,7 +83,7 @@ _OURS, _THEIRS = "specjax", "transformers"
 def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
               eos: tuple[int, ...] | None, prompts: Sequence[Sequence[int]],
               capacity: int):
-  """Ours: without a drafter, and with each."""
+  """Returns the variants of specjax: without a drafter, and with each."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
   variant = functools.partial(
@@ -99,7 +100,10 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
 
 
 def _assistant(target: Pretrained, name: str, member: Pretrained):
-  """The drafter in transformers' hands; None, and a line, where it has none."""
+  """Loads the drafter into transformers.
+
+  Prints a message and returns None if transformers does not support it.
+  """
   try:
     models.check_tokens(target, member, name)
     return generation.load_torch(name, member)
@@ -109,7 +113,11 @@ def _assistant(target: Pretrained, name: str, member: Pretrained):
 
 
 def _their_variants(model: Any, assistant: Any, eos: tuple[int, ...] | None):
-  """Theirs: without an assistant, and with it in two ways."""
+  """Returns the variants of transformers.
+
+  They are decoding without an assistant and with it: under the default
+  schedule, and with a constant draft length.
+  """
   variant = functools.partial(
       generation.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
       temperature=_TEMPERATURE.value, eos=eos)
@@ -126,13 +134,13 @@ def _their_variants(model: Any, assistant: Any, eos: tuple[int, ...] | None):
 
 def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
                  prompt_of: Callable[[tuple], tuple], tokenizer: Tokenizer):
-  """The first difference of each text from ours, prompt by prompt.
+  """Returns the first difference of each output from specjax's.
 
   Args:
-    runs: {unit: {variant: what it returned}}.
-    model: of transformers; its logits say how close the two tokens are.
-    prompt_of: from a unit to (token ids, seed, request id).
-    tokenizer: ours.
+    runs: `{unit: {variant: result}}`.
+    model: transformers model. Its logits give the distance of the two tokens.
+    prompt_of: function `unit -> (token ids, seed, request id)`.
+    tokenizer: specjax's tokenizer.
   """
   found = []
   for unit, variants in runs.items():
@@ -159,7 +167,7 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
 
 def _rows(runs: dict[tuple, dict[str, Any]], variants: list[str],
           cluster_of: Callable[[str], str]):
-  """A row for every prompt set and variant, then those of all sets."""
+  """Returns a row per prompt set and variant, then rows over all sets."""
   sets = dict.fromkeys(unit[2] for unit in runs)
   chosen = {name: [unit for unit in runs if unit[2] == name] for name in sets}
   if len(sets) > 1:
@@ -206,7 +214,10 @@ def _report(runs: dict[tuple, dict[str, Any]],
             tokenizer: Tokenizer, variants: list[str],
             cluster_of: Callable[[str], str], facts: dict[str, Any],
             output_dir: pathlib.Path):
-  """Prints and writes all that was measured, and fails on other texts."""
+  """Prints and writes the results.
+
+  Raises `ValueError` if the outputs differ on too many prompts.
+  """
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)
   for d in different:

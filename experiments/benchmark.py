@@ -1,34 +1,35 @@
-"""Times the parts of a round against each other on this machine.
+"""Times the parts of a decoding round against each other on this machine.
 
-Every figure is a ratio of two things timed in turn in one run, the median
-over interleaved pairs, because absolute times mean little on shared machines.
-Rounds are made anew some times, with arrays that lie elsewhere. Run it while
-nothing else runs:
+Every result is a ratio of two operations timed alternately in one run, because
+absolute times vary on shared machines. It is the median over interleaved pairs.
+Rounds are set up several times, with arrays at different addresses. Run the
+script on an idle machine:
 
   python experiments/benchmark.py
 
-  bandwidth            weights and KV read by an autoregressive loop a second,
-                       over the bytes a second of a sum over a large array
-  round_overhead       a whole round at gamma 4 over (one verify pass + gamma
-                       draft steps) timed alone
-  allocation           a step with 4096 slots allocated over one with 256, 64
-                       of them used
-  block_over_token     a whole round under block over one under token
+  bandwidth            bytes per second of weights and KV cache that an
+                       autoregressive loop reads, over those of a sum over a
+                       large array
+  round_overhead       round at gamma 4 over (one verification pass + gamma
+                       draft steps) timed separately
+  allocation           step with 4096 allocated cache slots over one with 256;
+                       64 slots are used
+  block_over_token     round with block verification over one with token
                        verification
   autoregressive_loop  decoding with an empty draft over a bare scan
-  pass_cost            a pass over 5, 9, 17 tokens over a pass over one; their
-                       milliseconds stand beside it
-  tree_law             the verdict on a tree of 64 nodes of a tree verifier
-                       over a pass of the target over them, batch 1 and 8
-  training             (forward pass of the target + forward and backward of
-                       four Medusa heads) alone over a training step of the
-                       heads: the share of the best possible throughput; of the
-                       bundled pair
+  pass_cost            pass over 5, 9 or 17 tokens over a pass over one, also
+                       in milliseconds
+  tree_law             verification of a tree of 64 nodes over a target pass
+                       over the same nodes, for batch sizes 1 and 8
+  training             (forward pass of the target + forward and backward pass
+                       of four Medusa heads) timed separately, over a training
+                       step of the heads: the fraction of the best possible
+                       throughput. Bundled pair only
 
-The models are random: a Llama shape of 134M parameters with a drafter of 19M,
-and the bundled pair; with --mesh they are split over its devices, the drafter
-is whole on each. Writes benchmark.json to --output_dir; the last line of stdout
-names it.
+There are two pairs of models: a random Llama of 134M parameters with a drafter
+of 19M, and the bundled pair. With --mesh the target is split over the devices,
+and each device has a full copy of the drafter. Writes benchmark.json to
+--output_dir; the last line of stdout names it.
 """
 
 from collections.abc import Callable
@@ -66,29 +67,32 @@ from specjax.sampling import sample
 from specjax.training import loop
 from specjax.training import optimizers
 
-_PAIRS = flags.DEFINE_integer("pairs", 15, "interleaved pairs of a ratio", 3)
+_PAIRS = flags.DEFINE_integer(
+    "pairs", 15, "Number of interleaved pairs per ratio, at least 3", 3)
 _MADE = flags.DEFINE_integer(
-    "made", 3, "times that rounds are made anew, for a ratio of rounds depends "
-    "on where their arrays lie", 1)
-_GAMMA = shared.gamma(4, "draft length of the rounds")
-_USED = flags.DEFINE_integer("used", 64, "tokens in the cache", 2)
-_TREE_NODES = shared.nodes(64, "of the trees whose laws are timed")
+    "made", 3, "Number of times that the arrays of rounds are allocated; a "
+    "ratio of rounds depends on their memory addresses", 1)
+_GAMMA = shared.gamma(4, "Draft length of the rounds in tokens")
+_USED = flags.DEFINE_integer(
+    "used", 64, "Number of tokens in the KV cache, at least 2", 2)
+_TREE_NODES = shared.nodes(64, "Number of nodes of the draft trees in tree_law")
 _SUM_MEGABYTES = flags.DEFINE_integer(
-    "sum_megabytes", 512, "size of the array that is summed", 1)
-_OUTPUT_DIR = shared.output_dir("results/benchmark", "for the ratios as JSON")
-_SIZES = (5, 9, 17)  # tokens of the passes that are timed against one
-_SLOTS, _MANY_SLOTS = 256, 4096  # of a cache
-_ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # by rank, for the tree
+    "sum_megabytes", 512, "Size of the summed array in MiB", 1)
+_OUTPUT_DIR = shared.output_dir(
+    "results/benchmark", "Directory for benchmark.json")
+_SIZES = (5, 9, 17)  # tokens per pass; timed against one token
+_SLOTS, _MANY_SLOTS = 256, 4096  # allocated in a KV cache
+_ACCEPTANCE = (0.5, 0.16, 0.08, 0.05, 0.03, 0.02)  # per rank, for the tree
 _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
-    "which pairs to time")
+    "Pairs of models to time. Default: both")
 _MESH = shared.mesh()
 
 
 def _random_pair():
-  """A 134M target and a 19M drafter with random weights."""
+  """Returns a 134M target and a 19M drafter with random weights."""
   same = dict(vocab_size=32_000, head_dim=64, context_length=8192,
               tie_embeddings=False)
   target = sj.models.Transformer(sj.models.TransformerConfig(
@@ -112,7 +116,7 @@ def _bundled_pair():
 
 def _bare_autoregression(model: Transformer, params: Any, capacity: int,
                          used: int):
-  """Sampling token by token in a scan: no loop of ours around it."""
+  """Times token-by-token sampling in a scan, without the loop of specjax."""
   depths, ancestors = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
   transform = sj.LogitsTransform()
 
@@ -136,7 +140,7 @@ def _bare_autoregression(model: Transformer, params: Any, capacity: int,
 
 def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
             capacity: int, used: int, placement: Placement | None):
-  """Whole rounds of the loop from a prompt of `used` tokens."""
+  """Times complete rounds of the loop after a prompt of `used` tokens."""
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
   state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
                           jax.random.key(0), limits=capacity // 2,
@@ -152,14 +156,14 @@ def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
 
 
 def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
-  """Verdicts on `batch` trees, drawn as the verifier wants them drawn."""
+  """Times the verification of `batch` trees, drawn as `verifier` requires."""
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
   draw = {"iid": _trees.iid,
           "conditional": _trees.without_replacement}.get(
               next(iter(verifier.requires), None), _trees.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
-  # Laws about as far from each other as those of a model and its drafter.
+  # Two distributions about as far apart as those of a target and its drafter.
   logits = 3 * jax.random.normal(
       jax.random.key(1), (batch, _TREE_NODES.value, vocab_size))
   near = 0.7 * logits + jax.random.normal(keys[0, 0], logits.shape)
@@ -185,7 +189,11 @@ def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
 
 
 def _training(target: Transformer, params: Any):
-  """A step of Medusa heads on a frozen target, and its two parts alone."""
+  """Times a training step of Medusa heads, and its two parts separately.
+
+  The target is frozen. The parts are its forward pass, and the heads' forward
+  and backward pass.
+  """
   heads = methods.MedusaHeads(
       width=target.config.width, vocab_size=target.vocab_size, heads=4,
       output="low_rank")
@@ -216,7 +224,7 @@ def _training(target: Transformer, params: Any):
   copied = jax.tree.map(jnp.copy, trained)
   state = loop.TrainState(step=jnp.zeros((), jnp.int32), params=copied,
                           opt_state=jax.jit(optimizer.init)(trained))
-  dtype = sj.models.default_dtype()  # in which a step differentiates
+  dtype = sj.models.default_dtype()  # precision of the gradients of a step
   drafter = loop.cast(trained["drafter"], dtype)
   return (Timed(step, params, state, steps=1),
           Timed(forward, params, hidden, steps=1),
@@ -226,7 +234,7 @@ def _training(target: Transformer, params: Any):
 
 
 def _interleaved(progress: tqdm.tqdm, *timed: Timed):
-  """Seconds `[pairs][timed]`, taken in turn, forwards and backwards."""
+  """Returns seconds `[pairs][timed]`; every second pair runs in reverse."""
   rows = []
   for i in range(_PAIRS.value):
     way = -1 if i % 2 else 1
@@ -237,7 +245,7 @@ def _interleaved(progress: tqdm.tqdm, *timed: Timed):
 
 def _median_ratio(rows: list[list[float]], numerator: Callable,
                   denominator: Callable):
-  """The median of a ratio of linear combinations of a row's times."""
+  """Returns the median ratio of two linear combinations of a row's times."""
   return statistics.median(numerator(row) / denominator(row) for row in rows)
 
 
@@ -250,17 +258,17 @@ def _second(row: list[float]):
 
 
 def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
-  """What passes over more tokens cost, as ratios and as milliseconds.
+  """Returns the cost of passes over several tokens.
 
-  A ratio alone does not say which of its two passes has changed.
+  Milliseconds show which of the two passes of a ratio has changed.
 
   Args:
-    target_pass: `tokens -> Timed`.
-    one: of one token.
-    progress: a bar.
+    target_pass: function `tokens -> Timed`.
+    one: timed pass over one token.
+    progress: progress bar.
 
   Returns:
-    `{tokens: ratio}` and `{tokens: milliseconds}`, of one token too.
+    `{tokens: ratio}`, and `{tokens: milliseconds}` including one token.
   """
   costs, milliseconds = {}, {}
   for size in _SIZES:
@@ -274,15 +282,16 @@ def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
 
 def _loop_ratios(target: Transformer, drafter: Any, params: Any,
                  rounds: Callable, target_pass: Callable, progress: tqdm.tqdm):
-  """Ratios of the loop's rounds; bytes a second of a large sum.
+  """Returns the ratios of the loop, and the bytes per second of a large sum.
 
   Args:
-    target: a model.
-    drafter: a `DraftModel`.
-    params: of both.
-    rounds: `(drafter, verifier) -> Timed`, of rounds at one length.
-    target_pass: `tokens -> Timed`, a pass at that length.
-    progress: that counts pairs.
+    target: target model.
+    drafter: `DraftModel`.
+    params: parameters of target and drafter.
+    rounds: function `(drafter, verifier) -> Timed`; times rounds.
+    target_pass: function `tokens -> Timed`; times a pass at the same cache
+      length.
+    progress: progress bar that counts pairs.
   """
   used, gamma, ratios = _USED.value, drafter.gamma, {}
   sum_bytes = _SUM_MEGABYTES.value * 2**20
@@ -316,7 +325,7 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
 
 
 def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
-  """Each rule's law of a tree over a pass that reads the tree, by batch."""
+  """Returns the time of each tree verifier over a target pass, by batch."""
   ratios = {}
   for batch in (1, 8):
     verify = passes_of(_SLOTS, _USED.value, _TREE_NODES.value, batch, steps=1)
@@ -330,7 +339,7 @@ def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
 
 def _ratios(name: str, target: Transformer, drafter_model: Transformer,
             params: Any, progress: tqdm.tqdm, placement: Placement | None):
-  """Every ratio of the module's docstring for one pair of models."""
+  """Returns every ratio of the module docstring for one pair of models."""
   drafter = sj.drafters.DraftModel(model=drafter_model, gamma=_GAMMA.value)
   if placement:
     params = placement.put(sj.Decoder(

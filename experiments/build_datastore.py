@@ -1,16 +1,17 @@
-"""Builds a datastore, in which drafters look up what follows the last tokens.
+"""Builds a datastore: a text index in which drafters look up continuations.
 
   python experiments/build_datastore.py --target=smollm2 --output=code.store
   python experiments/build_datastore.py --data=notes/ --part=all \\
     --output=notes.store
 
-It holds the tokens of the target's tokenizer and is good for that one alone.
-What the scripts measure with is held out of it, unless --part=all. Then
+The datastore contains tokens of the target's tokenizer and works only with that
+tokenizer. Held-out documents, which other scripts measure with, are excluded
+unless --part=all. Usage:
 
   store = datastores.load("code.store", tokenizer)
   params = {"target": ..., "drafter": jax.device_put(store)}
 
-serves `strategies.rest` and `strategies.suffix_decoding`.
+These parameters suit `strategies.rest` and `strategies.suffix_decoding`.
 """
 
 import json
@@ -29,20 +30,21 @@ from specjax.data import corpora
 from specjax.data import datastores
 from specjax.data import Tokenizer
 
-_DATA = shared.data("what to look up in")
+_DATA = shared.data("Text to index")
 _FIELD = shared.field()
 _TARGET = flags.DEFINE_string(
-    "target", "bundled", "the model whose tokenizer splits the text: bundled, "
+    "target", "bundled", "Model whose tokenizer is used: bundled, "
     f"a tokenizer.json, {shared.PUBLISHED}")
 _PART = flags.DEFINE_enum(
-    "part", "training", ["training", "all"], "documents to take; training: "
-    "without those that are held out, with which scripts measure")
+    "part", "training", ["training", "all"], "Documents to index: "
+    "training (without the held-out documents that scripts measure with) or "
+    "all")
 _DEPTH = flags.DEFINE_integer(
-    "depth", datastores.DEPTH, "tokens by which suffixes are sorted, and the "
-    "longest match", 1, datastores.DEEPEST)
-_OUTPUT = flags.DEFINE_string("output", None, "file to write", required=True)
+    "depth", datastores.DEPTH, "Number of tokens by which suffixes are "
+    "sorted; the longest possible match", 1, datastores.DEEPEST)
+_OUTPUT = flags.DEFINE_string("output", None, "File to write", required=True)
 
-_BATCH = 256  # documents that are split at once: a tokenizer keeps much of each
+_BATCH = 256  # documents per tokenizer call, which limits its memory
 
 
 def _tokenizer() -> Tokenizer:
@@ -52,7 +54,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-  """The tokens of each text; the stream has one more before each."""
+  """Returns the tokens of each text, without the separator before it."""
   found = []
   for start in range(0, len(texts), _BATCH):
     stream = tokenizer.encode_stream(texts[start:start + _BATCH])
@@ -62,7 +64,7 @@ def _documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 
 def main() -> None:
-  """Reads, splits, sorts, and writes."""
+  """Reads and tokenises the text, and writes the sorted suffixes."""
   path = common.output_file("--output", _OUTPUT.value)
   tokenizer = _tokenizer()
   progress.say("reading the text")

@@ -1,17 +1,17 @@
-"""How near the controller comes to the best fixed length of drafts.
+"""Compares the controller with the best fixed draft length.
 
-Batches of prompts are continued without a draft, with drafts of each length and
-with the controller, which chooses one before every round. All see the same
-prompts in turn; each ratio is of two calls on one batch, and the table has
-medians over batches. The best fixed length is the best in hindsight.
+Batches of prompts are continued without drafts, with each draft length, and
+with the controller, which chooses a length before every round. All variants
+decode the same batches in turn. A ratio compares two calls on one batch; the
+table has medians over batches. The best fixed length is chosen in hindsight.
 
   python experiments/controller_study.py
   python experiments/controller_study.py --drafter=noise,ngram \\
     --target=smollm2 --chat --prompts=rename,summarise --slots=1
 
-Drafters are named as in free_drafts_study.py, those of trees left out. Killed
-and started again, the study goes on where it was. Writes controller.csv and
-.json; run it while nothing else runs.
+Drafters have the names of free_drafts_study.py; tree drafters are excluded. A
+killed study resumes. Writes controller.csv and .json. Run it on an idle
+machine.
 """
 
 from collections.abc import Callable
@@ -42,16 +42,16 @@ _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="small,noise", help_=f"{compositions.HELP}, ")
 _BATCH = flags.DEFINE_list(
-    "slots", "1,4,16", "batch sizes: prompts that are decoded together")
+    "slots", "1,4,16", "Batch sizes, comma-separated")
 _LENGTHS = shared.gammas(
     "2,4,8", "Draft lengths in tokens, comma-separated; 0 is always one of "
     "them")
 _BATCHES = flags.DEFINE_integer(
-    "batches", 6, "batches of each size, of prompts that are drawn anew", 2)
+    "batches", 6, "Number of random batches per batch size, at least 2", 2)
 _PROMPTS = shared.prompts("code,tests,docstrings,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
-_NUM_PROMPTS = shared.num_prompts(8, "prompts of every set, at most")
+_NUM_PROMPTS = shared.num_prompts(8, "Maximum number of prompts per set")
 _PROMPT_TOKENS = shared.prompt_tokens(256)
 _NEW_TOKENS = shared.new_tokens(96)
 _TEMPERATURE = shared.temperatures("0")
@@ -63,18 +63,18 @@ _CONTROLLER = "controller"
 
 
 class _Together(base.Configuration):
-  """A decoder that continues the prompts of a batch together."""
+  """Decoder that continues the prompts of a batch together."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, capacity: int):
     self.program = decoder
     self._params, self._capacity = params, capacity
 
   def compile(self, prompts: list[list[int]]):
-    """Compiles what it runs, and runs it: a first time takes longer."""
+    """Compiles the decoder and calls it once, because a first call is slow."""
     self.decode(prompts, 0, 0)
 
   def decode(self, prompts: list[list[int]], seed: int, request_id: int):
-    """Tokens that were emitted, and the "seconds" of the rounds."""
+    """Returns the emitted "tokens" (a count) and "seconds" of the rounds."""
     state = jax.block_until_ready(self.program.prefill(
         self._params, prompts, jax.random.key(seed + request_id),
         limits=np.array([len(row) + _NEW_TOKENS.value for row in prompts]),
@@ -91,7 +91,7 @@ def _variants(target: Pretrained, strategy: Strategy, own: Any,
               temperature: float,
           eos: tuple[int, ...] | None, batch: int, lengths: list[int],
           capacity: int):
-  """{length or "controller": variant}."""
+  """Returns `{draft length or "controller": variant}`."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   params = {"target": target.params, "drafter": own}
@@ -112,7 +112,7 @@ def _variants(target: Pretrained, strategy: Strategy, own: Any,
 
 
 def _rows(runs: dict[tuple, dict[str, Any]], unit_of: Callable[[tuple], tuple]):
-  """A row for every temperature, drafter, batch size and length."""
+  """Returns a row per temperature, drafter, batch size and length."""
   groups = {}
   for unit, variants in runs.items():
     groups.setdefault(unit_of(unit), []).append(variants)
@@ -173,7 +173,7 @@ def main():
   fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], eos, lengths,
       _NEW_TOKENS.value, resumable.digest(read.all))
-  # A row of each batch size and drafter: what is compiled is let go after it.
+  # Batches with equal settings are adjacent: compiled code is freed after them.
   units = [(fingerprint, t, name, batch, i, _SEED.value)
            for t in temperatures for name in names for batch in batches
            for i in range(_BATCHES.value)]

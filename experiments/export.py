@@ -1,36 +1,37 @@
-"""Writes a model or trained heads in a published format.
+"""Exports a model or trained heads in a published format.
 
-A model becomes a Hugging Face directory, for transformers and others:
+A model becomes a Hugging Face directory, for transformers and other libraries:
 
   python experiments/export.py --model=bundled --output_dir=exported/target
   python experiments/export.py --model=smollm2 --output_dir=exported/smollm2
 
-Any model that specjax loads can be written, if a published architecture
-computes what it does. Then `transformers.AutoModelForCausalLM` and
-`AutoTokenizer` read it with `from_pretrained(output_dir)`.
+Every model with an equivalent published architecture can be exported. Then
+`transformers.AutoModelForCausalLM` and `AutoTokenizer` load it by
+`from_pretrained(output_dir)`.
 
-Heads become a drafter for servers. --target is the model that they were trained
-for:
+Heads become a drafter for inference servers. --target is the model for which
+they were trained:
 
   python experiments/export.py --model=/tmp/eagle --target=smollm2 \\
     --layout=speculators --output_dir=exported/eagle
   python experiments/generate.py --target=smollm2 --drafter=exported/eagle
 
-Layouts of --layout, by the method that trained the heads:
+Values of --layout, by the method that trained the heads:
 
-  medusa, medusa2   medusa (files of Medusa's authors, read by Text Generation
-                    Inference) or vllm. Each head gets an output matrix of its
-                    own, so that the files are larger than low-rank heads
+  medusa, medusa2   medusa (format of Medusa's authors and of Text Generation
+                    Inference) or vllm. Each head gets its own output matrix,
+                    so the files are larger than low-rank heads
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
   parallel          speculators (vLLM)
-  mtp               speculators, for one module that is applied again (--reuse)
-  others            none: no server reads blockwise, hydra, kangaroo,
+  mtp               speculators, for one module that is applied repeatedly
+                    (--reuse)
+  others            none: no server supports blockwise, hydra, kangaroo,
                     parallel_layers and pass heads
 
-A drafter of fewer tokens than its target (--draft_vocabulary) stores which ones
-they are: the tensors d2t and t2d. The files of speculators name the target, so
-that `vllm serve exported/eagle` loads both.
+A drafter with a reduced vocabulary (--draft_vocabulary) stores its token ids in
+the tensors d2t and t2d. Files in the speculators layout name the target, so
+`vllm serve exported/eagle` loads both models.
 """
 
 import json
@@ -68,7 +69,7 @@ _DTYPE = flags.DEFINE_enum(
 
 
 def _check_output() -> None:
-  """Refuses an output directory whose files would be replaced."""
+  """Rejects an output directory with files that would be overwritten."""
   if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
     raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
                      "training run, whose weights would be replaced; choose "
