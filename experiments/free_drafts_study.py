@@ -1,37 +1,40 @@
-"""What drafts cost nothing to train, and what they are worth.
+"""Measures the speedup of drafters that need no training.
 
-Every prompt is continued in turn without a draft and with each drafter, alone
-and with a controller that chooses the length of its drafts, down to none. At
-temperature 0 all texts must be the same. Where torch is installed, transformers
-decodes the same prompts with the same weights, by `generate` and by its prompt
-lookup.
+Every prompt is continued without drafts and with each drafter, in turn. Each
+drafter runs with a fixed draft length and with a controller, which chooses the
+length of every draft and may choose 0. At temperature 0 all outputs must be
+equal. If torch is installed, transformers decodes the same prompts with the
+same weights, by `generate` and by its prompt lookup.
 
   python experiments/free_drafts_study.py
   python experiments/free_drafts_study.py --target=smollm2 --chat \\
     --prompts=rename,summarise,gsm8k=test.jsonl --temperature=0,1
 
-Drafters (--drafter, any number of them):
+Drafters (--drafter, comma-separated):
 
-  ngram           copies of the row's own text (prompt lookup)
-  suffix          the most frequent continuations of its suffixes
-  sampled_suffix  drawn from the counts of these continuations
-  recycling       a tree of what the target found likely before
-  rest            a tree of frequent continuations in a --datastore
-  noise           tokens of equal probability, to see what drafts cost
-  a+b             a cascade: a drafts for b, which drafts for the target
-  a|b             a, and b in rows where a has no draft
-  others          language models, as in the other studies; or heads, in the box
-                  or of train_drafter.py, which draft as they do by default
+  ngram           copies from the sequence itself (prompt lookup)
+  suffix          most frequent continuations of the sequence's suffixes
+  sampled_suffix  samples from the counts of these continuations
+  recycling       tree of earlier likely tokens of the target
+  rest            tree of frequent continuations in a --datastore
+  noise           random tokens, to measure the cost of drafts
+  a+b             cascade: a drafts for b, and b drafts for the target
+  a|b             b drafts in rows where a has no draft
+  others          language models, as in the other studies; or heads, bundled or
+                  from train_drafter.py, with their default strategy
 
-A speed is that of one whole call, from the ids of the prompt to the last token;
-a ratio is of two calls on one prompt, and the table has medians over prompts.
-Beside them are ratios of all calls together (`all`), in which long texts weigh
-more, and both without the time of reading the prompt (`decoding`). A gain is in
-tokens a round over the first of --drafter, on the same prompts, each drafter on
-its own rollouts. Intervals are of 95 %, over prompts. The limit cuts the last
-round of a variant of transformers, whose tokens a round are a lower bound.
-Killed and started again, the study goes on where it was. Writes
-free_drafts.csv, .json and two figures; run it while nothing else runs.
+A time covers one call from the prompt's ids to the last token. A speed ratio
+compares two calls on one prompt; the table has medians over prompts. Columns
+`all` have ratios over all prompts together, so long outputs weigh more. Columns
+`decoding` exclude the prefill.
+
+`gain` is the gain in block efficiency over the first drafter in --drafter, on
+the same prompts. Each drafter is measured on its own rollouts. Intervals are
+95 %, over prompts. The token limit cuts the last round of transformers, so its
+tokens per round are a lower bound.
+
+A killed study resumes. Writes free_drafts.csv, .json and two figures. Run it on
+an idle machine.
 """
 
 from collections.abc import Callable
@@ -66,19 +69,19 @@ _DRAFTER = shared.drafters(
     help_=f"{compositions.HELP}, heads, ")
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", True, "also with a controller of the length of drafts, whose "
-    "costs are measured the first time")
+    "controller", True, "Also decode with the controller, which chooses the "
+    "draft length. Costs of rounds are measured once per machine")
 _TAIL = flags.DEFINE_bool(
-    "tail", True, "whether the innermost drafter of a cascade drafts on after "
-    "its tokens")
+    "tail", True, "For a cascade a+b: append a's own draft after the tokens "
+    "of b, so that the target verifies a longer draft")
 _DATASTORE = shared.datastore()
 _TRANSFORMERS = flags.DEFINE_enum(
     "transformers", "auto", ["auto", "yes", "no"],
-    "compare with transformers; auto: where it is installed")
+    "Compare with transformers. auto: if it is installed")
 _PROMPTS = shared.prompts("rename,summarise,code,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
-_NUM_PROMPTS = shared.num_prompts(6, "prompts of every set, at most")
+_NUM_PROMPTS = shared.num_prompts(6, "Maximum number of prompts per set")
 _PROMPT_TOKENS = shared.prompt_tokens(384)
 _NEW_TOKENS = shared.new_tokens(96)
 _TEMPERATURE = shared.temperatures("0")
@@ -87,15 +90,15 @@ _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/free_drafts")
 
 _ALONE, _THEIRS, _LOOKUP = "none", "transformers", "transformers, prompt lookup"
-_LOOKUP_TOKENS = 10  # as its documentation has it
+_LOOKUP_TOKENS = 10  # value from its documentation
 _CONTROLLED = ", controller"
-_NODES = 64  # of Medusa's tree
+_NODES = 64  # per draft tree of heads
 
 
 def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
               temperature: float, eos: tuple[int, ...] | None,
               prompts: Sequence[Sequence[int]], capacity: int):
-  """{drafter: variant}, the one without a draft first."""
+  """Returns `{drafter: variant}`; the variant without drafts is first."""
   variant = functools.partial(
       generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
@@ -118,7 +121,7 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
 
 
 def _versions():
-  """Those of transformers and what it needs; None where it is not compared."""
+  """Returns versions of transformers and torch; None without a comparison."""
   if _TRANSFORMERS.value == "no" or (
       _TRANSFORMERS.value == "auto"
       and importlib.util.find_spec("transformers") is None):
@@ -128,7 +131,10 @@ def _versions():
 
 def _their_variants(target: Pretrained, temperature: float,
                 eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
-  """transformers alone and with its prompt lookup; none without it."""
+  """Returns the variants of transformers: without and with prompt lookup.
+
+  Returns `{}` if `versions` is None.
+  """
   if versions is None:
     return {}
   variant = functools.partial(
@@ -145,7 +151,7 @@ def _torch_model(target: Pretrained):
 
 def _drafters(names: list[str], target: Pretrained,
               members: Mapping[str, Pretrained], tokenizer: Tokenizer):
-  """{label: (strategy, params["drafter"], the target as it is then read)}."""
+  """Returns `{label: (strategy, params["drafter"], target model)}`."""
   found = {}
   for name in names:
     label = models.label(name)
@@ -169,7 +175,7 @@ def _drafters(names: list[str], target: Pretrained,
 def _row(prompts: str, temperature: float, name: str, rule: str,
          runs: list[dict[str, dict[str, Any]]], base: str,
          clusters: Sequence[str]):
-  """Figures of a drafter on the prompts of a set."""
+  """Returns the results of a drafter on the prompts of a set."""
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
   tokens = analysis.estimate(lambda total, count: 1 + total / count,
@@ -193,20 +199,23 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
 def _put_ratio(row: dict[str, Any], column: str,
                runs: list[dict[str, dict[str, Any]]], *variants: str,
                **options: Any):
-  """Adds the speed ratio of two variants, by prompt and in total, to a row."""
+  """Adds the speed ratio of two variants to a row, per prompt and in total."""
   row[column], row[f"{column}_low"], row[f"{column}_high"] = (
       generation.speed_ratio(runs, *variants, **options))
   row[f"{column}_total"] = generation.total_ratio(runs, *variants, **options)
 
 
 def _accepted(runs: list[dict[str, dict[str, Any]]], name: str):
-  """Accepted tokens of a variant, and its rounds, prompt by prompt."""
+  """Returns a variant's accepted tokens and rounds, each per prompt."""
   found = [generation.accepted(run[name]) for run in runs]
   return np.array(found), np.array([run[name]["rounds"] for run in runs])
 
 
 def _agreeing(runs: dict[tuple, dict[str, Any]]):
-  """The runs whose texts are one at temperature 0, and how many are not."""
+  """Returns the runs to compare, and the number of excluded runs.
+
+  A run at temperature 0 is excluded if its variants' outputs differ.
+  """
   same = {unit: variants for unit, variants in runs.items()
           if unit[1] > 0 or len({
               tuple(run["tokens"]) for run in variants.values()}) == 1}
@@ -216,10 +225,11 @@ def _agreeing(runs: dict[tuple, dict[str, Any]]):
 def _rows(runs: dict[tuple, dict[str, Any]], sets: list[str],
           temperatures: list[float], rules: Mapping[str, str], base: str,
           cluster_of: Callable[[str], str]):
-  """A row for every set, all of them, temperature and drafter.
+  """Returns a row per prompt set (and all sets), temperature and drafter.
 
-  `gain` is in tokens a round over the drafter `base`, on the same prompts, each
-  on its own rollouts. `cluster_of` is the label of a prompt's digest.
+  `gain` is the gain in block efficiency over the drafter `base` on the same
+  prompts; each drafter is measured on its own rollouts. `cluster_of` returns
+  the label of a prompt's digest.
   """
   rows = []
   for temperature in temperatures:
@@ -261,7 +271,7 @@ def _print_table(rows: list[dict[str, Any]]):
 
 
 def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
-  """Tokens of a round, and speed over decoding without drafts."""
+  """Plots block efficiency, and speed over decoding without drafts."""
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
   for column, title in (("tokens_per_round", "tokens of a round"),
                         ("speedup", "speed over decoding without drafts")):
@@ -284,7 +294,7 @@ def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
 
 def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
                  eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
-  """Of all that a text or its time depends on, besides its prompt."""
+  """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
       [target.params, *(own for _, own, _ in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
@@ -340,7 +350,10 @@ def main():
 
 
 def _check_different(different: int, total: int) -> None:
-  """Reports prompts whose texts differ at temperature 0, or rejects them."""
+  """Reports prompts with different outputs at temperature 0.
+
+  Raises `ValueError` if they are more than a quarter of `total`.
+  """
   if different:
     print(f"{different} of {total} prompts were left out: at temperature 0 "
           "their texts differ by rounding", file=sys.stderr)

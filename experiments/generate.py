@@ -203,7 +203,7 @@ def _drafter():
 
 
 def _speculation():
-  """Returns `(target, its model, params, strategy, tokenizer)`."""
+  """Returns `(target, target model, params, strategy, tokenizer)`."""
   name = _drafter()
   itself = models.drafts_for_itself(name, _TARGET.value)
   composed = compositions.composes(name)

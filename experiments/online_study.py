@@ -1,25 +1,28 @@
 """Measures whether an online drafter adapts to a change of topic.
 
-Some users' requests, each continued by the target, are code first and prose
-then. A drafter learns from the target's laws as it drafts for them
-(drafters.Online); each user has their own, which goes from one request to the
-next. Beside it the same requests with the same drafter that learns nothing.
+The target continues requests of several users: first code, then prose. An
+online drafter is trained on the target's distributions during decoding
+(`drafters.Online`). Each user has a separate correction, which is kept from one
+request to the next. The same drafter without training decodes the same requests
+for comparison.
 
   python experiments/online_study.py
   python experiments/online_study.py --prose=mine.txt --positions=rejected
 
-The table has accepted tokens of a round (expected ones, given what was drafted)
-by tokens that a user has had written, with 95 % intervals over the users of all
---seeds. `lost` is what the change of topic costs, the last window of code
-less the first one of prose, and `recovered` the share of it that the last
-window of prose has back: it says nothing where the interval of `lost` holds 0.
-`over_fixed` needs no first window, in which much is
-learned already: what the drafter that learns has in the last window over the
-other one, as a share of what code has over prose for that other one.
-All is drawn from --seed: `texts` in online.json, a hash of what was written,
-is the same for every run of the same flags. Killed and started again, or with
-more --seeds, it goes on after the last seed that is done. Writes online.csv,
-.json and .png.
+The table has accepted tokens per round (their expectation, given the drafts)
+against the number of tokens generated for a user. Intervals are 95 %, over the
+users of all --seeds. Summary values:
+
+  lost        last window of code minus first window of prose
+  recovered   (last window of prose minus its first window) / lost; meaningless
+              if the interval of `lost` contains 0
+  over_fixed  (trained minus fixed drafter in the last window of prose) / (code
+              minus prose of the fixed drafter). It does not use the first
+              window of prose, in which the drafter already adapts
+
+All random choices depend on --seed. Runs with the same flags give the same
+hash, `texts` in online.json. A killed study, or one with more --seeds, resumes
+after the last completed seed. Writes online.csv, .json and .png.
 """
 
 from collections.abc import Callable
@@ -52,7 +55,7 @@ from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
 Params = dict[str, Any]
-Row = dict[str, Any]  # of a table
+Row = dict[str, Any]  # of a results table
 # `{(topic, window): accepted tokens per round [users]}`.
 Windows = dict[tuple[int, int], np.ndarray]
 _OPTIMIZERS = {
@@ -62,33 +65,41 @@ _LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
 _TARGET = shared.target()
 _DRAFTER = shared.drafter()
 _DTYPE = shared.dtype()
-_CODE = shared.data("the first topic, of which the held-out part is continued")
+_CODE = shared.data("First topic; prompts come from its held-out part")
 _FIELD = shared.field()
 _PROSE = flags.DEFINE_string(
-    "prose", None, "the second topic, what --data takes, all of it; default: "
-    "the licence of this library")
+    "prose", None, "Second topic: any value of --data; all of it is used. "
+    "Default: the licence of this library")
 _CODE_TOKENS = flags.DEFINE_integer(
-    "code_tokens", 5000, "tokens written for a user before the change", 1)
+    "code_tokens", 5000, "Tokens generated per user before the change of "
+    "topic", 1)
 _PROSE_TOKENS = flags.DEFINE_integer(
-    "prose_tokens", 20000, "and after it", 1)
+    "prose_tokens", 20000, "Tokens generated per user after the change of "
+    "topic", 1)
 _WINDOW = flags.DEFINE_integer(
-    "window", 1000, "tokens of a user that a figure is a mean over", 1)
+    "window", 1000, "Length of an averaging window in tokens per user", 1)
 _USERS = flags.DEFINE_integer(
-    "users", 8, "rows that are decoded together and learn apart", 2)
-_PROMPT_TOKENS = shared.prompt_tokens(64, "of a request")
-_ROUNDS = flags.DEFINE_integer("rounds", 24, "rounds of a request", 1)
+    "users", 8, "Number of users, at least 2: batch rows, each with its own "
+    "correction", 2)
+_PROMPT_TOKENS = shared.prompt_tokens(64, "Prompt tokens per request")
+_ROUNDS = flags.DEFINE_integer("rounds", 24, "Decoding rounds per request", 1)
 _GAMMA = shared.gamma(4)
 _TEMPERATURE = shared.temperature()
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "sgd", list(_OPTIMIZERS), "of the correction")
+    "optimizer", "sgd", list(_OPTIMIZERS), "Optimizer of the "
+    "correction")
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 0.03, "of the optimizer", 0.0)
+    "learning_rate", 0.03, "Learning rate of the optimizer", 0.0)
 _RANK = flags.DEFINE_integer(
-    "rank", 8, "of the correction by hidden states; 0: a bias alone", 0)
+    "rank", 8, "Rank of the correction computed from hidden states. 0 trains "
+    "only a bias", 0)
 _POSITIONS = flags.DEFINE_enum(
-    "positions", "path", list(online.POSITIONS), "where it learns")
+    "positions", "path", list(online.POSITIONS), "Training positions: "
+    "rejected (the token that the target replaced), path (also accepted "
+    "tokens) or all (every drafted token and the next one)")
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 1, "times that all is drawn anew, with as many users each", 1)
+    "seeds", 1, "Number of repetitions with new random prompts and "
+    "--users users each", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
 
@@ -106,8 +117,8 @@ def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
   """Decodes all requests of a seed's users.
 
   Returns:
-    {(topic, window): accepted tokens of a round `[users]`}, a window being so
-    many tokens of a user; and a hash of the texts.
+    `{(topic, window): accepted tokens per round [users]}`, with windows of
+    --window tokens per user; and a hash of the generated text.
   """
   drafter, learned, found, written = decoder.drafter, None, [], []
   limit = _PROMPT_TOKENS.value + _ROUNDS.value * decoder.num_nodes
@@ -142,7 +153,7 @@ def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
 
 def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
           ) -> tuple[Windows, str]:
-  """Returns the result of `decode`, which is stored in a file."""
+  """Returns the result of `decode`, cached in the file `path`."""
   if path.exists():
     kept = files.read_json(path, "delete it")
   else:
@@ -155,7 +166,7 @@ def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
 
 
 def _windows(found: Sequence[Row]) -> Windows:
-  """Returns means over the requests that start in a window."""
+  """Returns the mean over the requests that start in each window."""
   groups = {}
   for one in found:
     groups.setdefault(
@@ -165,7 +176,7 @@ def _windows(found: Sequence[Row]) -> Windows:
 
 
 def _joined(seeds: Sequence[Windows]) -> Windows:
-  """Joins the users of all seeds, in the windows of every seed."""
+  """Joins the users of all seeds, in the windows that all seeds have."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
 
@@ -173,7 +184,7 @@ def _joined(seeds: Sequence[Windows]) -> Windows:
 def _of_all_seeds(decoder: sj.Decoder, params: Params,
                   streams: Sequence[np.ndarray], output_dir: pathlib.Path
                   ) -> tuple[Windows, tuple[str, ...]]:
-  """Returns the windows of all users, and a hash of each seed's texts."""
+  """Returns the windows of all users, and each seed's hash of its text."""
   learns = isinstance(decoder.drafter, sj.drafters.Online)
   name = "learning" if learns else "fixed"
   seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
@@ -189,9 +200,9 @@ def _topic(windows: Windows, topic: int) -> list[np.ndarray]:
 
 
 def _summary(windows: Windows, fixed: Windows) -> Row:
-  """Returns the loss at the change of topic and the recovered share of it.
+  """Returns the loss at the change of topic and its recovered fraction.
 
-  Shares are ratios of means, also if a loss is negative by chance.
+  Fractions are ratios of means, even if the loss is negative by chance.
   """
   code, first, last = (_topic(windows, topic)[at]
                        for topic, at in ((0, -1), (1, 0), (1, -1)))
