@@ -107,7 +107,7 @@ class LawRows:
   """
 
   answers: distillation.Answers
-  map: vocabularies.VocabularyMap  # of numpy arrays
+  map: vocabularies.VocabularyMap  # numpy arrays
   columns: int
 
   def __len__(self) -> int:

@@ -24,8 +24,7 @@ Values of --layout, by the method that trained the heads:
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
   parallel          speculators (vLLM)
-  mtp               speculators, for one module that is applied repeatedly
-                    (--reuse)
+  mtp               speculators; only one module, applied repeatedly (--reuse)
   others            none: no server supports blockwise, hydra, kangaroo,
                     parallel_layers and pass heads
 

@@ -189,9 +189,9 @@ def _read_prompt():
   if _PROMPT.value is not None:
     return _PROMPT.value
   piped = "" if sys.stdin.isatty() else sys.stdin.read()
-  # A file ends with a newline, which the tokenizer usually merges with the
-  # start of the next line. Alone it makes the model expect the end of the text.
-  # A byte-order mark is not text.
+  # A file ends with a newline. The tokenizer usually merges a newline with the
+  # start of the next line; a final newline makes the model predict the end of
+  # the text, so it is removed. A byte-order mark is also removed.
   return piped.removeprefix("\ufeff").removesuffix("\n") or _DEFAULT_PROMPT
 
 

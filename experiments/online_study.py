@@ -10,7 +10,7 @@ for comparison.
   python experiments/online_study.py --prose=mine.txt --positions=rejected
 
 The table has accepted tokens per round (their expectation, given the drafts)
-against the number of tokens generated for a user. Intervals are 95 %, over the
+against the number of tokens generated per user. Intervals are 95 %, over the
 users of all --seeds. Summary values:
 
   lost        last window of code minus first window of prose
