@@ -1,4 +1,4 @@
-"""What the experiment scripts share: errors in one line, results in files."""
+"""Error handling, output files and list flags of the experiment scripts."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
-_HELD = contextlib.ExitStack()  # the directories of the script that runs
+_HELD = contextlib.ExitStack()  # locked directories, released at exit
 
 
 def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
@@ -59,7 +59,7 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
 
   Args:
     main: function without arguments.
-    argv: command line. Default: that of the program.
+    argv: command line. Default: `sys.argv`.
   """
   def guarded(rest):
     if rest[1:]:
@@ -190,7 +190,7 @@ def _missing_platform():
 
 
 def _parsed(argv: list[str]):
-  """The arguments that are no flags; a bad flag is told in one line."""
+  """Returns the positional arguments; ends the program on a bad flag."""
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as e:
@@ -202,27 +202,27 @@ def _parsed(argv: list[str]):
     sys.exit(f"error: {text}; see --help")
   for name in flags.FLAGS:
     value = flags.FLAGS[name].value
-    # No bound refuses NaN, which is neither below nor above it.
+    # absl's bounds accept NaN, because no comparison with NaN is true.
     if isinstance(value, float) and not math.isfinite(value):
       sys.exit(f"error: --{name} is {value}; give a number")
   return rest
 
 
 def _forget_stdout():
-  """Lets go of what a closed pipe did not take, or Python complains at exit."""
+  """Redirects stdout to os.devnull, or Python fails to flush it at exit."""
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, sys.stdout.fileno())
   os.close(nowhere)
 
 
 def _in_words(e: OSError) -> str:
-  """Returns an `OSError` in one line that names the file."""
+  """Returns the message of an `OSError` in one line, with the file."""
   text = " ".join(str(e.strerror or e).split()).rstrip(".")
   return text if e.filename is None else f"{e.filename}: {text}"
 
 
 def first_speaks() -> None:
-  """From here on the first of several processes prints; errors are all's."""
+  """Silences all processes but the first, except for errors."""
   if not processes.is_first():
     nowhere = _HELD.enter_context(open(os.devnull, "w"))
     _HELD.enter_context(contextlib.redirect_stdout(nowhere))
@@ -230,16 +230,16 @@ def first_speaks() -> None:
 
 
 def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
-  """The directory that a script writes to, its own until it ends.
+  """Creates and locks the output directory until the script ends.
 
-  Several processes of one script have it together.
+  The processes of one distributed script share the lock.
 
   Args:
-    path: created if needed.
-    what: a word for the error, such as "run".
+    path: path of the directory.
+    what: name of the output in the error, such as "run".
 
   Raises:
-    ValueError: another process writes there.
+    ValueError: another script has locked the directory.
   """
   processes.by_the_first(
       lambda: _HELD.enter_context(files.locked(path, what)))
@@ -247,22 +247,22 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
 
 
 def temporary_directory() -> pathlib.Path:
-  """Returns a new directory, which is deleted when the script ends."""
+  """Creates a directory that is deleted when the script ends."""
   return pathlib.Path(_HELD.enter_context(tempfile.TemporaryDirectory()))
 
 
 def output_file(flag: str, path: str) -> pathlib.Path:
-  """The file that a flag names, which can be written when its time has come.
+  """Returns the output file of a flag, after checking that it is writable.
 
-  A file that is written whole takes the place of what is there, so that must
-  be a file as well; a symbolic link stays, and its file is replaced.
+  Writing replaces an existing file, so the path must not be a directory or a
+  device. A symbolic link is kept, and the file it points to is replaced.
 
   Args:
-    flag: such as "--output".
-    path: of the flag.
+    flag: name of the flag, such as "--output".
+    path: value of the flag.
 
   Raises:
-    ValueError: it names no file, or one that may not be written.
+    ValueError: the path is not a regular file, or is not writable.
   """
   file = pathlib.Path(path).resolve()
   if not path or file.is_dir() or not file.parent.is_dir():
@@ -279,12 +279,12 @@ def output_file(flag: str, path: str) -> pathlib.Path:
 
 
 def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
-  """The entries of a list flag, of which there must be some.
+  """Returns the entries of a list flag; `ValueError` if one is empty.
 
   Args:
-    flag: such as "--prompts".
-    values: of the flag.
-    fix: what to give.
+    flag: name of the flag, such as "--prompts".
+    values: entries of the flag.
+    fix: valid values, for the error.
   """
   if not values or not all(values):
     raise ValueError(f"{flag} is {','.join(values or ())!r}, which names "
@@ -293,7 +293,7 @@ def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
 
 
 def draft_lengths(flag: str, values: list[str]) -> list[int]:
-  """The draft lengths of a list flag, sorted, each at least 1."""
+  """Parses a list flag of draft lengths; sorts them, each at least 1."""
   try:
     gammas = sorted({int(g) for g in values})
   except ValueError:
@@ -307,7 +307,7 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
 
 
 def batch_sizes(flag: str, values: list[str]) -> list[int]:
-  """The batch sizes of a list flag, sorted, each at least 1."""
+  """Parses a list flag of batch sizes; sorts them, each at least 1."""
   try:
     sizes = sorted({int(size) for size in values})
   except ValueError:
@@ -319,7 +319,7 @@ def batch_sizes(flag: str, values: list[str]) -> list[int]:
 
 
 def numbers(flag: str, values: list[str]) -> list[float]:
-  """The numbers of a list flag, each once."""
+  """Parses a list flag of numbers, without duplicates."""
   given(flag, values, "numbers between commas, such as 1,0.6")
   try:
     return list(dict.fromkeys(map(float, values)))
@@ -329,23 +329,23 @@ def numbers(flag: str, values: list[str]) -> list[float]:
 
 
 def dtype_of(flag: flags.FlagHolder) -> str:
-  """Returns the name of the precision that --dtype or its default names."""
+  """Returns the name of the precision of --dtype or its default."""
   return flag.value or jnp.dtype(sj.models.default_dtype()).name
 
 
 def autoregressive(model: Transformer, temperature: float) -> sj.Decoder:
-  """A decoder that writes what a model alone would, a token a pass."""
+  """Returns a decoder without drafts: one token per forward pass."""
   return strategies.autoregressive().decoder(
       model, transform=sj.LogitsTransform(temperature=temperature))
 
 
 def num_parameters(params: Any) -> int:
-  """How many numbers a tree of arrays holds."""
+  """Returns the number of parameters in a tree of arrays."""
   return sum(x.size for x in jax.tree.leaves(params))
 
 
 def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  """Writes rows with the same fields, whole or not at all."""
+  """Writes rows with the same fields to a CSV file, atomically."""
   text = io.StringIO(newline="")
   writer = csv.DictWriter(text, rows[0])
   writer.writeheader()
@@ -356,15 +356,15 @@ def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 def finish(output_dir: str | pathlib.Path, study: str,
            results: dict[str, Any]) -> None:
-  """Writes a study's results, and says where in the last line of stdout.
+  """Writes a study's results, and prints their path as the last line.
 
-  The line is one JSON object, `{"study": ..., "results": PATH}`, so short that
-  the table above it stays on the screen.
+  The line is a JSON object, `{"study": ..., "results": PATH}`. The results are
+  not part of it, so that the table above stays on the screen.
 
   Args:
-    output_dir: where `<study>.json` is written, whole or not at all.
-    study: its name.
-    results: what JSON can hold.
+    output_dir: directory of `<study>.json`, which is written atomically.
+    study: name of the study.
+    results: JSON-serialisable results.
   """
   path = pathlib.Path(output_dir).absolute() / f"{study}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -373,7 +373,7 @@ def finish(output_dir: str | pathlib.Path, study: str,
 
 
 def verifier_names(flag: str, names: list[str]) -> list[str]:
-  """The verifiers of a list flag, each once, all of them known."""
+  """Returns the verifiers of a list flag, without duplicates."""
   given(flag, values=names, fix=f"some of {', '.join(VERIFIERS)}")
   for name in names:
     if name not in VERIFIERS:

@@ -1,7 +1,7 @@
-"""Compiled code: kept between runs, and made side by side.
+"""Persistent cache of compiled code, and parallel compilation.
 
-The library leaves jax's settings alone. The scripts keep all that they compile
-in the user's cache directory, so that their next run has to trace it only.
+The library does not change jax's settings. The scripts store compiled code in
+the user's cache directory, so that later runs only trace their programs.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,14 @@ from typing import Any
 
 import jax
 
-_LARGEST = 2**30  # bytes of the directory at the start of a script
+_LARGEST = 2**30  # maximum bytes of the cache when a script starts
 
 
 def keep(enabled: bool) -> None:
-  """Turns the persistent cache on or off, or keeps the user's own setting."""
+  """Turns the persistent cache on or off.
+
+  If JAX_COMPILATION_CACHE_DIR is set, jax uses that directory.
+  """
   if not enabled:
     jax.config.update("jax_enable_compilation_cache", False)
     return
@@ -32,13 +35,13 @@ def keep(enabled: bool) -> None:
     print(f"compiled code is not kept: {e}", file=sys.stderr)
     return
   jax.config.update("jax_compilation_cache_dir", str(directory))
-  # A study compiles dozens of small programs besides its large ones.
+  # Cache small programs too, because a study compiles dozens of them.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def cache_directory() -> pathlib.Path:
-  """Returns the directory of what the scripts keep for later runs.
+  """Returns the cache directory of the scripts.
 
   Raises:
     OSError: the user has no home directory.
@@ -51,7 +54,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
-  """Deletes what was not used for longest, until `largest` bytes are left."""
+  """Deletes the least recently used files above `largest` bytes in total."""
   entries = []
   for path in directory.glob("*-cache"):
     stat = path.stat()
@@ -65,16 +68,15 @@ def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
 
 
 def side_by_side(calls: Sequence[Callable[[], Any]]):
-  """Makes calls that compile, as many at a time as there are cores.
+  """Makes calls that compile, in one thread per core.
 
-  XLA compiles outside of Python's lock, so that two programs take little more
-  than one.
+  XLA compiles without Python's global lock, so threads run in parallel.
 
   Args:
     calls: functions without arguments.
 
   Yields:
-    The number of calls that are done, after each.
+    Number of completed calls, after each call.
   """
   pool = futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))
                                     if hasattr(os, "sched_getaffinity")

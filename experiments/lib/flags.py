@@ -48,7 +48,7 @@ def drafter(
     help_: str = "Draft model: small or tiny (bundled, for the bundled "
     f"target), smol (bundled, for smollm2), {PUBLISHED}",
     default: str | None = "small"):
-  """The draft model, exactly one."""
+  """Exactly one draft model."""
   return flags.DEFINE_string("drafter", default, help_)
 
 
@@ -64,16 +64,16 @@ def draft_vocabulary():
   """Size of FR-Spec's reduced draft vocabulary; see `models.narrowed`."""
   return flags.DEFINE_integer(
       "draft_vocabulary", None, "Number of tokens that a draft model can "
-      "propose (FR-Spec): the most frequent ones in --vocabulary_data, such as "
-      "1024. Default: its whole vocabulary", 1)
+      "propose (FR-Spec), such as 1024. These are the most frequent tokens in "
+      "--vocabulary_data. Default: the whole vocabulary", 1)
 
 
 def vocabulary_data():
   """Text in which token frequencies are counted."""
   return flags.DEFINE_string(
       "vocabulary_data", "stdlib-no-tests", "Text in which --draft_vocabulary "
-      "counts tokens, at most 2 million characters of a sample of its "
-      f"documents: {_DATA}")
+      "counts tokens. At most 2 million characters of randomly sampled "
+      f"documents are read. Values: {_DATA}")
 
 
 def check_vocabulary_data(draft_vocabulary: flags.FlagHolder,
@@ -93,7 +93,7 @@ def dtype(help_: str = "Precision of weights and computation. Default: float32 "
 
 
 def training_dtype(what: str = "target and heads"):
-  """Precision of training; `common.dtype_of` reads it."""
+  """Precision of training; read it with `common.dtype_of`."""
   return dtype(
       f"Precision in which {what} are computed: in training, evaluation and "
       "sampling. Trained parameters and the optimiser's moments are always "
@@ -127,8 +127,9 @@ def chat(help_: str = "Format each prompt as a user message in the target's "
 def datastore():
   """Text index for retrieval drafters."""
   return flags.DEFINE_string(
-      "datastore", None, "File written by build_datastore.py. The drafter rest "
-      "requires it; suffix, sampled_suffix and suffix_tree can use it")
+      "datastore", None, "Text index for retrieval drafters, a file of "
+      "build_datastore.py. The drafter rest requires it. The drafters suffix, "
+      "sampled_suffix and suffix_tree can use it. Default: none")
 
 
 def gamma(default: int, help_: str = "Draft length: tokens drafted per round"):
@@ -150,12 +151,12 @@ def nodes(default: int,
 
 def gammas(default: str,
            help_: str = "Draft lengths in tokens, comma-separated"):
-  """Several draft lengths; `common.draft_lengths` reads them."""
+  """Several draft lengths; read them with `common.draft_lengths`."""
   return flags.DEFINE_list("gamma", default, help_)
 
 
 def verifiers(default: str | list[str], help_: str):
-  """Several verification rules; `common.verifier_names` reads them."""
+  """Several verifiers; read them with `common.verifier_names`."""
   return flags.DEFINE_list("verifier", default, help_)
 
 
@@ -168,7 +169,7 @@ def temperature(default: float = 1.0,
 def temperatures(default: str,
                  help_: str = "Sampling temperatures of target and drafter, "
                  "comma-separated"):
-  """Several temperatures; `common.numbers` reads them."""
+  """Several temperatures; read them with `common.numbers`."""
   return flags.DEFINE_list("temperature", default, f"{help_}; 0 is greedy")
 
 
@@ -180,7 +181,7 @@ def top_p():
 
 
 def num_prompts(default: int, help_: str = "Maximum number of prompts per set"):
-  """Number of prompts, at least 2. An interval needs 5."""
+  """Number of prompts, at least 2. A confidence interval needs 5."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
@@ -195,8 +196,8 @@ def prompt_tokens(default: int = 96,
 def new_tokens(default: int):
   """Length of a continuation."""
   return flags.DEFINE_integer(
-      "max_new_tokens", default, "Tokens generated per prompt; fewer if --chat "
-      "is set and the model ends its answer", 1)
+      "max_new_tokens", default, "Number of tokens generated per prompt. With "
+      "--chat, an answer may end earlier", 1)
 
 
 def seed(help_: str = "Random seed for choosing prompts and for sampling"):
@@ -230,7 +231,7 @@ def missing(name: str):
 
 
 def data(help_: str = "Training text"):
-  """Text, see `corpora.read_documents`."""
+  """Training text, see `corpora.read_documents`."""
   return flags.DEFINE_string("data", "stdlib", f"{help_}: {_DATA}")
 
 
@@ -252,7 +253,7 @@ def batch_size(help_: str = "Rows per training step"):
 
 
 def learning_rate(default: float, help_: str):
-  """Peak of the schedule."""
+  """Peak learning rate of the schedule."""
   return flags.DEFINE_float("learning_rate", default, help_, 0.0)
 
 
@@ -293,8 +294,9 @@ def checkpoint_every():
 def wandb():
   """Project of Weights & Biases."""
   flag = flags.DEFINE_string(
-      "wandb", None, "Project of Weights & Biases for the metrics, beside "
-      "metrics.csv and TensorBoard files. Default: none")
+      "wandb", None, "Weights & Biases project to which metrics are also "
+      "logged. metrics.csv and TensorBoard files are always written. Default: "
+      "no project")
   flags.register_validator(
       flag, lambda project: project is None or (
           project != "" and importlib.util.find_spec("wandb") is not None),
@@ -313,24 +315,25 @@ def save_dtype():
 def compilation_cache():
   """Persistent cache of compiled code; `common.run` defines the flag."""
   return flags.DEFINE_bool(
-      "compilation_cache", True, "Keep compiled code for the next run, in "
-      "~/.cache/specjax or in the directory that the environment variable "
-      "JAX_COMPILATION_CACHE_DIR names")
+      "compilation_cache", True, "Store compiled code for later runs. The "
+      "directory is ~/.cache/specjax, unless the environment variable "
+      "JAX_COMPILATION_CACHE_DIR is set")
 
 
 def batch():
-  """Rows that a study decodes together."""
+  """Number of prompts that a study decodes together."""
   return flags.DEFINE_integer(
-      "batch", 1, "Prompts decoded together. In float32 every batch size gives "
-      "the same tokens and acceptance; a larger one takes less time", 1)
+      "batch", 1, "Number of prompts decoded together. Larger batches finish "
+      "sooner. In float32 the batch size does not change the tokens or the "
+      "acceptance", 1)
 
 
 def timing(*others: str):
   """Measurement of speed; the default depends on --batch."""
   return flags.DEFINE_enum(
       "timing", None, ["none", "latency", *others],
-      "Speed to measure: latency (prompts are decoded one at a time, all "
-      "configurations in turn), "
+      "Speed measurement: latency (prompts are decoded one at a time, and "
+      "configurations take turns), "
       + "throughput (tokens per second of --batch rows) " * bool(others)
       + "or none. Default: latency if --batch is 1, otherwise none")
 
@@ -349,13 +352,13 @@ def mesh():
   return MeshFlags(
       mesh=flags.DEFINE_string(
           "mesh", None, "Number of devices per mesh axis, such as "
-          "data:2,model:4. The data axis splits the rows, the model axis "
+          "data:2,model:4. The data axis splits the batch, the model axis "
           "splits the weights. Default: one device"),
       coordinator=flags.DEFINE_string(
-          "coordinator", None, "HOST:PORT of process 0, to run the same "
-          "command in several processes; also set --mesh, --process_id and "
-          "--num_processes. The value auto reads all but --mesh from the "
-          "cluster. Default: one process"),
+          "coordinator", None, "Address of process 0 as HOST:PORT, if "
+          "several processes run the same command. Also set --mesh, "
+          "--process_id and --num_processes. With the value auto, JAX reads "
+          "everything except --mesh from the cluster. Default: one process"),
       process_id=flags.DEFINE_integer(
           "process_id", None, "Index of this process, starting at 0; requires "
           "--coordinator", 0),

@@ -1,11 +1,10 @@
-"""The mesh and the processes that flags name.
+"""Sets up the device mesh and the processes of the mesh flags.
 
   _MESH = shared.mesh()
   ...
   mesh = meshes.join(_MESH, rows)   # before anything is computed
 
-JAX does the rest: `jax.distributed` joins the processes, GSPMD splits the
-programs.
+`jax.distributed` joins the processes. GSPMD partitions the programs.
 """
 
 import math
@@ -25,19 +24,19 @@ _FIX = "give a size for each of data and model, such as data:2,model:4"
 
 def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
          ) -> Mesh | None:
-  """Joins the processes, and makes the mesh; None: one device.
+  """Joins the processes and returns the mesh, or None for one device.
 
-  Both axes are there, of size 1 where the flag does not name one.
+  The mesh has the axes data and model. An axis that --mesh omits has size 1.
 
   Args:
-    flags: of `shared.mesh`.
-    rows: that a pass reads, which the data axis must divide.
-    trains: whether SIGTERM ends a training run at a common step, with a
-      checkpoint, and the sampling for it between two files; else it ends the
-      process, as it does without a coordinator.
+    flags: flags defined by `shared.mesh`.
+    rows: batch size, which the data axis must divide.
+    trains: whether SIGTERM stops all processes at a common point: training at
+      a step, with a checkpoint, and sampling between two files. If False, or
+      without a coordinator, SIGTERM ends the process at once.
 
   Raises:
-    ValueError: the flags do not fit each other, or not the devices.
+    ValueError: the flags contradict each other or do not match the devices.
   """
   sizes = _sizes(flags.mesh.value)
   _check_processes(flags, sizes)
@@ -55,7 +54,7 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
 
 
 def _check_devices(text: str, count: int) -> None:
-  """Raises `ValueError` unless there are devices for a mesh of this size."""
+  """Raises `ValueError` unless the devices match the size of the mesh."""
   there, alone = jax.device_count(), jax.process_count() == 1
   if count > there or count < there and not alone:
     where = "" if alone else f" in {jax.process_count()} processes"
@@ -69,7 +68,7 @@ def _check_devices(text: str, count: int) -> None:
 
 
 def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
-  """`Trainer.param_shardings` of models by name; None without a mesh.
+  """Returns `Trainer.param_shardings` of models, None without a mesh.
 
   Raises:
     ValueError: the mesh does not divide a model.
@@ -79,12 +78,12 @@ def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def placement(mesh: Mesh | None) -> Placement | None:
-  """Where a decoder of one model lies; None without a mesh."""
+  """Returns the placement of a decoder on the mesh, None without a mesh."""
   return mesh and Placement(mesh=mesh)
 
 
 def _sizes(text: str | None):
-  """The sizes of `_AXES`, or None where the flag is not given."""
+  """Returns the sizes of `_AXES`, None if --mesh is not set."""
   if text is None:
     return None
   found = {}
@@ -98,7 +97,7 @@ def _sizes(text: str | None):
 
 
 def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
-  """Refuses processes that are not all described."""
+  """Raises `ValueError` unless the process flags are complete."""
   place, number, count = (
       flags.coordinator.value, flags.process_id.value,
       flags.num_processes.value)
@@ -120,7 +119,7 @@ def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
 
 
 def _check_one_process(flags: shared.MeshFlags) -> None:
-  """Rejects the number of a process without a coordinator."""
+  """Rejects --process_id and --num_processes without --coordinator."""
   for flag in (flags.process_id, flags.num_processes):
     if flag.value is not None:
       raise ValueError(f"--{flag.name} is {flag.value} and there is no "

@@ -1,4 +1,4 @@
-"""The models that flags name: in the box, on disk, on the hub."""
+"""Loads the models that flags name: bundled, on disk or on the hub."""
 
 from collections.abc import Callable
 import dataclasses
@@ -30,36 +30,38 @@ from specjax.utils import files
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "rounds_study.py, self_drafting_study.py and "
            "verification_study.py draft across vocabularies")
-_COUNTED = 2_000_000  # characters of text that tokens are counted in
-DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # in the box
+_COUNTED = 2_000_000  # maximum number of characters in which tokens are counted
+DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # bundled
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
-ITSELF = "itself"  # a drafter: the target
+ITSELF = "itself"  # drafter name: the target drafts for itself
 
 
 def label(name: str) -> str:
-  """What tables and figures call a model: the last part of its path."""
+  """Returns the name of a model in tables: the last part of its path."""
   return os.path.basename(os.path.abspath(name))
 
 
 def load_models(target: str, drafters: list[str], choices: str = "", *,
                 dtype: str | None = None, same_tokens: bool = False
                 ) -> tuple[Pretrained, dict[str, Pretrained], Tokenizer]:
-  """The models that the flags --target and --drafter name.
+  """Loads the models of the flags --target and --drafter.
 
   Args:
-    target: "bundled", or what `models.load_pretrained` takes.
-    drafters: names of bundled drafters, or what `models.load_pretrained` takes.
-    choices: what a drafter may be, for the error; default: as in `drafters`.
-    dtype: of the weights; None is the library's choice.
-    same_tokens: whether drafters must read and write the target's tokens;
-      else `chain` drafts with whatever they have.
+    target: "bundled", or an argument of `models.load_pretrained`.
+    drafters: names of bundled drafters, or arguments of
+      `models.load_pretrained`.
+    choices: list of valid drafters for the error. Default: bundled drafters.
+    dtype: precision of the weights. None: the library's default.
+    same_tokens: whether drafters must have the target's vocabulary. If False,
+      `chain` also accepts another vocabulary.
 
   Returns:
-    `(target, {label: drafter}, tokenizer)`; what is named twice is loaded once.
+    `(target, {label: drafter}, tokenizer)`. Each model is loaded once.
 
   Raises:
-    ValueError: there is no such model, the target has no tokenizer, a drafter
-      has another one that it must not have, or two have the same label.
+    ValueError: a model does not exist, the target has no tokenizer, the
+      vocabularies differ in spite of `same_tokens`, or two drafters have the
+      same label.
   """
   drafters = list(dict.fromkeys(drafters))
   _check_labels(drafters)
@@ -91,14 +93,15 @@ def _check_labels(names: list[str]) -> None:
 
 
 def load_model(name: str, dtype: str | None = None) -> Pretrained:
-  """One model, in the box or not; it may have no tokenizer.
+  """Loads one model, which may have no tokenizer.
 
   Args:
-    name: "bundled", a bundled drafter, or what `models.load_pretrained` takes.
-    dtype: of the weights; None is the library's choice.
+    name: "bundled", a bundled drafter, or an argument of
+      `models.load_pretrained`.
+    dtype: precision of the weights. None: the library's default.
 
   Raises:
-    ValueError: there is no such model.
+    ValueError: the model does not exist.
   """
   boxed = {"bundled": "target", **{name: name for name in DRAFTERS}}
   progress.say(f"loading {name}")
@@ -108,14 +111,14 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
 
 def _load(place: str | pathlib.Path, dtype: str | None):
   found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
-  shared = sj.zoo.tokenizer_path()  # by all in the box
+  shared = sj.zoo.tokenizer_path()  # of all bundled models
   if found.tokenizer is None and pathlib.Path(place).parent == shared.parent:
     found = dataclasses.replace(found, tokenizer=Tokenizer.load(shared))
   return found
 
 
 def _place(what: str, name: str, choices: str):
-  """The path or name that a flag gives; a slip is told what there is."""
+  """Returns the path or hub name of a flag; lists valid names on error."""
   path = pathlib.Path(name)
   known = name and (path.exists() or name == "smollm2" or (
       name.count("/") == 1 and not name.startswith((".", "/"))))
@@ -126,7 +129,7 @@ def _place(what: str, name: str, choices: str):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-  """The tokenizer in a tokenizer.json, or that of a model."""
+  """Loads a tokenizer.json file, or the tokenizer of a model."""
   path = pathlib.Path(name)
   if path.is_dir() or path.suffix == ".json":
     return Tokenizer.load(path)
@@ -135,7 +138,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
-  """The tokenizer of a model that reads text."""
+  """Returns the tokenizer of a model; `ValueError` if it has none."""
   return _present(model.tokenizer, name)
 
 
@@ -148,16 +151,16 @@ def _present(tokenizer: Tokenizer | None, name: str):
 
 def ends(model: Pretrained, tokenizer: Tokenizer
          ) -> tuple[int, ...] | None:
-  """The token ids that end a text: the model's own and its tokenizer's."""
+  """Returns the end-of-text ids of a model and its tokenizer, or None."""
   own = model.generation.eos if model.generation else ()
   ids = dict.fromkeys((*own, tokenizer.eos))
   return tuple(token for token in ids if token is not None) or None
 
 
 def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
-  """Refuses a drafter whose token ids do not mean what the target's do.
+  """Raises `ValueError` unless target and drafter have the same vocabulary.
 
-  One without a tokenizer is taken to have the target's.
+  A drafter without a tokenizer is assumed to have the target's tokenizer.
   """
   sizes = drafter.model.vocab_size, target.model.vocab_size
   unfit = f"{name} does not fit the target: "
@@ -177,7 +180,7 @@ def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
 
 
 def _tell_of_tokens(drafter: Pretrained, name: str):
-  """What cannot be checked must not pass in silence."""
+  """Prints a warning if the drafter's vocabulary cannot be checked."""
   if drafter.tokenizer is None:
     print(f"{name} has no tokenizer; its {drafter.model.vocab_size:,} tokens "
           "are taken to be the target's", file=sys.stderr)
@@ -185,15 +188,16 @@ def _tell_of_tokens(drafter: Pretrained, name: str):
 
 def chain(target: Pretrained, drafter: Pretrained, name: str,
           vocabulary: str = "auto") -> tuple[Callable[[int], Strategy], Any]:
-  """How one language model drafts chains for another, and its parameters.
+  """Returns the strategy with which one language model drafts for another.
 
   Args:
-    target: the one that is drafted for.
-    drafter: the one that drafts.
-    name: the drafter's, for the reader.
-    vocabulary: "auto" takes the drafter's law where its token ids mean what the
-      target's do, and else as "intersection", what it says of the tokens that
-      both have; "strings" takes the text that it writes.
+    target: target model.
+    drafter: draft model.
+    name: the drafter's name in messages.
+    vocabulary: "auto", "intersection" or "strings". "intersection" drafts only
+      tokens that both vocabularies contain. "auto" uses the drafter's
+      distribution directly if the vocabularies are equal, else
+      "intersection". "strings" tokenises the drafter's text again.
 
   Returns:
     `(gamma -> Strategy, params["drafter"])`.
@@ -227,19 +231,20 @@ def chain(target: Pretrained, drafter: Pretrained, name: str,
 
 def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
              size: int | None, source: str = "stdlib-no-tests") -> Pretrained:
-  """The drafter with a head of its most frequent tokens (FR-Spec).
+  """Reduces a drafter's output head to the most frequent tokens (FR-Spec).
 
   Args:
-    drafter: a language model.
-    tokenizer: the target's, for a drafter without one of its own.
-    name: the drafter's, for the reader.
-    size: tokens that it can still draft; the ends of a text are among them.
-      None: all.
-    source: of `corpora.read_documents`, the texts in which they are counted:
-      those that scripts do not measure with, and a single one.
+    drafter: draft model.
+    tokenizer: the target's tokenizer, used if the drafter has none.
+    name: the drafter's name in messages.
+    size: number of remaining tokens, including end-of-text tokens. None: all.
+    source: text in which tokens are counted, an argument of
+      `corpora.read_documents`. A source with several documents is reduced to
+      its training split.
 
   Raises:
-    ValueError: the drafter has not so many tokens, or more ends of a text.
+    ValueError: `size` exceeds the vocabulary, or is less than the number of
+      end-of-text tokens.
   """
   if size is None:
     return drafter
@@ -268,10 +273,10 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
 
 def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
                   ) -> np.ndarray:
-  """Returns `[V]`, how often each token occurs in a sample of documents."""
+  """Returns `[V]`, the count of each token in a sample of documents."""
   counts = np.zeros(vocab_size, np.int64)
   characters = 0
-  # In the order of their hashes, the first documents are a random sample.
+  # Sorted by hash, the first documents are a random sample.
   for document in sorted(documents, key=lambda document: document.digest):
     text = document.text[:_COUNTED - characters]
     ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
@@ -283,27 +288,27 @@ def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
 
 
 def heads_directory(name: str) -> pathlib.Path:
-  """Returns the directory of bundled heads or of those that a path names."""
+  """Returns the directory of heads, given a bundled name or a path."""
   return (sj.zoo.heads_path(name) if name in HEADS
           else pathlib.Path(name))
 
 
 def _unmeasured(heads: Any):
-  """Shares for a tree of heads that nobody has measured.
+  """Returns assumed accuracies of heads whose accuracy was not measured.
 
-  Every token is right half as often as the likelier one before it, and every
-  head as often as the others; rows are of the LM head and of the heads.
+  Rows are the LM head and the heads, all equal. Entry k is the probability
+  that the correct token is among the k most likely: 1 - 0.5**k.
   """
   row = np.cumsum(0.5 ** np.arange(1, 11)).tolist()
   return [row] * (1 + heads.num_forecasts)
 
 
 def drafts_for_itself(name: str, target: str | None = None) -> bool:
-  """Whether a name is that of what a target drafts for itself with.
+  """Returns whether a name is that of a self-drafter (heads or embeddings).
 
   Args:
-    name: of a drafter.
-    target: of the target. Its own directory may hold its drafter, too.
+    name: name of a drafter.
+    target: name of the target, because its directory may contain its drafter.
   """
   return (name in HEADS
           or bool(name) and (heads_directory(name) / "heads.json").exists()
@@ -311,27 +316,28 @@ def drafts_for_itself(name: str, target: str | None = None) -> bool:
 
 
 def _published(name: str, target: str | None = None):
-  """The layout of a published drafter; None: it is something else."""
+  """Returns the layout of a published drafter, None for other names."""
   if not name or not pathlib.Path(name).is_dir():
     return None
   layout = published_drafters.drafter_layout(name)
   if layout is None or not published_drafters.LAYOUTS[layout].in_target:
     return layout
-  # Another model may have one beside it, and draft by itself.
+  # Such a layout is a drafter inside a model directory. If the model is not the
+  # target, the whole model is the drafter.
   own = bool(target) and pathlib.Path(target).is_dir() and (
       pathlib.Path(name).samefile(target))
   return layout if own else None
 
 
 class SelfDrafter(NamedTuple):
-  """Heads or look-ahead embeddings, and the target that they were made for.
+  """Heads or look-ahead embeddings, and the target they were trained for.
 
   Attributes:
-    target: a `Pretrained`.
-    tokenizer: the target's.
-    heads: see `methods`.
-    params: of the heads.
-    training: what train_drafter.py says of its run.
+    target: target model.
+    tokenizer: the target's tokenizer.
+    heads: heads or embeddings, a class of `methods`.
+    params: parameters of the heads.
+    training: record of the run of train_drafter.py.
   """
 
   target: Pretrained
@@ -342,12 +348,12 @@ class SelfDrafter(NamedTuple):
 
   def speculation(self, rule: Verifier | None, gamma: int, nodes: int
                   ) -> tuple[Transformer, dict[str, Any], Strategy]:
-    """The target as it is then read, all parameters, and the strategy.
+    """Returns the target with its heads, all parameters, and the strategy.
 
     Args:
-      rule: the verifier; None: that of the method.
-      gamma: drafted tokens of a chain.
-      nodes: of the tree of heads that draft one.
+      rule: verifier. None: the default of the method.
+      gamma: draft length of a chain.
+      nodes: size of the draft tree, for heads that draft trees.
     """
     accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
     strategy = methods.of(self.heads).strategy(
@@ -360,15 +366,15 @@ class SelfDrafter(NamedTuple):
 def load_self_drafter(name: str, target: Pretrained,
                       tokenizer: Tokenizer, dtype: str | None = None
                       ) -> SelfDrafter:
-  """Reads heads or look-ahead embeddings, and the target that they draft for.
+  """Loads heads or look-ahead embeddings, and their target.
 
   Args:
-    name: one of `HEADS`, a directory of train_drafter.py, or one of a
-      published drafter.
-    target: the one to draft for, unless the directory holds a target that was
-      trained together with the heads.
+    name: one of `HEADS`, a directory of train_drafter.py, or the directory of
+      a published drafter.
+    target: target model. It is ignored if the directory contains a target
+      that was trained together with the heads.
     tokenizer: the target's tokenizer.
-    dtype: of the weights; None is the library's choice.
+    dtype: precision of the weights. None: the library's default.
   """
   if name not in HEADS and not pathlib.Path(name).is_dir():
     raise ValueError(f"no heads {name!r}; choose among "
@@ -387,7 +393,7 @@ def load_self_drafter(name: str, target: Pretrained,
 
 
 def _training(directory: pathlib.Path, heads: Any) -> dict[str, Any]:
-  """Returns the record of a training run, with measured or assumed accuracy."""
+  """Returns the record of a training run, with an accuracy of the heads."""
   path = directory / "training.json"
   again = "run train_drafter.py again, with the same flags"
   if not path.exists():

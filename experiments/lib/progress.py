@@ -1,6 +1,7 @@
-"""Progress lines on stderr, from the import of the libraries on.
+"""Prints progress on stderr, including the import of the libraries.
 
-This file imports the standard library alone: it runs before jax is imported.
+This file imports only the standard library, because it runs before jax is
+imported.
 """
 
 import os
@@ -10,22 +11,21 @@ import sys
 import threading
 from typing import Any
 
-_SILENT = 1.0  # seconds of imports after which a line says so
+_SILENT = 1.0  # seconds of importing after which a line is printed
 _EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 _timer = None
 
 
 def say(stage: str) -> None:
-  """Prints the stage that begins, such as "compiling", at once."""
+  """Prints the name of a stage that begins, such as "compiling"."""
   print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
 def importing() -> None:
-  """Reports slow imports, and ends them by one line after Ctrl-C.
+  """Reports slow imports, and makes Ctrl-C end them with one line.
 
-  Importing jax takes seconds, and `common.run` can catch nothing before it.
-  Only a script of this directory is treated so, not a program that imports
-  from it.
+  Importing jax takes seconds, and `common.run` starts only afterwards. Nothing
+  happens unless the main program is an experiment script.
   """
   main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
   if pathlib.Path(main).resolve().parent != _EXPERIMENTS:
@@ -40,7 +40,7 @@ def importing() -> None:
 
 
 def imported() -> None:
-  """Ends what `importing` began."""
+  """Restores Ctrl-C and stops the timer, once imports are complete."""
   if _timer is not None:
     _timer.cancel()
   if signal.getsignal(signal.SIGINT) is _stop:
@@ -48,7 +48,7 @@ def imported() -> None:
 
 
 def _stop(number: int, frame: Any):
-  """Ends the program: an import would swallow or garble an exception."""
+  """Ends the program at once, because imports may hide an exception."""
   del frame
   os.write(2, b"\nstopped by Ctrl-C\n")
   os._exit(128 + number)
