@@ -1,17 +1,17 @@
-"""Drafters that flags name without training: copies, and compositions.
+"""Drafters without training, and compositions of drafters.
 
-  ngram           copies of the row's own text (prompt lookup)
-  suffix          the most frequent continuations of its suffixes
-  sampled_suffix  drawn from the counts of these continuations
-  suffix_tree     a tree that is drawn so, without replacement
-  recycling       a tree of what the target found likely before
-  rest            a tree of frequent continuations in a datastore
-  noise           tokens of equal probability, to see what drafts cost
-  a+b             a cascade: a drafts for b, which drafts for the target
-  a|b             a fallback: a, and b in rows where a has no draft
+  ngram           copies from the row's own tokens (prompt lookup)
+  suffix          most frequent continuations of the row's suffixes
+  sampled_suffix  continuations sampled by their counts
+  suffix_tree     tree of continuations sampled without replacement
+  recycling       tree of tokens that were likely in earlier target passes
+  rest            tree of frequent continuations in a datastore
+  noise           uniformly random tokens, to measure the cost of drafts
+  a+b             cascade: a drafts for b, and b drafts for the target
+  a|b             fallback: b drafts in rows in which a has no draft
 
-`+` binds more tightly than `|` and both may be repeated. All other names are
-those of language models; in a cascade they have the target's tokens.
+`+` binds more tightly than `|`, and both may be repeated. Any other name is a
+language model. In a cascade it must have the target's vocabulary.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
 
-_NODES = 16  # of trees
+_NODES = 16  # size of draft trees
 _TREE = sj.trees.sequoia_tree([0.5, 0.15, 0.08], nodes=_NODES)
 _FREE = {
     "ngram": strategies.prompt_lookup,
@@ -47,11 +47,11 @@ _FREE = {
     "rest": lambda gamma: strategies.rest(nodes=_NODES, gamma=gamma),
     "noise": lambda gamma: Strategy(Noise(gamma=gamma), verifiers.Block()),
 }
-OWN_DEPTH = ("recycling", "suffix_tree")  # trees that no length changes
+OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
-_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # in a datastore
+_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # can use a datastore
 FREE = tuple(_FREE)
-# Every name of a drafter that needs no heads, for errors.
+# Drafters without heads, for error messages.
 NAMES = (*models.DRAFTERS, *FREE, "a+b", "a|b")
 HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (b drafts if a has no draft)")
@@ -59,7 +59,7 @@ HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise(sj.interfaces.Drafter):
-  """Drafts tokens of equal probability, of which almost none is accepted."""
+  """Drafts uniformly random tokens, almost all of which are rejected."""
 
   gamma: int
   vocab_size: int | None = None
@@ -75,7 +75,7 @@ class Noise(sj.interfaces.Drafter):
     return self.gamma
 
   def bind(self, target: Transformer, transform: sj.LogitsTransform):
-    """The same drafter, for this target."""
+    """Returns the same drafter, with the target's vocabulary size."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
@@ -83,7 +83,7 @@ class Noise(sj.interfaces.Drafter):
               state: sj.types.DecodeState):
     """Drafts a chain for every row."""
     del params
-    # A uniform is one of 2^23 numbers, which V tokens may not share evenly.
+    # A uniform sample has 2^23 possible values, and V may not divide 2^23.
     numbers, size = 2**23, self.vocab_size
     tokens = (uniforms * numbers).astype(jnp.int32) % size
     shares = numbers // size + (np.arange(size) < numbers % size)
@@ -94,16 +94,16 @@ class Noise(sj.interfaces.Drafter):
 
 
 def composes(name: str) -> bool:
-  """Whether a name is one of these."""
+  """Returns whether a name is a drafter of this file or a composition."""
   return name in _FREE or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
 
 
 def members(name: str) -> list[str]:
-  """The names of the language models in it.
+  """Returns the language models of a composition, by name.
 
   Raises:
-    ValueError: it is malformed.
+    ValueError: the composition is malformed.
   """
   found = []
   for one in name.split("|"):
@@ -124,7 +124,7 @@ def members(name: str) -> list[str]:
 
 
 def reads_datastore(name: str) -> bool:
-  """Whether such a name has a drafter that looks up in a datastore."""
+  """Returns whether a composition has a drafter that uses a datastore."""
   return composes(name) and not set(_LOOK_UP).isdisjoint(
       name.replace("|", "+").split("+"))
 
@@ -132,17 +132,17 @@ def reads_datastore(name: str) -> bool:
 def strategy(name: str, gamma: int, target: Pretrained,
              loaded: Mapping[str, Pretrained], tail: bool = False,
              datastore: str | None = None) -> tuple[Strategy, Any]:
-  """The strategy of such a name or of a language model's, and its parameters.
+  """Returns the strategy of a drafter or composition, and its parameters.
 
   Args:
-    name: see above.
-    gamma: drafted tokens of a round; a stage inside of a cascade drafts half
-      as many as the next one. Trees have 16 nodes.
-    target: the model that is drafted for.
-    loaded: `{label: drafter}`, the models that `members` names.
-    tail: of the cascades whose tokens the target judges.
-    datastore: file of build_datastore.py, which `rest` needs and the suffixes
-      use.
+    name: name of a drafter, see the top of this file.
+    gamma: draft length. In a cascade, each stage drafts half as many tokens as
+      the next stage. Trees have 16 nodes.
+    target: target model.
+    loaded: `{label: drafter}`, the models of `members`.
+    tail: option `tail` of the cascades that draft directly for the target.
+    datastore: file of build_datastore.py. `rest` requires it, and the suffix
+      drafters can use it.
 
   Returns:
     `(Strategy, params["drafter"])`.
@@ -162,7 +162,10 @@ def strategy(name: str, gamma: int, target: Pretrained,
 def _stages(stages: list[str], gamma: int, target: Pretrained,
             loaded: Mapping[str, Pretrained], datastore: str | None,
             tail: bool = False):
-  """A cascade, the innermost stage first, or a drafter alone."""
+  """Returns the strategy of a cascade or of a single drafter.
+
+  The first of the stages is the innermost.
+  """
   *inner, last = stages
   if last in _FREE:
     return _FREE[last](gamma), _store(last, datastore, target)
@@ -178,7 +181,7 @@ def _stages(stages: list[str], gamma: int, target: Pretrained,
 
 
 def _store(name: str, datastore: str | None, target: Pretrained):
-  """What a drafter without a model reads besides the row's own text."""
+  """Returns the loaded datastore of a drafter, None if it uses none."""
   if name == "rest" and datastore is None:
     raise ValueError("rest drafts from a corpus; give --datastore=FILE, which "
                      "experiments/build_datastore.py writes")

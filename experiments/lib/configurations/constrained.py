@@ -1,4 +1,4 @@
-"""What flags ask of a text, as constraints."""
+"""Constraints on the output that flags name."""
 
 from lib import progress
 from specjax import constraints as constraints_lib
@@ -7,7 +7,7 @@ from specjax.utils import files
 
 
 def check_flags(regex: str | None, schema: str | None):
-  """Refuses two expressions for one output."""
+  """Raises `ValueError` if both --regex and --json_schema are set."""
   if regex is not None and schema is not None:
     raise ValueError("--regex and --json_schema both say what the whole output "
                      "is; leave one of the two out")
@@ -17,17 +17,17 @@ def constraints(tokenizer: Tokenizer, vocab_size: int,
                 ends: tuple[int, ...] | None, *, regex: str | None,
                 schema: str | None, repetition: float, frequency: float,
                 presence: float):
-  """The constraints of the flags, the hardest first.
+  """Returns the constraints of the flags: automata first, then penalties.
 
   Args:
-    tokenizer: the target's.
-    vocab_size: the target's V.
-    ends: token ids that end a row, or None.
-    regex: an expression for the output, or None.
-    schema: path of a JSON schema, or None.
-    repetition: the repetition penalty; 1: none.
-    frequency: the frequency penalty.
-    presence: the presence penalty.
+    tokenizer: the target's tokenizer.
+    vocab_size: the target's vocabulary size V.
+    ends: end-of-text ids, or None.
+    regex: regular expression of the output, or None.
+    schema: path of a JSON schema of the output, or None.
+    repetition: repetition penalty. 1 disables it.
+    frequency: frequency penalty. 0 disables it.
+    presence: presence penalty. 0 disables it.
   """
   found = []
   options = dict(vocab_size=vocab_size, banned=ends or ())

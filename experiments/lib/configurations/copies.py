@@ -1,4 +1,4 @@
-"""Copies of a model that draft for it, or stand in its place, by flag."""
+"""Copies of a model with quantised weights or another cache."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ CACHES = "int8, int4, or streaming, such as streaming:4:252 (sinks:window)"
 
 def quantized(model: Pretrained, kind: str | None, group: int | None = None
               ) -> Pretrained:
-  """The model with weights of few bits.
+  """Returns the model with quantised weights.
 
   Args:
-    model: a language model.
-    kind: "int8", "int4", or None: the model as it is.
-    group: inputs that share a scale; None: all of a channel.
+    model: language model.
+    kind: "int8" or "int4". None: the model is not changed.
+    group: number of inputs that share a scale. None: all inputs of a channel.
   """
   if kind is None:
     return model
@@ -26,10 +26,10 @@ def quantized(model: Pretrained, kind: str | None, group: int | None = None
 
 
 def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
-  """The cache that a flag names.
+  """Returns the cache that a flag names.
 
   Raises:
-    ValueError: there is none of this name.
+    ValueError: the name is not that of a cache.
   """
   kind, *sizes = name.split(":")
   if kind in BITS and not sizes:
@@ -42,7 +42,10 @@ def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
 
 
 def drafting(model: Pretrained, name: str | None) -> Pretrained:
-  """The model with another cache, see `cache`; None: its own."""
+  """Returns the model with the named cache, see `cache`.
+
+  If the name is None, the model is not changed.
+  """
   if name is None:
     return model
   return dataclasses.replace(model, model=dataclasses.replace(
@@ -50,12 +53,12 @@ def drafting(model: Pretrained, name: str | None) -> Pretrained:
 
 
 def check(flags: dict[str, str | None], drafter: str, is_model: bool) -> None:
-  """Refuses what is said of a language model that drafts, without one.
+  """Raises `ValueError` if flags of a draft model are set without one.
 
   Args:
-    flags: `{flag: its value}`, None where it is not given.
-    drafter: what --drafter names.
-    is_model: whether that has a language model.
+    flags: `{flag name: value}`. None: the flag is not set.
+    drafter: value of --drafter.
+    is_model: whether the drafter is a language model.
   """
   for name, value in flags.items():
     if value is not None and not is_model:

@@ -19,7 +19,7 @@ import specjax as sj
 from specjax.decoding import row_batches
 from specjax.utils import fingerprints
 
-_ROUNDS = 4  # rounds of a call, after which a free row takes its next prompt
+_ROUNDS = 4  # rounds per call; finished rows are refilled between calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class Reader:
 
   def __init__(self, decoder: sj.Decoder, params: Any, capacity: int,
                memory: int = 1):
-    """A reader.
+    """Creates a reader without stored prompts.
 
     Args:
-      decoder: a decoder whose prefill all configurations share.
+      decoder: decoder whose prefill all configurations share.
       params: parameters of its models.
       capacity: cache slots per row.
       memory: number of prompts whose states are stored.
@@ -77,7 +77,7 @@ class Reader:
 
 
 class DecoderRows(base.Configuration):
-  """Rollouts of one decoder, which report the acceptance of every rule."""
+  """Rollouts of one decoder that report the acceptance of every verifier."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, *, reader: Reader | None = None,
@@ -85,12 +85,12 @@ class DecoderRows(base.Configuration):
                    [sj.types.DecodeState], sj.types.DecodeState] = (
                        lambda state: state),
                batch: Batch | None = None, most_rounds: int | None = None):
-    """A configuration.
+    """Creates a configuration.
 
     Args:
-      decoder: the `Decoder`.
+      decoder: decoder of the rollouts.
       params: parameters of its models.
-      new_tokens: tokens of a rollout.
+      new_tokens: number of tokens per rollout.
       capacity: cache slots per row.
       reader: `Reader` that several configurations share. Default: a new one.
       change: function from a state of the reader to a state of the decoder.
@@ -125,14 +125,14 @@ class DecoderRows(base.Configuration):
 
   def decode(self, prompt: Sequence[int], seed: int, request_id: int
              ) -> base.Run:
-    """Decodes one prompt alone, which measures the latency.
+    """Decodes one prompt alone and measures the latency.
 
     Returns:
       "seconds", "tokens", "rounds" and "text", a digest of the generated ids.
-      Per rule of the decoder (its verifier first) "expected" [rules] and
-      "survival" [rules, nodes], summed over rounds.
+      Also "expected" [rules] and "survival" [rules, nodes] per rule of the
+      decoder, summed over rounds. The decoder's verifier is the first rule.
     """
-    # The loop donates its state, and the reader's is needed again.
+    # Copy the state, because the loop donates it and the reader reuses it.
     state = jax.block_until_ready(jax.tree.map(jnp.copy, self._state(
         prompt, seed, request_id, self._new_tokens)))
     start = time.perf_counter()
@@ -150,7 +150,7 @@ class DecoderRows(base.Configuration):
                   ) -> Iterator[tuple[int, base.Run]]:
     """Decodes prompts in the rows of a batch, see `base.Configuration`.
 
-    A row that is done takes the next prompt. Runs are those of `decode`, with
+    A finished row takes the next prompt. Runs have the fields of `decode`, but
     "seconds" only if the batch is timed.
     """
     if self._batch is None:
@@ -161,7 +161,7 @@ class DecoderRows(base.Configuration):
       yield from self._timed(requests)
 
   def _timed(self, requests: Sequence[base.Request]):
-    for request in requests:  # prompts are read before the clock starts
+    for request in requests:  # prefill before the clock starts
       self._state(*request, self._new_tokens)
     start = time.perf_counter()
     runs = list(self._decode_batch(requests, self._new_tokens))

@@ -1,8 +1,7 @@
-"""Configurations that continue a prompt in one call: ours and transformers'.
+"""Configurations that compare specjax with `generate` of transformers.
 
-The measured time is that of the whole call, from the ids of the prompt to the
-last token. torch and transformers are imported only by functions that need
-them.
+The measured time is the time of the whole call, from the ids of the prompt to
+the last token. Only the functions that need torch and transformers import them.
 """
 
 from collections.abc import Sequence
@@ -24,22 +23,22 @@ from specjax.models import model_files
 from specjax.models import Pretrained
 from specjax.utils import files
 
-_WARM_TOKENS = 8  # of the call that is not timed
+_WARM_TOKENS = 8  # tokens of the warm-up call, which is not timed
 
 
 class Ours(base.Configuration):
-  """A decoder of ours."""
+  """Decoder of specjax."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, prompts: Sequence[Sequence[int]]):
-    """A variant.
+    """Creates a configuration.
 
     Args:
-      decoder: the `Decoder`.
-      params: of its models.
-      new_tokens: tokens of a text, at most.
-      capacity: slots of a row.
-      prompts: what will be decoded; every length of theirs is compiled for.
+      decoder: decoder to measure.
+      params: parameters of its models.
+      new_tokens: maximum number of generated tokens.
+      capacity: cache slots per row.
+      prompts: all prompts of the study, whose padded lengths are compiled.
     """
     self.program = decoder
     self._params, self._new_tokens = params, new_tokens
@@ -47,20 +46,22 @@ class Ours(base.Configuration):
     self._lengths = {prefill.padded_length(len(row)): row for row in prompts}
 
   def compile(self, prompt: Sequence[int]):
-    """Compiles what it runs, for all lengths of prompts, and runs it once.
+    """Compiles the programs of all prompt lengths, and decodes one prompt.
 
-    The first text takes longer than others, most of all under a controller,
-    which has a program for every length of a draft.
+    The first rollout is slow, especially with a controller, which has one
+    program per draft length.
     """
     for one in self._lengths.values():
       self._decode(self._read(one, 0, 0, 0))
     self._decode(self._read(prompt, 0, 0, self._new_tokens))
 
   def decode(self, prompt: Sequence[int], seed: int, request_id: int):
-    """Its text of a prompt, "seconds" and "rounds".
+    """Continues a prompt and measures the time.
 
-    "reading" are the seconds that went into the prompt, and "accepted" the
-    expected number of accepted tokens, also of those beyond the limit.
+    Returns:
+      "tokens" (the generated ids), "seconds", "rounds", "reading" (seconds of
+      the prefill) and "accepted" (expected number of accepted tokens, including
+      tokens beyond the limit).
     """
     start = time.perf_counter()
     state = self._read(prompt, seed, request_id, self._new_tokens)
@@ -86,23 +87,23 @@ class Ours(base.Configuration):
 
 
 class Theirs(base.Configuration):
-  """`generate` of transformers, with an assistant or without."""
+  """`generate` of transformers, with or without an assistant."""
 
   def __init__(self, name: str, model: Any, new_tokens: int, temperature: float,
                eos: tuple[int, ...] | None, assistant: Any = None,
                drafting: dict[str, Any] | None = None,
                lookup: int | None = None):
-    """A variant.
+    """Creates a configuration.
 
     Args:
-      name: of the variant.
-      model: of transformers.
-      new_tokens: tokens of a text, at most.
-      temperature: 0 is greedy.
-      eos: ids that end a text, or None.
-      assistant: the drafter, or None.
-      drafting: how it drafts, arguments of a `GenerationConfig`.
-      lookup: tokens that are drafted by prompt lookup, or None.
+      name: name of the configuration.
+      model: target model, a model of transformers.
+      new_tokens: maximum number of generated tokens.
+      temperature: sampling temperature. 0 is greedy.
+      eos: end-of-text ids, or None.
+      assistant: draft model, or None.
+      drafting: arguments of the assistant's `GenerationConfig`.
+      lookup: draft length of prompt lookup. None: no prompt lookup.
     """
     self.program = name
     self._model, self._new_tokens = model, new_tokens
@@ -120,11 +121,15 @@ class Theirs(base.Configuration):
     self._passes += 1
 
   def compile(self, prompt: Sequence[int]):
-    """Makes the call that is not timed."""
+    """Makes a short warm-up call, which is not timed."""
     self._generate(prompt, 0, _WARM_TOKENS)
 
   def decode(self, prompt: Sequence[int], seed: int, request_id: int):
-    """Its text of a prompt, "seconds" and "rounds": passes of the target."""
+    """Continues a prompt and measures the time.
+
+    Returns:
+      "tokens" (the generated ids), "seconds" and "rounds" (target passes).
+    """
     self._passes = 0
     start = time.perf_counter()
     text = self._generate(prompt, seed + request_id, self._new_tokens)
@@ -136,7 +141,7 @@ class Theirs(base.Configuration):
     import transformers
     config = transformers.GenerationConfig(
         max_new_tokens=new_tokens, **self._options)
-    # What the makers of a model wish, such as penalties, is not compared.
+    # Drop the defaults of the model, such as penalties: ours has none.
     self._model.generation_config = transformers.GenerationConfig()
     if self._assistant is not None:
       self._assistant.generation_config = transformers.GenerationConfig(
@@ -150,27 +155,27 @@ class Theirs(base.Configuration):
 
 
 def accepted(run: dict[str, Any]) -> float:
-  """Returns the tokens that a variant accepted of its drafts, in one run.
+  """Returns the number of accepted draft tokens of one run.
 
-  The limit cuts the last round of a text, so emitted tokens over rounds would
-  be too few, most of all for long drafts. Ours report expected accepted tokens
-  instead. `Theirs` cannot, and their figure is a lower bound.
+  `Ours` reports the expected number of accepted tokens. For `Theirs` it is
+  emitted tokens minus rounds. That is a lower bound, because the length limit
+  cuts the last round.
   """
   return run.get("accepted", len(run["tokens"]) - run["rounds"])
 
 
 def speed_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
                 decoding: bool = False) -> tuple[float, float, float]:
-  """Tokens a second of a variant over another's, prompt by prompt.
+  """Returns the ratio of tokens per second of two variants, over prompts.
 
   Args:
-    runs: for every prompt what each variant's `decode` returned, by name.
-    variant: the one.
-    other: the one that it is compared with.
-    decoding: whether the time after reading the prompt counts alone.
+    runs: `{variant: run}` of every prompt, with results of `decode`.
+    variant: name of the variant in the numerator.
+    other: name of the variant in the denominator.
+    decoding: whether the time of the prefill is excluded.
 
   Returns:
-    The median over prompts, and the first and the third quartile.
+    Median, first and third quartile over prompts.
   """
   speed = lambda run: len(run["tokens"]) / (
       run["seconds"] - run.get("reading", 0) * decoding)
@@ -181,9 +186,9 @@ def speed_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
 
 def total_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
                 decoding: bool = False) -> float:
-  """Tokens in the seconds of all prompts together, of a variant over another's.
+  """Returns the ratio of tokens per second, over the sum of all prompts.
 
-  Long texts weigh more than in `speed_ratio`, whose arguments these are.
+  Long outputs weigh more than in `speed_ratio`, which has the same arguments.
   """
   def speed(name):
     seconds = sum(run[name]["seconds"] - run[name].get("reading", 0) * decoding
@@ -194,13 +199,13 @@ def total_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
 
 
 def prepare_torch() -> dict[str, str | int]:
-  """Makes torch and transformers ready, with the threads that jax has.
+  """Configures torch and transformers to use as many threads as jax.
 
   Returns:
-    Their versions, and the threads.
+    Versions of jax, torch and transformers, and the number of threads.
 
   Raises:
-    ValueError: one of them is missing, or jax computes elsewhere.
+    ValueError: a package is missing, or jax does not compute on the CPU.
   """
   try:
     import torch
@@ -221,17 +226,17 @@ def prepare_torch() -> dict[str, str | int]:
 
 
 def load_torch(name: str, member: Pretrained):
-  """A model in transformers' hands, in float32.
+  """Loads a model into transformers, in float32.
 
-  What is published transformers reads itself, so that our reading is judged as
-  well; what is specjax's own is written for it.
+  transformers reads published models from their own files, so the comparison
+  also tests the loader of specjax. A specjax model is exported first.
 
   Args:
-    name: as of the flags --target and --drafter.
-    member: the model as we loaded it.
+    name: value of the flag --target or --drafter.
+    member: the same model, loaded by specjax.
 
   Raises:
-    ValueError: transformers cannot read it, or has none like it.
+    ValueError: transformers cannot read the model, or lacks its architecture.
   """
   import torch
   import transformers
@@ -257,7 +262,7 @@ def load_torch(name: str, member: Pretrained):
 
 
 def logits_after(model: Any, ids: list[int]):
-  """`[V]`, the logits of the token after some, by a model of transformers."""
+  """Returns `[V]`, a transformers model's logits of the next token."""
   import torch
   with torch.no_grad():
     return model(torch.tensor([ids])).logits[0, -1].tolist()

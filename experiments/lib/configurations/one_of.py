@@ -1,4 +1,4 @@
-"""Several verification rules in one program; the acting rule is data.
+"""Several verification rules in one program, chosen by an index array.
 
 Compiling a decoder takes far longer than compiling one more rule. Variants of a
 study that differ only in their rule therefore share a program. All rows of a
@@ -20,11 +20,11 @@ from specjax import interfaces
 
 @struct.dataclass
 class OneOfState:
-  """Which rule acts, and what each of them remembers.
+  """Index of the active rule, and the states of all rules.
 
   Attributes:
-    acting: `[]` int32, its index.
-    memories: of every rule, None of those that have no state.
+    acting: `[]` int32, index of the active rule.
+    memories: state of every rule, None for a rule without state.
   """
 
   acting: jax.Array
@@ -33,7 +33,7 @@ class OneOfState:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(interfaces.Verifier):
-  """Acts as one of `rules`; `start` says as which."""
+  """Verifier that follows one of `rules`; `start` selects it."""
 
   rules: tuple[interfaces.Verifier, ...]
 
@@ -43,24 +43,24 @@ class OneOf(interfaces.Verifier):
 
   @property
   def requires(self) -> tuple[str, ...]:
-    """What any of them needs of the drafter."""
+    """Returns the union of the drafter properties that the rules need."""
     return tuple(dict.fromkeys(
         need for rule in self.rules for need in rule.requires))
 
   def init(self, gamma: int) -> OneOfState:
-    """The first rule acts."""
+    """Returns a state in which the first rule is active."""
     return OneOfState(jnp.zeros((), jnp.int32), tuple(
         rule.init(gamma) for rule in self.rules))
 
   def start(self, rule: interfaces.Verifier, gamma: int,
             batch: int) -> OneOfState:
-    """The state of `batch` rows that follow `rule`."""
+    """Returns a state of `batch` rows in which `rule` is active."""
     one = self.init(gamma).replace(
         acting=jnp.asarray(self.rules.index(rule), jnp.int32))
     return jax.tree.map(lambda x: jnp.tile(x, (batch,) + (1,) * x.ndim), one)
 
   def law(self, draft: sj.Draft, target_probs: jax.Array, state: OneOfState):
-    """The acting rule's law."""
+    """Returns the `Law` of the active rule."""
     def law(i, memories, draft, target_probs):
       return self.rules[i].evaluate(draft, target_probs, memories[i])
 
@@ -68,7 +68,7 @@ class OneOf(interfaces.Verifier):
 
   def commit(self, state: OneOfState, draft: sj.Draft, target_probs: jax.Array,
              verdict: sj.types.Verdict):
-    """The acting rule remembers; the others' memories stay as they are."""
+    """Updates the state of the active rule only."""
     def remember(i, memories, *args):
       return (*memories[:i], self.rules[i].commit(memories[i], *args),
               *memories[i + 1:])
@@ -77,7 +77,7 @@ class OneOf(interfaces.Verifier):
         remember, state, draft, target_probs, verdict))
 
   def _choose(self, function: Callable, state: OneOfState, *args: Any):
-    """`function(acting, memories, *args)`, of the acting rule alone."""
+    """Returns `function(index, memories, *args)` of the active rule only."""
     branches = [functools.partial(function, i) for i in range(len(self.rules))]
 
     @jax.custom_batching.custom_vmap
