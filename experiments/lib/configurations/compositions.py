@@ -49,7 +49,7 @@ _FREE = {
 }
 OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
-_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # can use a datastore
+_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # datastore
 FREE = tuple(_FREE)
 # Drafters without heads, for error messages.
 NAMES = (*models.DRAFTERS, *FREE, "a+b", "a|b")

@@ -1,7 +1,8 @@
 """Configurations that serve requests, from a queue or batch by batch.
 
-In `resumable.run`, the prompt is a list of `Request`s, and the seed is the list
-of their arrival times in seconds. The request id is not used.
+With these configurations, the prompt in `resumable.run` is a list of
+`Request`s. The seed is the list of their arrival times in seconds, and the
+request id is not used.
 """
 
 from collections.abc import Sequence
@@ -19,25 +20,25 @@ from specjax.serving import Queue
 from specjax.serving import Request
 from specjax.utils.fingerprints import fingerprint
 
-_WARM_TOKENS = 2  # of the texts that are not timed
+_WARM_TOKENS = 2  # tokens of warm-up requests, which are not timed
 
 
 class Refilled(base.Configuration):
-  """A `Queue`; or, held, one that is given a batch whenever it is empty."""
+  """`Queue` that refills finished rows, or with `held`, whole batches."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, sizes: Sequence[int],
                max_length: int, rounds: int,
                controllers: dict[int, Any] | None = None, held: bool = False):
-    """A variant.
+    """Creates a configuration.
 
     Args:
-      decoder: the `Decoder`.
-      params: of its models.
-      sizes: of the batch, see `Queue`.
-      max_length: tokens of a prompt and its text, at most.
-      rounds: of a chunk, at most.
-      controllers: of the sizes, or None.
-      held: whether requests wait until all rows are done.
+      decoder: decoder that serves all requests.
+      params: parameters of its models.
+      sizes: batch sizes, see `Queue`.
+      max_length: maximum number of tokens of a prompt and its output.
+      rounds: maximum number of rounds per chunk.
+      controllers: `{batch size: controller}`, or None.
+      held: whether requests wait until all rows are finished.
     """
     self._queue = Queue(decoder, params, slots=sizes, max_length=max_length,
                         rounds=rounds, controllers=controllers)
@@ -46,7 +47,7 @@ class Refilled(base.Configuration):
         (controllers or {}).values())
 
   def compile(self, requests: Sequence[Request]) -> None:
-    """Compiles for all lengths of prompts and all changes of size."""
+    """Compiles for all prompt lengths and all changes of the batch size."""
     lengths = {(len(one.prompt) - 1).bit_length(): one for one in requests}
     sizes, short = self._queue.sizes, [Request(
         prompt=one.prompt, max_new_tokens=_WARM_TOKENS)
@@ -57,12 +58,13 @@ class Refilled(base.Configuration):
 
   def decode(self, requests: Sequence[Request], arrivals: Sequence[float],
              number: int):
-    """Serves them.
+    """Serves all requests and measures the time.
 
     Returns:
-      "seconds" from the first arrival to the last end, "rounds" and "accepted"
-      over all, and for each request the seconds from its arrival to its "first"
-      token and to its "last", and a hash of its text.
+      "seconds" from the start of the run to the last token, and "rounds" and
+      "accepted", summed over requests. Lists over requests: "first" and "last"
+      (seconds from arrival to the first and last token), and "texts" (hashes of
+      the outputs).
     """
     del number
     queue, begun = self._queue, time.perf_counter()
@@ -88,27 +90,28 @@ class Refilled(base.Configuration):
 
 
 class Waiting(base.Configuration):
-  """One batch after the other, each until its slowest row is done.
+  """Static batching: each batch runs until its slowest row is finished.
 
-  Its prompts are read together. With one row it is what decodes alone.
+  The prompts of a batch are prefilled together. With one row, requests are
+  decoded one at a time.
   """
 
   def __init__(self, decoder: sj.Decoder, params: Any, rows: int,
                capacity: int):
-    """A variant.
+    """Creates a configuration.
 
     Args:
-      decoder: the `Decoder`.
-      params: of its models.
-      rows: of a batch.
-      capacity: slots of a row.
+      decoder: decoder that serves all requests.
+      params: parameters of its models.
+      rows: batch size.
+      capacity: cache slots per row.
     """
     self._decoder, self._params = decoder, params
     self._rows, self._capacity = rows, capacity
     self.program = decoder, rows, "waiting"
 
   def compile(self, requests: Sequence[Request]) -> None:
-    """Compiles for all lengths of prompts."""
+    """Compiles for all prompt lengths."""
     longest = [max(batch, key=lambda one: len(one.prompt)).prompt
                for batch in self._batches(requests)]
     for prompt in {prefill.padded_length(len(p)): p for p in longest}.values():
@@ -120,7 +123,11 @@ class Waiting(base.Configuration):
 
   def decode(self, requests: Sequence[Request], arrivals: Sequence[float],
              number: int):
-    """Decodes them, which are all there from the beginning; see `Refilled`."""
+    """Serves all requests, and does not wait for arrivals.
+
+    Returns:
+      The fields of `Refilled.decode`. "first" equals "last".
+    """
     del number
     begun, results, last = time.perf_counter(), {}, {}
     for batch in self._batches(requests):
@@ -131,7 +138,7 @@ class Waiting(base.Configuration):
     return _record(time.perf_counter() - begun, results, last, last, arrivals)
 
   def _batch(self, requests: Sequence[Request]):
-    """The results of a batch; rows that are too many end at once."""
+    """Returns the results of a batch; unused rows generate nothing."""
     done = Request(prompt=requests[0].prompt, max_new_tokens=0)
     rows = [*requests, *[done] * (self._rows - len(requests))]
     state = self._decoder.prefill(
@@ -140,7 +147,7 @@ class Waiting(base.Configuration):
         limits=[len(one.prompt) + one.max_new_tokens for one in rows],
         temperature=[1.0 if one.temperature is None else one.temperature
                      for one in rows], capacity=self._capacity)
-    if self._rows > 1:  # each row draws as it does alone
+    if self._rows > 1:  # each row samples as it does in a batch of one
       state = state.replace(keys=_keys(
           np.array([one.seed for one in rows], np.uint32)))
     state, stats = self._decoder.decode_until(self._params, state)
@@ -161,7 +168,7 @@ def _keys(seed: jax.Array):
 
 def _record(seconds: float, results: dict[int, Any], first: dict[int, float],
             last: dict[int, float], arrivals: Sequence[float]):
-  """What a variant returns."""
+  """Returns the run of a configuration, see `Refilled.decode`."""
   order = range(len(results))
   for i in order:
     if results[i].error:

@@ -1,4 +1,4 @@
-"""Stop rules that a flag names."""
+"""Stop rules of the flag --stop."""
 
 import dataclasses
 
@@ -17,24 +17,25 @@ _RULES = {
 def flag():
   """Rule that ends a chain early."""
   return flags.DEFINE_string(
-      "stop", None, "Rule that ends a drafted chain before --gamma tokens, "
-      "with an optional threshold in [0, 1]. confidence:0.4: the drafter's "
-      "probability of its token is below 0.4. adaptive: the same, with a "
-      "threshold that adapts to the acceptance rate (Draft & Verify). entropy: "
-      "the drafter's entropy is high (AdaEDL). threshold: a confidence head "
-      "expects a rejection. Default: no rule")
+      "stop", None, "Rule that ends a drafted chain before --gamma tokens, as "
+      "RULE or RULE:THRESHOLD with a threshold in [0, 1]. confidence: stop if "
+      "the drafter's probability of its token is below the threshold. "
+      "adaptive: the same, with a threshold that adapts to the acceptance rate "
+      "(Draft & Verify). entropy: stop if the drafter's entropy is high "
+      "(AdaEDL). threshold: stop if a confidence head predicts a rejection. "
+      "Default: no rule")
 
 
 def check_flags(value: str | None, drafter: str, temperature: float) -> None:
-  """Refuses a rule that no chain would feel, before a model is read.
+  """Rejects a stop rule without effect, before a model is loaded.
 
   Args:
-    value: of --stop.
-    drafter: its name.
-    temperature: of the texts.
+    value: value of --stop, or None.
+    drafter: name of the drafter.
+    temperature: sampling temperature.
 
   Raises:
-    ValueError: there is no such rule, or it would end nothing.
+    ValueError: the rule does not exist, or cannot end any draft.
   """
   if value is None:
     return
@@ -51,10 +52,10 @@ def check_flags(value: str | None, drafter: str, temperature: float) -> None:
 
 
 def named(value: str) -> stop_rules.StopRule:
-  """The rule of a flag's value.
+  """Returns the stop rule of a value of --stop.
 
   Raises:
-    ValueError: it names none, or the threshold is out of range.
+    ValueError: the rule does not exist, or its threshold is out of range.
   """
   name, colon, threshold = value.partition(":")
   if name not in _RULES:
@@ -69,15 +70,16 @@ def named(value: str) -> stop_rules.StopRule:
 
 
 def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
-  """A strategy whose chains a rule ends.
+  """Returns the strategy with a stop rule.
 
   Args:
-    strategy: of a drafter.
-    value: of --stop; None: the strategy as it is.
-    name: of the drafter.
+    strategy: strategy of the drafter.
+    value: value of --stop. None: the strategy is not changed.
+    name: name of the drafter.
 
   Raises:
-    ValueError: no stop rule ends what it drafts, or not this one.
+    ValueError: the drafter does not support stop rules, or lacks the
+      confidence head of this rule.
   """
   if value is None:
     return strategy

@@ -1,1 +1,1 @@
-"""Prompts of the scripts, and their output as it is generated."""
+"""Prompts of the scripts, chat, and streamed output."""

@@ -1,4 +1,4 @@
-"""A chat on the terminal: what the model reads of it, and the loop."""
+"""Chat on the terminal, and truncation of long conversations."""
 
 from collections.abc import Callable
 import sys
@@ -7,30 +7,30 @@ from lib.prompts import reading as prompts
 from lib.prompts import streaming
 from specjax.data import Tokenizer
 
-_SLOTS = 1024  # of a chat; doubled when it has outgrown them
+_SLOTS = 1024  # initial cache slots of a chat, doubled when it is longer
 _FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"
 _RESET = "; /reset begins a new one"
 
 
 def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
             keep_last: bool, fix: str = _FIX):
-  """What of a conversation is read: token ids that are at most `room`.
+  """Returns the token ids of a conversation, truncated to `room` tokens.
 
-  What is too long loses its oldest exchanges first, and then the beginning of
-  the last message; the system's message stays.
+  Truncation first removes the oldest exchanges, then the beginning of the last
+  message. The system message is always kept.
 
   Args:
-    tokenizer: with a chat template.
-    messages: `{"role", "content"}`, the user's last.
-    room: tokens.
-    keep_last: whether anything may be lost.
-    fix: what the user may do otherwise.
+    tokenizer: tokenizer with a chat template.
+    messages: messages with "role" and "content". The last is the user's.
+    room: maximum number of tokens.
+    keep_last: whether truncation is allowed.
+    fix: advice for the error.
 
   Returns:
-    `(ids, the messages that they are of)`.
+    `(ids, messages)`, with the remaining messages.
 
   Raises:
-    ValueError: it is too long.
+    ValueError: the conversation is too long.
   """
   system = [m for m in messages[:1] if m["role"] == "system"]
   rest = messages[len(system):]
@@ -54,10 +54,10 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
 
 
 def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
-  """The ids of a prompt that are at most `room`, see `fitting`.
+  """Returns the last `room` ids of a prompt.
 
   Raises:
-    ValueError: it is too long.
+    ValueError: the prompt is longer and `keep_last` is False.
   """
   if len(ids) > room and not keep_last:
     raise ValueError(f"the prompt has {len(ids)} tokens and there is room for "
@@ -66,10 +66,10 @@ def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
 
 
 def lines(first: str | None = None):
-  """What the user says: `first`, if any, and then a line after the other.
+  """Yields the user's messages: `first`, if any, then the lines of stdin.
 
-  Ctrl-D and /quit end it. Ctrl-C while typing begins a new line; where nobody
-  types, it ends the program.
+  Ctrl-D and /quit end the input. On a terminal, Ctrl-C begins a new line. If
+  stdin is not a terminal, Ctrl-C ends the program.
   """
   if first:
     yield first
@@ -83,7 +83,7 @@ def lines(first: str | None = None):
           return
         line = line.removeprefix("\ufeff")  # a byte-order mark
     except EOFError:
-      print()  # the shell's prompt gets a line of its own
+      print()  # so that the shell's prompt begins a new line
       return
     except KeyboardInterrupt:
       if not sys.stdin.isatty():
@@ -100,22 +100,24 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
          printer_of: Callable[[], streaming.Printer], *, room: int,
          new_tokens: int, keep_last: bool, first: str | None,
          system: str | None, keep: Callable[[str], None]):
-  """Answers every message, with all before it in mind, until the user leaves.
+  """Runs a chat until the input ends.
 
-  On a terminal, Ctrl-C ends an answer, of which is kept what was said;
-  elsewhere it ends the chat. A message that cannot be answered is told in one
-  line and forgotten, and /reset forgets all but the system's.
+  On a terminal, Ctrl-C ends the current answer, and the printed part stays in
+  the conversation. Elsewhere Ctrl-C ends the chat. A message that is too long
+  is skipped with an error line. /reset removes all messages except the system
+  message.
 
   Args:
-    writer: a `streaming.Writer`.
-    tokenizer: with a chat template.
-    printer_of: makes a `streaming.Printer`.
-    room: tokens of a conversation, at most.
-    new_tokens: of an answer, at most.
-    keep_last: see `fitting`; what is lost is not read again.
-    first: what the user says before the lines of standard input, or None.
-    system: a message of the system that comes first, or None.
-    keep: called after every answer with all that was said so far.
+    writer: writer that generates the answers.
+    tokenizer: tokenizer with a chat template.
+    printer_of: function that returns a new `streaming.Printer`.
+    room: maximum number of tokens of a conversation.
+    new_tokens: maximum number of tokens of an answer.
+    keep_last: whether truncation is allowed, see `fitting`. Removed messages
+      do not return.
+    first: first message of the user, or None.
+    system: system message, or None.
+    keep: function that is called with the whole transcript after every answer.
   """
   beginning = [{"role": "system", "content": system}] * (system is not None)
   said, messages = [*beginning], [*beginning]

@@ -1,4 +1,4 @@
-"""What studies decode from: prompt sets as token ids, plain or as messages."""
+"""Prompt sets of the studies as token ids, plain or as chat messages."""
 
 from collections.abc import Sequence
 import pathlib
@@ -16,7 +16,7 @@ from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
 from specjax.utils.fingerprints import fingerprint
 
-# What the shipped prompts ask about, behind the instruction.
+# Texts of the shipped prompts, without the instruction before them.
 _TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}
 
 
@@ -24,10 +24,10 @@ class Prompts(NamedTuple):
   """Token ids of prompts.
 
   Attributes:
-    sets: {name of a set: its prompts}.
-    extra: other prompts of the same sets, to measure beforehand with.
-    source: where they come from, as JSON.
-    documents: {digest of a prompt: its document}, where documents have names.
+    sets: prompts of each set, `{set name: prompts}`.
+    extra: further prompts of the same sets, for measurements before the study.
+    source: origin of the prompts, JSON-serialisable.
+    documents: `{digest of a prompt: document name}`, for named documents only.
   """
 
   sets: dict[str, list[list[int]]]
@@ -37,49 +37,48 @@ class Prompts(NamedTuple):
 
   @property
   def all(self) -> list[list[int]]:
-    """The prompts of all sets, one set after the other."""
+    """Prompts of all sets, one set after the other."""
     return [row for rows in self.sets.values() for row in rows]
 
   @property
   def longest(self) -> int:
-    """Tokens of the longest prompt, the extra ones included."""
+    """Number of tokens of the longest prompt, including extra prompts."""
     return max(map(len, self.all + self.extra))
 
   def cluster(self, digest: str) -> str:
-    """Returns the label of a prompt in `analysis.estimate`.
+    """Returns the cluster label of a prompt for `analysis.estimate`.
 
-    Prompts of one document, such as the code and the docstrings of a module,
-    resemble each other and have one label. So have prompts that are equal.
+    Equal prompts have the same label. So have prompts of one document, such as
+    the code and the docstrings of a module, because they are correlated.
     """
     return self.documents.get(digest, digest)
 
   @property
   def clusters(self) -> list[str]:
-    """Labels of `all`, see `cluster`."""
+    """Cluster labels of `all`, see `cluster`."""
     return [self.cluster(fingerprint(row)) for row in self.all]
 
 
 def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
          tokens: int, seed: int, chat: bool = False, extra: int = 0,
          needs_extra: bool = True) -> Prompts:
-  """The prompt sets that the flag --prompts names.
+  """Reads the prompt sets of the flag --prompts.
 
   Args:
-    tokenizer: the target's.
-    items: of the flag, see `flags.prompts`.
-    field: of a JSONL file of the user's own.
-    count: prompts of every set, at most.
-    tokens: longer prompts keep their last ones.
-    seed: of the choice.
-    chat: whether each prompt is a user's message; the tokens of the chat
-      template come on top.
-    extra: further prompts, of all sets together; fewer where a file has not
-      enough.
-    needs_extra: whether a file must spare some of `count` for them.
+    tokenizer: the target's tokenizer.
+    items: entries of the flag, see `flags.prompts`.
+    field: field of the prompt in the user's JSONL files.
+    count: maximum number of prompts per set.
+    tokens: maximum prompt length, without the chat template. Longer prompts
+      are cut to their last tokens.
+    seed: random seed for choosing prompts.
+    chat: whether each prompt is formatted as a user message.
+    extra: number of extra prompts over all sets. A short file yields fewer.
+    needs_extra: whether a short file reserves prompts for `extra` first.
 
   Raises:
-    ValueError: no set, two of one name, one with too few prompts, or a
-      tokenizer without a chat template.
+    ValueError: there is no set, a name occurs twice, a set has too few prompts,
+      or the tokenizer lacks the chat template that `chat` requires.
   """
   common.given("--prompts", items, "one set at least, or leave it out")
   check_chat(tokenizer, chat)
@@ -118,7 +117,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
 
 
 def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
-  """The last `count` ids; a token that begins every text stays the first."""
+  """Returns the last `count` ids; a leading BOS token is kept."""
   first = ids[:1] if tokenizer.bos is not None and count > 0 and (
       ids[:1] == [tokenizer.bos]) else []
   kept = max(0, count - len(first))
@@ -126,7 +125,7 @@ def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
 
 
 def user(tokenizer: Tokenizer, text: str, tokens: int) -> dict[str, str]:
-  """A user's message of the last tokens of a text; no character is halved."""
+  """Returns a user message of the last tokens, in whole characters."""
   ids = tokenizer.encode(text, bos=False)
   if len(ids) > tokens:
     text = tokenizer.decode(ids[len(ids) - tokens:]).lstrip("\ufffd")
@@ -134,7 +133,7 @@ def user(tokenizer: Tokenizer, text: str, tokens: int) -> dict[str, str]:
 
 
 def check_chat(tokenizer: Tokenizer, chat: bool, flag: str = "--chat") -> None:
-  """Refuses a chat with a model that knows none; `flag` is what asks for it."""
+  """Raises `ValueError` if `flag` requires a missing chat template."""
   if chat and tokenizer.chat_template is None:
     raise ValueError(f"{flag} needs a chat template, and the target's "
                      f"tokenizer has none; leave {flag} out, or give a model "
@@ -142,7 +141,7 @@ def check_chat(tokenizer: Tokenizer, chat: bool, flag: str = "--chat") -> None:
 
 
 def check_room(longest: int, new_tokens: int, context: int) -> None:
-  """Refuses rows that are longer than the models' context."""
+  """Raises `ValueError` if rows are longer than the models' context."""
   if longest + new_tokens > context:
     raise ValueError(f"{longest} tokens of a prompt and --max_new_tokens="
                      f"{new_tokens} exceed the context length of {context}, "
@@ -151,15 +150,15 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
 
 
 def _document(text: str):
-  """Returns the text that two shipped sets ask about, None for other prompts.
+  """Returns the document of a shipped prompt, None for other prompts.
 
-  "summarise" and "questions" have one prompt each about these texts.
+  The sets "summarise" and "questions" share their documents.
   """
   return next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
 
 
 def _report_missing(name: str, count: int, asked: int):
-  """Reports that a set has fewer prompts than --num_prompts."""
+  """Prints a warning if a set has fewer prompts than --num_prompts."""
   if count < asked:
     print(f"{name} has {count:,} prompts of this length, and --num_prompts is "
           f"{asked:,}", file=sys.stderr)
@@ -167,7 +166,7 @@ def _report_missing(name: str, count: int, asked: int):
 
 def _tell_of_cuts(tokenizer: Tokenizer, name: str, texts: list[str],
                   tokens: int):
-  """What a message asks for may stand at its beginning."""
+  """Prints a warning if messages were cut, maybe with their instruction."""
   cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
   if cut:
     print(f"{cut} of {len(texts)} messages of {name} lost their beginning; "
@@ -177,7 +176,7 @@ def _tell_of_cuts(tokenizer: Tokenizer, name: str, texts: list[str],
 
 def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
            seed: int, needs_extra: bool):
-  """A set's name, its texts, further ones, and where they come from."""
+  """Returns the name, prompts, extra prompts and source of a set."""
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:
     texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
@@ -198,9 +197,9 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
 
 def _shares(place: str, total: int, count: int, extra: int, needs_extra: bool
             ) -> tuple[int, int]:
-  """Returns how many prompts of a file are measured, and how many are extra.
+  """Returns the numbers of measured and of extra prompts of a file.
 
-  Extra prompts are never among the measured ones.
+  The two groups of prompts are disjoint.
   """
   further = min(extra, total // 3 if needs_extra else max(total - count, 0))
   count = min(count, total - further)

@@ -1,4 +1,4 @@
-"""Text that is printed as it is decoded, and how fast that was."""
+"""Prints generated text while it is decoded, and measures the speed."""
 
 import codecs
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from specjax.data import Tokenizer
 from specjax.decoding.placement import Placement
 from specjax.utils import processes
 
-_ROUNDS_A_CALL = 2  # rounds between two looks from the host
-_PAIRS = 3  # of timed runs that are compared
+_ROUNDS_A_CALL = 2  # rounds per call, after which new tokens are printed
+_PAIRS = 3  # pairs of timed runs, with and without the drafter
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
 
@@ -33,14 +33,14 @@ def is_colored(choice: str) -> bool:
 
 
 class Printer:
-  """Prints tokens as they come, in colours, never half a character.
+  """Prints tokens as they are generated, in colour and in whole characters.
 
-  The bytes of the tokens are put together here, for the library's stream
-  decodes the text so far again and again, and fails where bytes that are no
-  character change it: some vocabularies replace every byte around them.
+  This class decodes the bytes of the tokens itself. The library's stream
+  decodes the whole text again for every token. It fails with some vocabularies,
+  in which an incomplete character changes the bytes around it.
 
   Attributes:
-    text: what was printed, without colours.
+    text: printed text, without colour codes.
   """
 
   def __init__(self, tokenizer: Tokenizer, colored: bool):
@@ -55,12 +55,12 @@ class Printer:
     return "".join(self._pieces)
 
   def prompt(self, ids: list[int]):
-    """The tokens of a prompt, without a colour."""
+    """Prints the tokens of a prompt, without colour."""
     for token in ids:
       self._print(token, "")
 
   def round(self, ids: list[int], accepted: int):
-    """The tokens of a round, the first `accepted` of them drafted."""
+    """Prints the tokens of a round; the first `accepted` were drafted."""
     for place, token in enumerate(ids):
       self._print(token, _GREEN if place < accepted else _RED)
     sys.stdout.flush()
@@ -73,7 +73,10 @@ class Printer:
                        else piece)
 
   def _bytes(self, token: int):
-    """Those of a token; the first of a text may lose the space before it."""
+    """Returns the bytes of a token.
+
+    The first token loses its leading space if the tokenizer drops it.
+    """
     found = self._tokenizer.token_bytes(token)
     if self._begun or not found:
       return found
@@ -84,9 +87,9 @@ class Printer:
 
 @dataclasses.dataclass
 class Answer:
-  """What was printed after a prompt, and in how many rounds and seconds.
+  """Generated tokens of one prompt, with rounds and seconds.
 
-  Seconds of printing count, except those of the last two rounds.
+  The seconds include printing, except that of the last call of two rounds.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -95,7 +98,7 @@ class Answer:
   seconds: float = 0.0
 
   def add(self, tokens: list[int], drafted: int, rounds: int, seconds: float):
-    """Counts a round, or none where `rounds` is 0."""
+    """Adds the tokens and the time of one round, or of none (`rounds` 0)."""
     self.tokens += tokens
     self.drafted += drafted
     self.rounds += rounds
@@ -110,9 +113,9 @@ class Answer:
 
 
 class Writer:
-  """A decoder, its parameters and the seed of one text after the other.
+  """Generates one text after another with a decoder, parameters and a seed.
 
-  With a `Placement` the parameters are put where it says.
+  A `Placement` distributes the parameters over a mesh.
   """
 
   def __init__(self, decoder: sj.Decoder, params: Any, seed: int,
@@ -124,7 +127,10 @@ class Writer:
 
   def start(self, ids: list[int], new_tokens: int, number: int = 0,
             capacity: int = 0):
-    """The state after a prompt; `number` tells apart texts of one seed."""
+    """Returns the state after a prompt.
+
+    Texts with the same seed and different `number` are sampled independently.
+    """
     slots = max(len(ids) + new_tokens + self.decoder.num_nodes, capacity)
     if slots not in self._announced:
       progress.say(f"compiling for {slots} tokens")
@@ -138,13 +144,13 @@ class Writer:
     """Decodes and prints a text until it ends.
 
     Args:
-      state: of `start`; it is donated.
-      printer: a `Printer`.
-      answer: an `Answer` that is filled in as it comes, so that Ctrl-C loses
-        nothing.
+      state: state returned by `start`. It is donated.
+      printer: printer of the text.
+      answer: record that is updated after every round, so that it is complete
+        after Ctrl-C.
     """
     slots = state.tokens.shape[1]
-    if slots not in self._compiled:  # what is timed compiles nothing
+    if slots not in self._compiled:  # compile before the clock starts
       jax.block_until_ready(self.decoder.decode(
           self._params, jax.tree.map(jnp.copy, state), rounds=_ROUNDS_A_CALL))
       self._compiled.add(slots)
@@ -161,12 +167,12 @@ class Writer:
           stats.active, stats.emitted, stats.accepted))):
         new = tokens[length:length + emitted].tolist()
         printer.round(new, drafted)
-        # Only now: a round that nobody read, behind `| head`, is not counted.
+        # Count after printing, so that output cut by `| head` is not counted.
         answer.add(new, int(drafted), int(active), passed * active)
         length += emitted
 
   def time(self, ids: list[int], new_tokens: int, capacity: int = 0):
-    """`(tokens, seconds)` of a text, without those of its prompt."""
+    """Returns `(tokens, seconds)` of a text, without its prompt."""
     state = jax.block_until_ready(
         self.start(ids, new_tokens, capacity=capacity))
     start = time.perf_counter()
@@ -180,21 +186,25 @@ class Writer:
 
 def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
             tokenizer: Tokenizer) -> str:
-  """Tokens per second of two decoders of one target, and their ratio, in words.
+  """Measures the speed with and without speculation; returns a message.
 
-  Both are warmed up and then take turns, so that they see the same machine.
+  Both writers are warmed up and then take turns, so that both are measured
+  under the same conditions.
 
   Args:
-    writers: the speculative `Writer`, and one that writes a token a pass.
-    ids: of the prompt.
-    new_tokens: of the text, at most.
-    tokenizer: of the target.
+    writers: speculative writer, and a writer without drafts.
+    ids: token ids of the prompt.
+    new_tokens: maximum number of generated tokens.
+    tokenizer: the target's tokenizer.
+
+  Returns:
+    Message with the tokens per second of both writers and their ratio.
 
   Raises:
-    ValueError: at temperature 0 the two wrote different texts.
+    ValueError: the two texts differ at temperature 0.
   """
   progress.say("comparing the speed with and without the drafter")
-  for writer in writers:  # a short text, by the program of the long ones
+  for writer in writers:  # warm up with a short text in the same program
     writer.time(ids, min(new_tokens, 8),
                 len(ids) + new_tokens + writer.decoder.num_nodes)
   speeds, texts = ([], []), None
@@ -213,7 +223,7 @@ def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
 
 
 def _check_same(speculative: list[int], alone: list[int], tokenizer: Tokenizer):
-  """Refuses texts that differ, as those of temperature 0 must not."""
+  """Raises `ValueError` if texts of temperature 0 differ."""
   if speculative == alone:
     return
   place = next((i for i, pair in enumerate(zip(speculative, alone))

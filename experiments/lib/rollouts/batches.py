@@ -2,7 +2,7 @@
 
   _BATCH = batches.flags()
   ...
-  batch = batches.settings(_BATCH)  # before anything is loaded
+  batch = batches.settings(_BATCH)  # before models are loaded
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def flags(*timings: str) -> BatchFlags:
   """Defines --batch, --timing and --mesh.
 
   Args:
-    *timings: measurements of speed that the study has beside none and latency.
+    *timings: values of --timing in addition to none and latency.
   """
   return BatchFlags(shared.batch(), shared.timing(*timings), shared.mesh())
 
@@ -73,9 +73,9 @@ def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
 
 
 def window(batch: Batch | None) -> int | None:
-  """Returns the number of prompts per configuration and turn, None for one.
+  """Returns the argument `window` of `resumable.run`, None without a batch.
 
-  A larger window has fewer idle rows at its end, and stores more prefills.
+  A larger window leaves fewer rows idle, but stores more prefilled states.
   """
   return None if batch is None else 4 * batch.size
 
@@ -85,7 +85,7 @@ def announce(num_prompts: int, num_rollouts: int, configurations: Iterable[Any],
   """Prints the size of a study before it decodes.
 
   Args:
-    num_prompts: number of different prompts.
+    num_prompts: number of distinct prompts.
     num_rollouts: number of rollouts of all configurations.
     configurations: all `Configuration`s of the study.
     new_tokens: tokens per rollout.

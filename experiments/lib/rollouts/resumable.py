@@ -1,8 +1,8 @@
 """Resumable rollouts of many configurations on the same prompts.
 
-A unit is a tuple that begins with (fingerprint, temperature, ...): rollouts of
-one prompt by every configuration of its group. Runs are appended to a JSONL
-file as soon as they are complete, so a killed study continues from there.
+A unit is a tuple that begins with (fingerprint, temperature, ...). Its
+rollouts continue one prompt by every configuration of its group. Every complete
+run is appended to a JSONL file, from which a killed study resumes.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from specjax.utils import files
 from specjax.utils import fingerprints
 from specjax.utils import processes
 
-_MOST_DECODERS = 30  # compiled at a time, see `run`
+_MOST_DECODERS = 30  # compiled programs in memory, see `run`
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
@@ -45,8 +45,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
         beside: Sequence[Callable] = (), window: int | None = None):
   """Decodes the units that are missing in `path`, and appends them.
 
-  A CPU decoder maps one to two thousand memory regions, and Linux allows a
-  process 65,530. Compiled code is therefore dropped before it becomes too much.
+  Compiled code is dropped when more than 30 programs are in memory. A CPU
+  decoder maps up to 2,000 memory regions, and Linux allows 65,530 per process.
 
   Args:
     units: units, sorted by their group.
@@ -56,10 +56,9 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
     path: JSONL file of the runs.
     group_of: function from a unit to its group. Default: its temperature.
     beside: functions without arguments, compiled together with the decoders.
-    window: number of units that one configuration decodes in a batch before
-      the next configuration decodes them, sorted by length. Default: all
-      configurations decode a unit before the next unit, so that they see the
-      same machine.
+    window: number of units per turn of a configuration, for batched decoding.
+      Units are sorted by length. Default: all configurations decode a unit
+      before the next unit, so that they are measured under the same conditions.
 
   Returns:
     `{unit: {name: run}}`.
@@ -113,7 +112,7 @@ def _missing(units: list[tuple], stored: dict, names: Iterable[str]
 
 def _in_turn(configurations: dict[str, Any], units: list[tuple],
              prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm):
-  """Yields units with the runs of all configurations, which take turns."""
+  """Yields each unit with the runs of all configurations."""
   for unit in units:
     runs = {}
     for name, configuration in configurations.items():
@@ -126,7 +125,7 @@ def _in_turn(configurations: dict[str, Any], units: list[tuple],
 def _in_windows(configurations: dict[str, Any], units: list[tuple],
                 prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
                 window: int | None, stored: dict):
-  """Yields units with one run each, a configuration after the other."""
+  """Yields a unit and one run at a time; configurations take turns."""
   units = sorted(units, key=lambda unit: -len(prompt_of(unit)[0]))
   for start in range(0, len(units), window):
     for name, configuration in configurations.items():
@@ -153,8 +152,8 @@ class _Programs:
 
     Args:
       configurations: the configurations of the group, by name.
-      longest: its longest prompt.
-      share: length of the progress bar that compilation takes.
+      longest: longest prompt of the group.
+      share: part of the progress bar for compilation, in units of one prompt.
     """
     programs = {one.program: one for one in configurations.values()}
     if len(self._compiled | programs.keys()) > _MOST_DECODERS:
@@ -171,12 +170,12 @@ class _Programs:
 
 
 def _advance(bar: tqdm.tqdm, step: float):
-  """Moves the bar, never beyond its end: fractions may add up to more."""
+  """Moves the bar, but not beyond its end, because steps are rounded."""
   bar.update(min(step, bar.total - bar.n))
 
 
 def _read(path: pathlib.Path):
-  """Returns the complete lines by unit, and drops an incomplete last line."""
+  """Returns the stored runs by unit; removes an incomplete last line."""
   if not path.exists():
     return {}
   runs = {}

@@ -1,4 +1,4 @@
-"""Timing compiled calls that can be repeated in place."""
+"""Timing of compiled calls that can be repeated in place."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from specjax.models import Transformer
 from specjax.trees import topology
 
-STEPS = 8  # passes of a timed call: the cost of the call itself is spread
+STEPS = 8  # passes per timed call, to amortise the overhead of the call
 
 
 class Timed:
-  """A compiled call `(params, carry) -> carry` that can be repeated.
+  """Compiled call `(params, carry) -> carry` that can be repeated.
 
-  The carry is donated and comes back with its lengths as they were, so that
+  The carry is donated. The call returns it with unchanged lengths, so that
   every repetition does the same work in place.
   """
 
@@ -32,7 +32,7 @@ class Timed:
     self()
 
   def __call__(self) -> float:
-    """Seconds of one step."""
+    """Makes the call and returns the seconds per step."""
     start = time.perf_counter()
     self._carry = jax.block_until_ready(
         self._function(self._params, self._carry))
@@ -41,14 +41,14 @@ class Timed:
 
 def filled_cache(model: Transformer, params: Any, capacity: int, used: int,
                  batch: int = 1):
-  """A cache of `capacity` slots a row, `used` of which count as filled."""
+  """Returns a cache with `capacity` slots per row, `used` of them filled."""
   cache = model.init_cache(params, batch, capacity)
   return cache.rollback(jnp.full((batch,), used, jnp.int32))
 
 
 def passes(model: Transformer, params: Any, capacity: int, used: int,
            tokens: int, batch: int = 1, steps: int = STEPS):
-  """Repeated passes over a chain of `tokens` nodes, nothing committed."""
+  """Returns timed passes over a chain of `tokens` nodes, all uncommitted."""
   depths, ancestors = topology.causal(batch, tokens)
 
   def run(params, carry):
@@ -66,21 +66,21 @@ def passes(model: Transformer, params: Any, capacity: int, used: int,
 
 
 def large_sum(num_bytes: int) -> Timed:
-  """One sum over an array of so many bytes: what reading memory costs here."""
+  """Returns a timed sum over an array, to measure memory bandwidth."""
   array = jnp.ones((num_bytes // 4,), jnp.float32)
   return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
 
 
 def bytes_read(model: Transformer, params: Any, slots: int) -> int:
-  """Bytes of the weights and of the keys and values that a pass reads.
+  """Returns the bytes of weights, keys and values read in one pass.
 
   Args:
-    model: a `Transformer`.
-    params: of the model.
-    slots: in use, of all rows together.
+    model: model that makes the pass.
+    params: parameters of the model.
+    slots: number of filled cache slots, over all rows.
   """
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  if not model.config.tie_embeddings:  # then the table is only gathered from
+  if not model.config.tie_embeddings:  # an input table is not read whole
     weights -= params["embedding"].nbytes
   c = model.config
   slot = 2 * c.layers * c.kv_heads * c.head_dim
@@ -89,16 +89,19 @@ def bytes_read(model: Transformer, params: Any, slots: int) -> int:
 
 def fresh_times(calls: Mapping[Hashable, tuple[Callable, Any, Sequence]],
                 seconds: float) -> dict[Hashable, float]:
-  """The least seconds of each call, with weights that no call just read.
+  """Returns the minimum time of each call, with weights outside the caches.
 
-  Calls take turns, and each takes the next of its weights after those that the
-  call before it took. So they are to be many more than the processor's caches
-  hold; calls with the same weights one after the other would find them there.
+  Calls take turns, and every call uses the next weights of the sequence. The
+  weights together must be much larger than the processor's caches. Otherwise a
+  call could read weights that an earlier call left in a cache.
 
   Args:
-    calls: `{name: (function, x, weights)}`: `function(x, one)` is timed, with
-      one of the weights at a time.
-    seconds: that it may take.
+    calls: `{name: (function, x, weights)}`. The timed call is
+      `function(x, w)`, with one element w of the sequence `weights`.
+    seconds: total duration of the measurement.
+
+  Returns:
+    `{name: seconds}`.
   """
   least, made = dict.fromkeys(calls, float("inf")), itertools.count()
   end = time.perf_counter() + seconds
@@ -112,5 +115,5 @@ def fresh_times(calls: Mapping[Hashable, tuple[Callable, Any, Sequence]],
 
 
 def median(timed: Timed, times: int = 15) -> float:
-  """Median seconds of a step."""
+  """Returns the median seconds per step."""
   return statistics.median(timed() for _ in range(times))
