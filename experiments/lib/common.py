@@ -127,18 +127,18 @@ def _end(line: str, code: int, exits: bool) -> None:
   """Prints an error and ends the program.
 
   Args:
-    line: the error.
+    line: error message.
     code: exit status.
-    exits: whether the process ends at once. Otherwise `SystemExit` is raised,
-      because a caller handles it.
+    exits: whether the process ends immediately. If False, `SystemExit` is
+      raised, because a caller handles it.
   """
   if not exits and code == 1:
     sys.exit(line)
   print(line, file=sys.stderr, flush=True)
   if not exits:
     sys.exit(code)
-  # Files are complete at any moment. Threads that wait for a compiler or for a
-  # full disk would only delay the exit, or print their tracebacks.
+  # Exit without joining threads. A thread that waits for a compiler or a full
+  # disk would delay the exit. Files are written atomically, so none is cut.
   with contextlib.suppress(OSError):
     sys.stdout.flush()
   os._exit(code)
@@ -165,7 +165,7 @@ def _print_any_text():
 
 
 def _other_directory(error: Exception):
-  """Returns the flag that names the directory of another run, in words."""
+  """Returns a hint to the flag that names the directory of an error."""
   directory = getattr(error, "directory", None)
   if directory is None:
     return ""
@@ -284,7 +284,7 @@ def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
   Args:
     flag: name of the flag, such as "--prompts".
     values: entries of the flag.
-    fix: valid values, for the error.
+    fix: valid values in the error.
   """
   if not values or not all(values):
     raise ValueError(f"{flag} is {','.join(values or ())!r}, which names "

@@ -1,4 +1,4 @@
-"""Flags that several scripts share, each with one name and one help text.
+"""Flags of several scripts, each with one name and one help text.
 
 A script calls one function per flag, with its own default:
 
@@ -54,14 +54,14 @@ def drafter(
 
 def drafters(default: str = "small",
              help_: str = "Draft models to compare, comma-separated: "):
-  """Draft models that a study compares."""
+  """Draft models to compare."""
   return flags.DEFINE_list(
       "drafter", default, f"{help_}small, tiny, smol, or any value of --target "
       "except bundled")
 
 
 def draft_vocabulary():
-  """Size of FR-Spec's reduced draft vocabulary; see `models.narrowed`."""
+  """Size of the reduced draft vocabulary (FR-Spec, `models.narrowed`)."""
   return flags.DEFINE_integer(
       "draft_vocabulary", None, "Number of tokens that a draft model can "
       "propose (FR-Spec), such as 1024. These are the most frequent tokens in "
@@ -113,7 +113,7 @@ def prompts(default: str | None = "code"):
 
 
 def prompt_field():
-  """Field of a JSONL record that contains the prompt."""
+  """Name of the prompt field in a JSONL file."""
   return field("prompt", "Field that contains the prompt in your own .jsonl "
                "files")
 
@@ -223,7 +223,7 @@ def directory(name: str, default: str | None, help_: str,
 
 
 def missing(name: str):
-  """Returns the error of a required flag that is not set."""
+  """Returns the error message of a missing required flag."""
   flag = flags.FLAGS[name]
   example = _EXAMPLES.get(name) or flag.parser.enum_values[0]
   return (f"--{name} is missing ({flag.help}); give it, such as "
@@ -238,7 +238,7 @@ def data(help_: str = "Training text"):
 def field(default: str = "text",
           help_: str = "Field that contains the text in .jsonl files and "
           "Hugging Face datasets"):
-  """Field of a record that contains the text."""
+  """Name of the text field in a record."""
   return flags.DEFINE_string("field", default, help_)
 
 
@@ -321,7 +321,7 @@ def compilation_cache():
 
 
 def batch():
-  """Number of prompts that a study decodes together."""
+  """Number of prompts decoded together (batch size)."""
   return flags.DEFINE_integer(
       "batch", 1, "Number of prompts decoded together. Larger batches finish "
       "sooner. In float32 the batch size does not change the tokens or the "
@@ -348,7 +348,7 @@ class MeshFlags(NamedTuple):
 
 
 def mesh():
-  """Device mesh, and the processes that share it."""
+  """Device mesh and its processes."""
   return MeshFlags(
       mesh=flags.DEFINE_string(
           "mesh", None, "Number of devices per mesh axis, such as "

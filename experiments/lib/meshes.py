@@ -33,7 +33,7 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     rows: batch size, which the data axis must divide.
     trains: whether SIGTERM stops all processes at a common point: training at
       a step, with a checkpoint, and sampling between two files. If False, or
-      without a coordinator, SIGTERM ends the process at once.
+      without a coordinator, SIGTERM ends it immediately.
 
   Raises:
     ValueError: the flags contradict each other or do not match the devices.

@@ -48,7 +48,7 @@ def imported() -> None:
 
 
 def _stop(number: int, frame: Any):
-  """Ends the program at once, because imports may hide an exception."""
+  """Ends the program directly, because imports may hide an exception."""
   del frame
   os.write(2, b"\nstopped by Ctrl-C\n")
   os._exit(128 + number)

@@ -29,7 +29,7 @@ def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
   """Returns the cache that a flag names.
 
   Raises:
-    ValueError: the name is not that of a cache.
+    ValueError: the cache does not exist.
   """
   kind, *sizes = name.split(":")
   if kind in BITS and not sizes:

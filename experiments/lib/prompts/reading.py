@@ -25,7 +25,7 @@ class Prompts(NamedTuple):
 
   Attributes:
     sets: prompts of each set, `{set name: prompts}`.
-    extra: further prompts of the same sets, for measurements before the study.
+    extra: more prompts of the same sets, for measurements before the study.
     source: origin of the prompts, JSON-serialisable.
     documents: `{digest of a prompt: document name}`, for named documents only.
   """
@@ -77,7 +77,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     needs_extra: whether a short file reserves prompts for `extra` first.
 
   Raises:
-    ValueError: there is no set, a name occurs twice, a set has too few prompts,
+    ValueError: no set is named, a name occurs twice, a set has too few prompts,
       or the tokenizer lacks the chat template that `chat` requires.
   """
   common.given("--prompts", items, "one set at least, or leave it out")

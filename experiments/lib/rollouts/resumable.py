@@ -51,8 +51,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   Args:
     units: units, sorted by their group.
     prompt_of: function from a unit to (token ids, seed, request id).
-    make_configurations: function from a group to `{name: Configuration}`, at
-      most about 30.
+    make_configurations: function from a group to `{name: Configuration}`, with
+      at most about 30 entries.
     path: JSONL file of the runs.
     group_of: function from a unit to its group. Default: its temperature.
     beside: functions without arguments, compiled together with the decoders.
