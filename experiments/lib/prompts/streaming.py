@@ -129,7 +129,7 @@ class Writer:
             capacity: int = 0):
     """Returns the state after a prompt.
 
-    Texts with the same seed and different `number` are sampled independently.
+    Outputs with the same seed but another `number` are sampled independently.
     """
     slots = max(len(ids) + new_tokens + self.decoder.num_nodes, capacity)
     if slots not in self._announced:
@@ -201,7 +201,7 @@ def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
     Message with the tokens per second of both writers and their ratio.
 
   Raises:
-    ValueError: the two texts differ at temperature 0.
+    ValueError: the two outputs differ at temperature 0.
   """
   progress.say("comparing the speed with and without the drafter")
   for writer in writers:  # warm up with a short text in the same program
@@ -223,7 +223,7 @@ def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
 
 
 def _check_same(speculative: list[int], alone: list[int], tokenizer: Tokenizer):
-  """Raises `ValueError` if texts of temperature 0 differ."""
+  """Raises `ValueError` if outputs of temperature 0 differ."""
   if speculative == alone:
     return
   place = next((i for i, pair in enumerate(zip(speculative, alone))
