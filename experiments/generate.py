@@ -275,9 +275,9 @@ def _check_drafter(name: str):
     raise ValueError(f"--tail requires a cascade, and --drafter is {name}; "
                      "give one, such as ngram+small, or leave --tail out")
   if _VOCABULARY.value != "auto" and (composed or not has_model):
-    raise ValueError(f"--vocabulary={_VOCABULARY.value} requires a language "
-                     f"model that drafts alone, and --drafter is {name}; leave "
-                     "--vocabulary out")
+    raise ValueError(f"--vocabulary={_VOCABULARY.value} requires a draft "
+                     f"model as the only drafter, and --drafter is {name}; "
+                     "leave --vocabulary out")
   _check_tables(name, has_model)
   _check_copies(name, has_model)
 

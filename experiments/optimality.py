@@ -90,10 +90,10 @@ _ROUND_PAIRS = flags.DEFINE_integer(
 _GAMMAS = shared.gammas(
     "2,4,8", "Table extremal: draft lengths gamma in tokens, comma-separated; "
     "at most 12")
-_STEPS = shared.steps(4000, "Table extremal: steps of gradient ascent")
+_STEPS = shared.steps(4000, "For the table `extremal`: steps of gradient ascent")
 _STARTS = flags.DEFINE_integer(
-    "starts", 16, "Table extremal: random starting points of gradient ascent; "
-    "large cases use a quarter of them", 1)
+    "starts", 16, "For the table `extremal`: number of random starting points of "
+    "gradient ascent; large cases use a quarter of it", 1)
 _OUTPUT_DIR = shared.output_dir("results/optimality")
 
 _KINDS = ("dense", "zeros", "mixed")

@@ -60,7 +60,8 @@ _SKIP = flags.DEFINE_list(
     "and MLPs), comma-separated, above 0 and at most 1. The first and the last "
     "layer are never skipped and not counted. SWIFT uses 0.45")
 _SEARCH = flags.DEFINE_list(
-    "searches", list(_SEARCHES), "Searches, comma-separated: "
+    "searches", list(_SEARCHES),
+    "Methods of searching for the parts to skip, comma-separated: "
     f"{', '.join(_SEARCHES)}")
 _SCORE = flags.DEFINE_list(
     "scores", list(_SCORES), "Objectives of the searches, comma-"

@@ -319,7 +319,7 @@ def batch_sizes(flag: str, values: list[str]) -> list[int]:
 
 
 def numbers(flag: str, values: list[str]) -> list[float]:
-  """Parses a list flag of numbers, without duplicates."""
+  """Parses a list flag of numbers and drops repeated numbers."""
   given(flag, values, "numbers between commas, such as 1,0.6")
   try:
     return list(dict.fromkeys(map(float, values)))

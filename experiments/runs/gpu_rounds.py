@@ -37,8 +37,8 @@ _BATCHES = flags.DEFINE_list("batches", ["1", "8"], "Batch sizes in "
                              "rows, comma-separated")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "Cache slots per row", 64)
 _USED = flags.DEFINE_list(
-    "used", ["128", "1920"], "Used cache slots per row at the start of a "
-    "call, comma-separated")
+    "used", ["128", "1920"], "Numbers of cache slots per row that are filled "
+    "when a timed call starts, comma-separated")
 _SIZES = flags.DEFINE_list(
     "sizes", ["5", "9", "17", "65"], "Sizes of a target pass in tokens, "
     "comma-separated")

@@ -27,9 +27,10 @@ from specjax.types import DecodeState
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                       visible: jax.Array, softcap: float = 0.0) -> jax.Array:
-  """Returns softmax attention over one part, `[B, S, H * G, D]`.
+  """Returns softmax attention over one block of keys and values.
 
-  Arguments as for `attention.block_attention`; the result has the dtype of `v`.
+  The arguments are those of `attention.block_attention`. The result is
+  `[B, S, H * G, D]` and has the dtype of `v`.
   """
   out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
   return out.astype(v.dtype)

@@ -176,11 +176,11 @@ class Pool:
         (x.table.shape, x.page) != (caches[0].table.shape, caches[0].page)
         for x in caches):
       raise ValueError(
-          "the caches have pages of "
-          f"{[(x.page, x.table.shape[1]) for x in caches]} (slots, pages a "
-          "row); a pool needs a paged cache of the target, and others like it: "
-          "give all models cache=Paged(page=...) of one size, and a drafter "
-          "whose text is the target's")
+          "(slots per page, pages per row) of the caches are "
+          f"{[(x.page, x.table.shape[1]) for x in caches]}; a pool needs equal "
+          "pages for the target and the drafter: give all models "
+          "cache=Paged(page=...) with the same page, and use a drafter with "
+          "the tokens of the target")
     if len(state.lengths) != self.rows:
       raise ValueError(f"the state has {len(state.lengths)} rows and the pool "
                        f"is for {self.rows}; make another one")

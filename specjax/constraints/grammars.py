@@ -11,8 +11,9 @@ from specjax.constraints import regexes
 from specjax.constraints import schemas
 
 _SPACE = "[ ]?"
-_DEEPEST = (6, 3)  # how often a $ref is followed within itself; the second
-# value is used if the automaton of the first is too large
+# Limits of recursion into one $ref. The second limit is used if the automaton
+# with the first limit is too large.
+_DEEPEST = (6, 3)
 _SPACES = frozenset(b" \t\n\r")
 
 

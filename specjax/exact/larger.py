@@ -196,7 +196,8 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
       wanted = p[contexts][above, token]
       from_above = stays[above] * wanted
       law = below + from_above
-      # Error of the next token: tokens with mass below them, and all others.
+      # Error of the distribution of the next token, in two parts: the tokens
+      # that the next level contains, and all other tokens.
       gap = np.abs(stays - reached) * np.maximum(
           1 - np.bincount(above, wanted, minlength=len(contexts)), 0)
       np.add.at(gap, above, np.abs(law - reached[above] * wanted))

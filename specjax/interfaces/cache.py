@@ -139,7 +139,8 @@ class Cache:
       rows: mesh axis over which the rows are split, or None.
 
     Raises:
-      ValueError: the cache does not implement it, and `axis` is a name.
+      ValueError: `axis` is not None, and the cache cannot be split over a
+        mesh axis.
     """
     def of_leaf(x):
       del x

@@ -43,11 +43,13 @@ class View(KVCache):
   """Copies of some slots of a cache, plus a reserved block of drafts.
 
   `k` and `v` are L arrays `[B, H, F, D]`, copies of F slots. `lengths` counts
-  all committed tokens, so positions are those of the sequence. `settle` drops
+  all committed tokens, also those without a copy, so positions are positions in
+  the whole sequence. `settle` drops
   the block and its drafts.
 
   Attributes:
-    used: `[B]` int32, number of slots in use, from the first.
+    used: number of filled slots of each row, `[B]` int32. They are the first
+      slots.
   """
 
   used: jax.Array | None = None

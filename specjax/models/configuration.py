@@ -138,8 +138,8 @@ class TransformerConfig:
     if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
       raise ValueError(
           f"head_dim is {self.head_dim} and rope_fraction "
-          f"{self.rope_fraction}; rotary positions need an even number of "
-          f"dimensions within a head and not {self.rotated}")
+          f"{self.rope_fraction}; they give {self.rotated} rotary dimensions; "
+          "the number must be even and at most head_dim")
 
   @property
   def rotated(self) -> int:

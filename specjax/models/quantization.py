@@ -172,7 +172,10 @@ def _over_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
                   ) -> jax.Array:
-  """A product on a CPU with `[V, D]`, some outputs at a time."""
+  """Multiplies `x` by a quantised `[V, D]` matrix in blocks of outputs.
+
+  CPUs use this form.
+  """
   outputs, groups = scales.shape
   size = max(_LEAST, _SLICE // (4 * values.shape[1]))
   if size >= outputs:

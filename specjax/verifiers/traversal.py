@@ -66,7 +66,8 @@ class Traversal(Verifier):
     below = on_path.T & ~jnp.eye(mass.shape[0], dtype=bool)
     paths = on_path.astype(jnp.float32)
     earlier = tree.earlier_siblings(draft.parents).astype(jnp.float32)
-    # Left before i: the nodes below i, and those in the subtree of an earlier
-    # sibling of a node on the path to i. All counts are small and exact.
+    # Nodes that the traversal leaves before it leaves node i: the descendants
+    # of i, and the subtrees of earlier siblings of nodes on the path to i. All
+    # counts are small integers, which float32 represents exactly.
     before = below | (paths @ earlier @ paths.T > 0.5)
     return LawByRow(stop=mass * tree.multiply_marked(before, 1 - mass), row=row)

@@ -62,7 +62,8 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
   return gain.columns("rounds_gain") | slow.columns("slow_texts")
 
 
-# Columns of `columns` and `compared`, with headers and formats.
+# Name, header and number format of the columns that `columns()` and
+# `compared()` return.
 SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
          ("rounds_gain", "mean over token's", "+.1%"),
          ("slow_texts", "slow texts over token's", "+.1%"))

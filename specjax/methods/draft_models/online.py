@@ -260,8 +260,8 @@ def _check_alike(learned: Learner, own: Learner) -> None:
     form = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
             "tokens" for rows, width, rank, size in map(sizes, (learned, own))]
     raise ValueError(
-        f"learned has {form[0]}, and the state has {form[1]}; give the state "
-        "of the same drafter, with a row for each row of the state")
+        f"learned has {form[0]}, and the decoding state has {form[1]}; give a "
+        "learned state of the same drafter with the same number of rows")
   # The structure distinguishes optax's states with equal leaves.
   forms = [(jax.tree.structure(x.optimizer), [
       (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])

@@ -112,9 +112,10 @@ class Eagle1Objective(_Unrolled):
   """SmoothL1(f, f^) + w CE(p, p^) of the next feature and distribution.
 
   Li et al. 2024 (arXiv:2401.15077, section 4.2). As in the published code, the
-  first term is also a mean over features. Uniform noise is added to the input
-  features, not to the labels. Its width is `noise` for rows of 512 tokens and
-  is scaled for other lengths, see `uniform_noise`.
+  first term is averaged over tokens and over the dimensions of the features.
+  Uniform noise is added to the input features, not to the labels. Its width is
+  `noise` for rows of 512 tokens and is scaled for other lengths, see
+  `uniform_noise`.
 
   Attributes:
     model: target model.

@@ -179,7 +179,7 @@ class Suffix(_continuations.CountDrafter):
                       dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
-    # As published, a match is shorter than the row.
+    # As in the published algorithm, a match must be shorter than the row.
     found = jnp.where(state.lengths[:, None] > sizes, found, 0)
     following, alive = matches_lib.spread(
         store, first, found, jnp.asarray(sizes), self.max_matches, self.gamma)
