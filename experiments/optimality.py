@@ -88,11 +88,12 @@ _ROUND_PAIRS = flags.DEFINE_integer(
     "round_pairs", 1008, "Table rounds of a text: number of random pairs of "
     "models", 1)
 _GAMMAS = shared.gammas(
-    "2,4,8", "Table extremal: draft lengths gamma in tokens, comma-separated; "
-    "at most 12")
-_STEPS = shared.steps(4000, "For the table `extremal`: steps of gradient ascent")
+    "2,4,8", "For the table `extremal`: draft lengths in tokens, at most 12, "
+    "comma-separated")
+_STEPS = shared.steps(
+    4000, "For the table `extremal`: steps of gradient ascent")
 _STARTS = flags.DEFINE_integer(
-    "starts", 16, "For the table `extremal`: number of random starting points of "
+    "starts", 16, "For the table `extremal`: number of random starts of "
     "gradient ascent; large cases use a quarter of it", 1)
 _OUTPUT_DIR = shared.output_dir("results/optimality")
 
