@@ -33,7 +33,7 @@ _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
           "expanded": 2, "children": 2,
           "embeddings": _EMBEDDINGS, "top_k": 2, "depth": 3, "num_nodes": 6,
-          "target_size": _V, "texts": sj.data.Retokenizer(_TOKENS, _TOKENS),
+          "target_size": _V, "tokenizers": sj.data.Retokenizer(_TOKENS, _TOKENS),
           "exit": 1, "adapter": methods.KangarooAdapter(
               width=_D, vocab_size=_V, exit=1), "target": _TARGET,
           "sublayers": sj.models.Sublayers.between(0, 1), "count": 1,
