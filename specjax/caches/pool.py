@@ -177,10 +177,10 @@ class Pool:
         for x in caches):
       raise ValueError(
           "(slots per page, pages per row) of the caches are "
-          f"{[(x.page, x.table.shape[1]) for x in caches]}; a pool needs equal "
-          "pages for the target and the drafter: give all models "
-          "cache=Paged(page=...) with the same page, and use a drafter with "
-          "the tokens of the target")
+          f"{[(x.page, x.table.shape[1]) for x in caches]}; a pool needs a "
+          "paged cache of the target, and a drafter with equal pages: give all "
+          "models cache=Paged(page=...) with the same page, and use a drafter "
+          "with the tokens of the target")
     if len(state.lengths) != self.rows:
       raise ValueError(f"the state has {len(state.lengths)} rows and the pool "
                        f"is for {self.rows}; make another one")

@@ -149,9 +149,9 @@ def _learner(batch=3, rank=8, vocab=_VOCAB, width=4, optimizer=optax.adam):
 
 
 @pytest.mark.parametrize("other, message", [
-    (dict(batch=2), "has 2 rows.*the state has 3 rows"),
+    (dict(batch=2), "learned has 2 rows.* 3 rows"),
     (dict(rank=4), "rank 4 and 5 tokens.*rank 8"),
-    (dict(vocab=7), "7 tokens.*a row for each row"),
+    (dict(vocab=7), "7 tokens.* 5 tokens"),
     (dict(width=6), "6 hidden channels"),
     (dict(optimizer=optax.sgd), "another optimizer.*`every`"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
