@@ -38,7 +38,7 @@ _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Gemma 3 with images: its text is read, the rest is not.
+# Gemma 3 with images: only the weights of the language model are loaded.
 _WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
                    r"language_model)\.")

@@ -95,7 +95,7 @@ def of_state(mesh: Mesh, state: Tree, params: Tree) -> Tree:
           jax.tree.leaves_with_path(state.params), jax.tree.leaves(params))}
 
   def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-    # A moment has the path of its parameter in a tree of the optimiser.
+    # In the state of the optimiser, a moment has the path of its parameter.
     for start in range(len(path)):
       shape, sharding = places.get(path[start:], (None, None))
       if shape == x.shape:

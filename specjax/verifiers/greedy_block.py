@@ -89,8 +89,8 @@ class GreedyBlock(Verifier):
     modified = _modify(draft, target_probs, state)
     ratio = _running_ratio(draft, target_probs, modified)
     survive = jnp.minimum(ratio, 1)
-    # If the ratio is above 1, both sides are divided by it, because it may be
-    # huge.
+    # If the ratio is above 1, both sides of the comparison are divided by it,
+    # because a huge ratio would overflow.
     scale = 1 / jnp.maximum(ratio, 1)
 
     def positive_part(target: jax.Array, q: jax.Array, survive: jax.Array,
