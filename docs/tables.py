@@ -65,9 +65,10 @@ def read(name):
   """Returns the rows of a file in experiments/results/."""
   name, _, path = name.partition("#")
   with open(_RESULTS / name, newline="", encoding="utf-8") as file:
-    if not name.endswith(".json"):
-      lines = file if name.endswith(".csv") else _csv_lines(file)
-      return list(csv.DictReader(lines))
+    if name.endswith(".csv"):
+      return list(csv.DictReader(file))
+    if name.endswith(".md"):
+      return _markdown_rows(file)
     value = json.load(file)
   for key in filter(None, path.split("/")):
     value = value[key]
@@ -77,12 +78,11 @@ def read(name):
           if path else [_flat(value)])
 
 
-def _csv_lines(file):
-  """Yields the lines of a Markdown table as lines of a CSV."""
-  for line in file:
-    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-    if len(cells) > 1 and set(cells) != {"---"}:
-      yield ",".join(f'"{cell}"' for cell in cells)
+def _markdown_rows(file):
+  """Returns the rows of the table in a Markdown file."""
+  head, _, *rows = ([cell.strip() for cell in line.strip(" |\n").split("|")]
+                    for line in file if line.startswith("|"))
+  return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def _options(spec):

@@ -258,29 +258,29 @@ def _plan(setting: _Setting, temperature: float, budgets: list[int]):
   """Returns the trees of a temperature, `{configuration: (parents, method)}`.
   """
   timed = setting.batch is None
-  plan = {_BASELINE: ((-1,), None)} if timed else {}
-  fastest = speed = None
+  plan, choices = {}, []
   if timed:
-    fastest, speed = plan[_BASELINE], 1 / setting.pass_seconds[1]
+    plan[_BASELINE] = (-1,), None
+    choices.append((plan[_BASELINE], 1 / setting.pass_seconds[1]))
   for group in _groups():
     depth = None if group[0] in _CHAINS else _DEPTH
     trees = None
-    for name in group:
-      if trees is not None and not timed:
-        continue  # only the choice of the fastest needs further measurements
+    # Without times no tree is the fastest, and the first method of a group
+    # determines the trees of the group.
+    for name in group if timed else group[:1]:
       progress.say(f"measuring {name} at temperature {temperature:g}")
       acceptance = setting.acceptance(temperature, name)
-      if trees is None:  # methods of one group share their trees
+      if trees is None:
         trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
                  for n in budgets}
       if timed:
-        fastest, speed = max(
-            (fastest, speed), _fastest(setting, temperature, name, acceptance,
-                                       trees[min(budgets)], depth),
-            key=lambda choice: choice[1])
+        choices.append(_fastest(setting, temperature, name, acceptance,
+                                trees[min(budgets)], depth))
     plan |= {f"{name} {n}": (parents, name)
              for name in group for n, parents in trees.items()}
-  return plan | {_FASTEST: fastest} if timed else plan
+  if timed:
+    plan[_FASTEST], _ = max(choices, key=lambda choice: choice[1])
+  return plan
 
 
 def _fastest(setting: _Setting, temperature: float, name: str,

@@ -17,7 +17,6 @@ from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
 from specjax.types import DecodeState
 from specjax.types import RoundStats
-from specjax.types import Trace
 from specjax.utils import processes
 
 
@@ -28,17 +27,14 @@ class DecodedRow:
   Attributes:
     tokens: token ids of prompt and output.
     stats: `RoundStats` whose leading axes are R instead of (R, B).
-    trace: `Trace` whose leading axis is R instead of B; None unless traced.
   """
 
   tokens: np.ndarray
   stats: RoundStats
-  trace: Trace | None = None
 
 
 def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
-                starts: Sequence[Callable[[], DecodeState]], *, rounds: int,
-                most_rounds: int | None = None, traced: bool = False
+                starts: Sequence[Callable[[], DecodeState]], *, rounds: int
                 ) -> Iterator[tuple[int, DecodedRow]]:
   """Decodes prompts in the rows of a batch, in order of completion.
 
@@ -65,13 +61,10 @@ def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
       ids decide the random numbers.
     rounds: rounds per call. A row waits for its next prompt until the call
       ends.
-    most_rounds: number of rounds after which a row ends. None: at its limit.
-    traced: whether to return the traces.
 
   Yields:
     Index in `starts` and `DecodedRow`.
   """
-  decode = decoder.decode_traced if traced else decoder.decode
   waiting, slots = list(enumerate(starts))[::-1], {}
   while waiting or slots:
     for slot in range(len(state.lengths)):
@@ -79,16 +72,16 @@ def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
         index, start = waiting.pop()
         state = decoder.insert(state, slot, start())
         slots[slot] = index, []
-    state, *found = decode(params, state, rounds)
-    raise_if_not_finite(found[0])
-    found, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
-        (found, state.done, state.tokens, state.lengths)))
+    state, stats = decoder.decode(params, state, rounds)
+    raise_if_not_finite(stats)
+    stats, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
+        (stats, state.done, state.tokens, state.lengths)))
     for slot, (index, parts) in list(slots.items()):
-      active = found[0].active[:, slot]
+      active = stats.active[:, slot]
       parts.append(jax.tree.map(
-          lambda x, slot=slot, active=active: x[active, slot], found))
-      if done[slot] or most_rounds and sum(
-          len(part[0].active) for part in parts) >= most_rounds:
+          lambda x, slot=slot, active=active: x[active, slot], stats))
+      if done[slot]:
         del slots[slot]
-        row = jax.tree.map(lambda *x: np.concatenate(x)[:most_rounds], *parts)
-        yield index, DecodedRow(tokens[slot, :lengths[slot]], *row)
+        yield index, DecodedRow(
+            tokens[slot, :lengths[slot]],
+            jax.tree.map(lambda *x: np.concatenate(x), *parts))

@@ -84,7 +84,7 @@ class DecoderRows(base.Configuration):
                change: Callable[
                    [sj.types.DecodeState], sj.types.DecodeState] = (
                        lambda state: state),
-               batch: Batch | None = None, most_rounds: int | None = None):
+               batch: Batch | None = None):
     """Creates a configuration.
 
     Args:
@@ -95,13 +95,11 @@ class DecoderRows(base.Configuration):
       reader: `Reader` that several configurations share. Default: a new one.
       change: function from a state of the reader to a state of the decoder.
       batch: settings of `decode_rows`. Default: prompts are decoded alone.
-      most_rounds: number of rounds after which a row of a batch ends.
     """
     self.decoder = decoder
     self._params, self._new_tokens = params, new_tokens
     self._reader = reader or Reader(decoder, params, capacity)
     self._change, self._batch = change, batch
-    self._most_rounds = most_rounds
 
   @property
   def program(self):
@@ -178,8 +176,7 @@ class DecoderRows(base.Configuration):
     starts = [functools.partial(self._state, *request, new_tokens)
               for request in requests]
     for index, row in row_batches.decode_rows(
-        self.decoder, self._params, state, starts, rounds=_ROUNDS,
-        most_rounds=self._most_rounds):
+        self.decoder, self._params, state, starts, rounds=_ROUNDS):
       sums = lambda x: x.sum(0, dtype=np.float64).tolist()
       yield index, {
           "tokens": int(row.stats.emitted.sum()),
