@@ -21,17 +21,17 @@ from specjax.utils import fields
 UNIFORMS_A_DRAW = 2  # see `inverse_cdf`
 VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # the stop and the bonus token
 
-LARGEST = 1e30  # temperature or penalty, so that float32 logits stay finite
+LARGEST = 1e30  # a larger temperature or penalty would overflow float32 logits
 
 _ONE_LEVEL = 64  # number of weights for which one running sum is accurate
 _SPLIT = 16  # divisor of the number of blocks, see `inverse_cdf`
-_NEARLY_ALL = 0.999  # a larger top_p cuts less than the rounding error
+_NEARLY_ALL = 0.999  # 1 - top_p of a larger top_p is within the rounding error
 
 
 def smallest_mass(dtype: Any) -> float:
   """Returns the mass up to which weights `[V]` count as empty.
 
-  A distribution with less mass loses digits as subnormal numbers.
+  Weights with a smaller sum contain subnormal numbers, which have fewer digits.
 
   Raises:
     ValueError: the dtype is too coarse; float16 would lose a mass of 1/16.
@@ -124,10 +124,11 @@ class LogitsTransform:
     if self.banned:
       logits = logits.at[..., jnp.array(self.banned)].set(-jnp.inf)
     temperature = self._given(temperature, logits.dtype)
-    # Smaller numbers count as 0 in compiled code.
+    # Compiled code replaces subnormal numbers by 0.
     least = jnp.finfo(logits.dtype).tiny
     greedy = temperature < least
-    # Subtracting first keeps tiny temperatures from overflowing.
+    # The maximum is subtracted before the division, because logits divided by a
+    # tiny temperature would overflow.
     scalars = [jnp.max(logits, axis=-1, keepdims=True),
                jnp.where(greedy, 1, temperature)]
     if 0 < self.top_k < logits.shape[-1]:
@@ -160,7 +161,7 @@ class LogitsTransform:
     return jnp.asarray(temperature, dtype)[..., None]
 
   def under(self, shared: "LogitsTransform") -> "LogitsTransform":
-    """Returns this transform with the constraints of the decoder's."""
+    """Returns this transform with the constraints of `shared`."""
     return dataclasses.replace(self, constraints=shared.constraints)
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
@@ -192,11 +193,12 @@ def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
                 ) -> jax.Array:
   """Returns `weights` at the first of the largest logits, else 0.
 
-  The search is skipped if no row is greedy, because greedy rows share their
-  program with others.
+  Only rows marked in `wanted` (greedy rows) need the result. Greedy and sampled
+  rows share a program, so the search is skipped at run time if there are none.
   """
   size = logits.shape[-1]
-  # Each use creates it, because an operand of a branch is materialised.
+  # Every use creates the ids again: as an operand of the branch below, they
+  # would be stored.
   token = lambda: jax.lax.broadcasted_iota(
       jnp.int32, logits.shape, logits.ndim - 1)
 
@@ -212,7 +214,8 @@ def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
 
 def _scaled(logits: jax.Array, largest: jax.Array, temperature: jax.Array,
             least: jax.Array | None = None) -> jax.Array:
-  """Returns logits of at most 0 at a temperature; -inf if below `least`."""
+  """Returns (logits - largest) / temperature, or -inf if it is below `least`.
+  """
   scaled = (logits - largest) / temperature
   return scaled if least is None else jnp.where(
       scaled >= least, scaled, -jnp.inf)
@@ -220,23 +223,26 @@ def _scaled(logits: jax.Array, largest: jax.Array, temperature: jax.Array,
 
 def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
              total: jax.Array, *scalars: jax.Array) -> jax.Array:
-  """Returns `[..., 1]` float32: the nucleus is above it. It does not sort.
+  """Returns `[..., 1]` float32: all tokens of the nucleus are more likely.
 
-  A token is retained iff the mass of strictly more likely tokens is below
-  top_p. This condition is monotone in the probability, so a search over the
-  bits of a float32 suffices. A CPU is limited by computation and halves the
-  range in every pass. An accelerator is limited by memory, so it divides the
-  range by four and recomputes the probabilities from the logits.
+  The vocabulary is not sorted. A token is retained iff the mass of strictly
+  more likely tokens is below top_p. This condition is monotone in the
+  probability, so a search over the bits of a float32 suffices. A CPU is limited
+  by computation and halves the range in every pass. An accelerator is limited
+  by memory, so it divides the range by four and recomputes the probabilities
+  from the logits.
   """
   given = jax.lax.stop_gradient((probs, logits, total, *scalars))
 
   def recomputed(probs, logits, total, *scalars):
     def laws(bounds):
-      # Tied to the bounds, or the compiler would compute and store them once.
+      # The barrier ties the logits to the bounds. Otherwise the compiler would
+      # compute the probabilities once and store them.
       _, own = jax.lax.optimization_barrier((bounds, logits))
       return jnp.exp(_scaled(own, *scalars)) / total
 
-    # Equal values may be rounded differently elsewhere.
+    # The probabilities of the caller may be rounded differently, so the
+    # threshold is lowered by a few units in the last place.
     return _search(top_p, laws, total, logits.shape[-1], parts=4) * (
         1 - 4 * jnp.finfo(jnp.float32).eps)
 
@@ -253,7 +259,8 @@ def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
   depend on other rows. The search ends when all rows are done.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
-  # All tokens below this could be cut, rounding included.
+  # Tokens below this are not in the nucleus: their total mass is at most
+  # (1 - top_p) / 2, which leaves a margin for rounding.
   least = 0 if top_p > _NEARLY_ALL else (1 - top_p) / (2 * vocab)
 
   def going(bounds):
@@ -288,15 +295,19 @@ def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
 
 
 def _first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
-  """Returns the first index where the sum of `weights [M]` exceeds u.
+  """Returns the first index at which the running sum of weights exceeds u.
 
-  u is relative to the total. Under any rounding, it is the index of a positive
-  weight if there is one.
+  Under any rounding, it is the index of a positive weight if there is one.
+
+  Args:
+    weights: `[M]`, not negative.
+    u: `[]`, a fraction of the sum of all weights.
   """
   total = jnp.cumsum(weights)
   index = jnp.arange(weights.shape[0], dtype=jnp.int32)
-  # One search: the first hit has the first of the highest scores; without a
-  # hit, through rounding at u near 1, the last positive weight has it.
+  # argmax returns the first of the highest scores. Every index whose sum
+  # exceeds u has the score M. If rounding leaves none, because u is near 1, the
+  # last positive weight has the highest score.
   score = jnp.where(total > u * total[-1], weights.shape[0], index)
   return jnp.argmax(jnp.where(weights > 0, score, -1)).astype(jnp.int32)
 
@@ -332,8 +343,8 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
 def uniforms(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
   """Returns the uniforms of rows in one or many rounds, in [0, 1).
 
-  Uniform i of a row's round depends only on (key, round, i). The uniforms of
-  many rounds cost about as much as those of one.
+  Uniform i of a row in a round depends only on (key, round, i). Drawing the
+  uniforms of many rounds costs about as much as drawing those of one round.
 
   Args:
     keys: `[B]` PRNG keys.
@@ -361,8 +372,8 @@ def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
 def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification.
 
-  Negative entries of the law count as 0, because the proof by enumeration does
-  not cover this function.
+  Negative entries of the law count as 0. `exact.certify` rejects rules that
+  return them.
 
   Args:
     law: law of one sequence.
@@ -374,8 +385,7 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
 
 def sample_outcome(law: Law, draft: Draft, u: jax.Array
                    ) -> tuple[Verdict, jax.Array]:
-  """Returns `sample_verdict` and the row `[V]` that its token was drawn from.
-  """
+  """Returns `sample_verdict` and the row of `next_token` that it drew from."""
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)

@@ -13,7 +13,9 @@ Axis letters, used in every docstring of specjax:
 In a cache H are key-value heads, G the query heads of each, and D the width of
 a head. Other letters are defined where they are used.
 
-p is the target's distribution and q the drafter's, as in the papers.
+As in the papers, p is the target's distribution of the next token, q is the
+drafter's, and tau is the number of accepted draft tokens. x+ is max(x, 0), and
+norm(x) is x divided by its sum.
 """
 
 from typing import Any
@@ -58,8 +60,8 @@ class Draft:
   def drafted(self) -> jax.Array:
     """Nodes below the root that are not padding, `[N]` or `[B, N]` bool.
 
-    They include nodes with NaN in `probs`, which the loop reports, see
-    `RoundStats.draft_finite`.
+    A node with NaN in `probs` counts as drafted, so that the loop reports it
+    (`RoundStats.draft_finite`).
     """
     below_root = jnp.arange(self.probs.shape[-2]) > 0
     return below_root & (jnp.asarray(self.probs).sum(-1) != 0)
@@ -72,7 +74,7 @@ class Draft:
     Args:
       root: `[]`, the last committed token.
       tokens: `[gamma]`, the drafted tokens in order.
-      probs: `[gamma, V]`, the distributions that they were drawn from.
+      probs: `[gamma, V]`, row i is the distribution of `tokens[i]`.
     """
     parents = jnp.arange(-1, jnp.shape(tokens)[0], dtype=jnp.int32)
     return cls.tree(root, parents, tokens, probs)
@@ -86,7 +88,7 @@ class Draft:
       root: `[]`, the last committed token.
       parents: `[N]` int32, the root's -1 included.
       tokens: `[N - 1]`, the drafted tokens.
-      probs: `[N - 1, V]`, the distributions that they were drawn from.
+      probs: `[N - 1, V]`, row i is the distribution of `tokens[i]`.
     """
     tokens, probs = jnp.asarray(tokens), jnp.asarray(probs)
     unused = jnp.zeros((1, probs.shape[-1]), probs.dtype)
@@ -173,8 +175,8 @@ class ModelOutput:
   Attributes:
     logits: `[B, S, V]`, float32 at least.
     hidden: `[B, S, F]`, the hidden states named by
-      `TransformerConfig.features`, joined along their last axis. Default: the
-      input of the LM head.
+      `TransformerConfig.features`, joined along their last axis; F is their
+      total width. Default: the input of the LM head.
     cache: the model's cache with the keys and values of the S new tokens, which
       are not committed; None if the pass ran without a cache.
   """
@@ -186,11 +188,12 @@ class ModelOutput:
 
 @struct.dataclass
 class DecodeState:
-  """State of the decoding loop: preallocated, of fixed shapes, donated.
+  """State of the decoding loop, which donates it.
 
-  The first axis of every leaf is the batch. A row can therefore be replaced
-  (`Decoder.insert`), and rows can be split over devices. A cache may have
-  another layout, such as pages, if `has_rows_first` is False.
+  All arrays are preallocated and have fixed shapes. The first axis of every
+  leaf is the batch. A row can therefore be replaced (`Decoder.insert`), and
+  rows can be split over devices. A cache may have another layout, such as
+  pages, if `has_rows_first` is False.
 
   Attributes:
     tokens: `[B, C]` int32, prompt and output; slots after `lengths` are unused.
@@ -235,7 +238,7 @@ class DecodeState:
 class RoundStats:
   """Statistics of one round, or sums over rounds.
 
-  The axis J lists the rules: the verifier first, then every observer.
+  The axis J lists the rules: first the verifier, then `Decoder.observers`.
 
   Attributes:
     emitted: `[B]` int32, committed tokens; 0 for a row that was done.
@@ -248,8 +251,8 @@ class RoundStats:
     active: `[B]` bool, True if the row took part in this round.
     finite: `[B]` bool, False if the target's logits were NaN or +inf.
     draft_finite: `[B]` bool, False if the drafter's `probs` were not finite.
-    law_finite: `[B]` bool, False if the verifier's `Law` was not finite and
-      both models' numbers were.
+    law_finite: `[B]` bool, False if the verifier's `Law` was not finite
+      although the numbers of both models were.
     checks: `{error: [B] bool}` with `Decoder(debug=True)`, else None; see
       `checks.raise_if_bad`.
   """
@@ -266,7 +269,7 @@ class RoundStats:
 
   @property
   def block_efficiency(self) -> jax.Array:
-    """Tokens per target call: committed tokens over rounds, of all rows.
+    """Tokens per target call: committed tokens divided by rounds, of all rows.
 
     The last round of a row counts only the tokens up to its limit or end token.
     """
@@ -274,7 +277,7 @@ class RoundStats:
 
   @property
   def acceptance_rate(self) -> jax.Array:
-    """Accepted over drafted tokens, of all rows.
+    """Accepted tokens divided by drafted tokens, of all rows.
 
     A round drafts N - 1 tokens; padding counts as drafted.
     """

@@ -14,10 +14,10 @@ _Cache = TypeVar("_Cache", bound="Cache")
 class Cache:
   """Keys and values of the committed tokens, with a length per row.
 
-  A cache is a pytree. The tokens of a pass, and of further passes that extend
-  it, form a *block*. The cache stores it after `lengths` or separately until
-  `commit` or `rollback`; these return the structure that the cache had before
-  the pass.
+  A cache is a pytree. The uncommitted tokens of a pass, and of further passes
+  that extend it, form a *block*. The cache stores the block after `lengths` or
+  separately. `commit` and `rollback` end the block and return the structure
+  that the cache had before the pass.
 
   A subclass has `lengths` and implements `commit` and `rollback`. A cache for
   `models.Transformer` also implements `append` and `attend`, and a constructor
@@ -28,10 +28,10 @@ class Cache:
     lengths: `[B]` int32, committed tokens of each row.
     has_rows_first: True if the first axis of every leaf is the batch. If not,
       implement `with_rows`, `take_rows` and `grow`.
-    slack: number of tokens that can be taken back without loss.
-    pooled: True if a `Pool` gives out its pages.
-    held: `[B]` int32, committed tokens outside of a reserved block; None if no
-      block is reserved.
+    slack: number of tokens that `rollback` can remove without losing others.
+    pooled: True if a `Pool` allocates its pages.
+    held: `[B]` int32, number of committed tokens that are not in the block of
+      `reserve`; None if no block is reserved.
   """
 
   lengths: jax.Array
@@ -42,7 +42,7 @@ class Cache:
 
   @property
   def capacity(self) -> int:
-    """C, the slots of a row; the longest row plus N must not exceed it."""
+    """C, slots of a row; at least the longest length plus the N draft nodes."""
     raise NotImplementedError
 
   def append(self: _Cache, layer: int, k: jax.Array, v: jax.Array,
@@ -98,12 +98,12 @@ class Cache:
   def until(self: _Cache, lengths: jax.Array) -> _Cache:
     """Announces prompts of `lengths [B]`; tokens after these are padding.
 
-    It holds until tokens are taken back.
+    This applies until `rollback` removes tokens.
     """
     return self._each(lambda cache: cache.until(lengths))
 
   def after(self: _Cache, x: jax.Array) -> _Cache:
-    """Adds a data dependency on `x`, the last hidden states of a pass."""
+    """Makes later writes depend on `x`, the last hidden states of a pass."""
     return self._each(lambda cache: cache.after(x))
 
   def undivided(self: _Cache) -> _Cache:
@@ -162,7 +162,7 @@ class CacheFactory:
   """Base class of cache configurations, for `Transformer(cache=)`.
 
   Attributes:
-    slack: number of tokens that can be taken back of its caches without loss.
+    slack: see `Cache.slack`.
   """
 
   slack = math.inf
@@ -181,7 +181,7 @@ def map_caches(of_cache: Callable[..., Any], of_leaf: Callable[..., Any],
     of_leaf: function of every other leaf and its counterparts.
     tree: pytree.
     *rest: trees of the same structure.
-    root: cache that is not mapped itself; its parts are.
+    root: cache whose parts are mapped in its place, or None.
   """
   return jax.tree.map(
       lambda x, *others: (of_cache if isinstance(x, Cache) else of_leaf)(

@@ -176,7 +176,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
 
 def draft_values(drafter: str, declared: Collection[str], draft: Draft
                  ) -> dict[str, jax.Array]:
-  """Returns the part of `check_values` on drafts."""
+  """Returns the entries of `check_values` that concern drafts."""
   order, total = jnp.arange(draft.parents.shape[1]), draft.probs[:, 1:].sum(-1)
   parents = jnp.where(
       order > 0, (draft.parents >= 0) & (draft.parents < order),
@@ -209,14 +209,14 @@ def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
   """Raises the first error of `check_values`.
 
   Args:
-    found: `{error: [..., B] bool}`, stacked over rounds or not, or None.
+    found: `{error: [B] bool}`, or `[rounds, B]`, or None.
 
   Raises:
     ValueError: a check failed; the error names the component and the first row.
   """
   for text, good in (found or {}).items():
     if isinstance(good, jax.core.Tracer):
-      return  # inside a program, whose caller has the statistics
+      return  # inside a compiled program; its caller checks the result
     good = np.asarray(processes.gathered(good))
     rows = good.reshape(-1, good.shape[-1]).all(0)
     if not rows.all():

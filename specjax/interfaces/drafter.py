@@ -42,11 +42,11 @@ class Drafter:
   chain has a field `gamma`; any other drafter defines `num_nodes`. The other
   members have defaults.
 
-  The state of a drafter is `state.drafter` in `propose`, which returns the new
-  one. `commit` receives that and returns the state of the next round, whose
-  structure, shapes and dtypes are those of `init`. Only a drafter that a
-  controller or a `Fallback` may leave out of a round must also return this
-  structure from `propose`.
+  `propose` reads the state of the drafter from `state.drafter` and returns a
+  new one. `commit` receives the new one and returns the state for the next
+  round, with the structure, shapes and dtypes of the state from `init`. The
+  state from `propose` may have another structure, unless a controller or a
+  `Fallback` can leave the drafter out of a round.
 
   Attributes:
     chain, iid, conditional, autoregressive, deterministic, full: capabilities,
@@ -55,16 +55,16 @@ class Drafter:
       `[B, num_uniforms]` float32 in [0, 1) in place of keys, which is much
       cheaper: the loop draws the uniforms of many rounds at once. If None,
       `propose` receives one PRNG key per row.
-    context_length: longest sequence that it can draft for.
+    context_length: longest sequence, in tokens, that it can draft for.
     grows: True if zeros at the end of the state's arrays are equivalent to a
       larger capacity, see `Decoder.grow`.
-    shares_pass: True if the verifying pass continues from the target's cache
-      after `propose`, and so cannot read a part of a draft alone. A controller
-      refuses it.
-    reads_cache: True if it reads the target's cache, which must have written
-      all committed tokens.
-    tells: True if `lacking` is known before anything is drawn. A controller
-      then has separate costs for the two kinds of round.
+    shares_pass: True if `propose` runs some layers of the target and the
+      verifying pass continues from there. That pass cannot verify a part of the
+      draft alone, so a controller refuses the drafter.
+    reads_cache: True if it reads the target's cache. All committed tokens must
+      then be written to that cache.
+    tells: True if `lacking` is known before random numbers are drawn. A
+      controller then has separate costs for the two kinds of round.
     proposal: name of the sampling method of its tokens, for tables.
     parts: components of a combination such as `Merge`.
     stop: stop rule of its chains, or None.
@@ -115,7 +115,8 @@ class Drafter:
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the state after the prompts; every leaf has B first."""
+    """Returns the state after the prompts; B is the first axis of every leaf.
+    """
     del params, prompt, prefill_output
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
@@ -136,7 +137,7 @@ class Drafter:
     Args:
       params: `{"target": ..., "drafter": ...}`.
       drafter: state of the drafter, as `propose` returned it.
-      draft: verified drafts; those of the root alone in a round without drafts.
+      draft: verified drafts; in a round without drafts, they have only a root.
       verdict: verdicts.
       target_output: output of the verifying pass.
       count: `[B]` int32.
@@ -156,32 +157,32 @@ class Drafter:
     return None
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
-    """Returns its state after reading tokens of rounds without drafts.
+    """Returns its state after reading the tokens of rounds without drafts.
 
-    A drafter that has a model must implement it for use with a controller.
+    A controller requires it of a drafter that has a model.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: decoding state.
-      since: `[B]` int32, tokens that it has read before.
+      since: `[B]` int32, number of tokens of each row that it has already read.
     """
     del params, since
     return state.drafter
 
   def lacking(self, params: Any, state: DecodeState) -> jax.Array:
-    """Returns `[B]` bool, rows in which its second drafter will be asked.
+    """Returns `[B]` bool, rows for which its second drafter will draft.
 
-    A drafter with `tells`, such as `Fallback`, implements it.
+    A drafter whose `tells` is True, such as `Fallback`, implements it.
     """
     del params
     return jnp.zeros_like(state.done)
 
   def follow(self) -> "Drafter":
-    """Returns the drafter for sequences that others extend.
+    """Returns the drafter for sequences that other drafters also extend.
 
-    It is used in combinations (`Cascade`, `Fallback`, `Merge`): tokens are
-    taken back, tokens of other drafts are committed, it is not asked in every
-    round, and `commit` receives drafts of others. A drafter with a state must
+    Combinations (`Cascade`, `Fallback`, `Merge`) use it. There, tokens are also
+    removed from the sequence, `commit` receives drafts of other drafters, and
+    `propose` is not called in every round. A drafter with a state must
     implement it.
     """
     return self

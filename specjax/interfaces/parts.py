@@ -21,8 +21,8 @@ def bind(drafter: Drafter, target: Model, transform: LogitsTransform
     transform: transform of the decoder, see `Drafter.bind`.
 
   Raises:
-    ValueError: it is not a drafter, does not fit the target, or drafts more
-      tokens in a row than the models can read.
+    ValueError: `drafter` is not a `Drafter`, does not fit the target, or drafts
+      more tokens in a row than the models can read.
   """
   check_drafter(drafter)
   bound = drafter.bind(target, transform)
@@ -44,7 +44,7 @@ def check_model(name: str, model: Any) -> None:
     model: value of the argument.
 
   Raises:
-    ValueError: it is not.
+    ValueError: `model` is not a `Model`.
   """
   if isinstance(model, Model):
     return
@@ -63,7 +63,7 @@ def check_drafter(drafter: Any) -> None:
   """Checks that an argument is a `Drafter` with valid sizes.
 
   Raises:
-    ValueError: it is not.
+    ValueError: `drafter` is not a `Drafter`, or a size is invalid.
   """
   name = type(drafter).__name__
   if isinstance(drafter, type):

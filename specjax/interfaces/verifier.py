@@ -103,7 +103,7 @@ class Verifier:
     Args:
       draft: draft with N nodes.
       target_probs: `[N, V]`, p of the token after every node.
-      state: the rule's state. None is a fresh one, or none.
+      state: the rule's state; None for a fresh state or a rule without one.
     """
     law = self.law(draft, target_probs, *self._arguments(state))
     checks.check_law(type(self).__name__, law, *target_probs.shape)
@@ -149,8 +149,9 @@ def check_verifier(verifier: Verifier) -> None:
   """Checks the static members of a rule.
 
   Raises:
-    ValueError: it is not a `Verifier`; `law` takes other arguments; `requires`
-      has a name that no drafter can declare; `commit` without `init`.
+    ValueError: the rule is not a `Verifier`; `law` takes other arguments;
+      `requires` has a name that is not a capability; the rule has `commit` but
+      not `init`.
   """
   if isinstance(verifier, type):
     raise ValueError(f"the verifier is the class {verifier.__name__}; give an "
@@ -193,7 +194,7 @@ def check_pair(verifier: Verifier, drafter: Drafter | str,
     declared: capabilities of a recorded drafter.
 
   Raises:
-    ValueError: a capability is missing; the rule would not be exact.
+    ValueError: the drafter lacks a capability, so the rule would not be exact.
   """
   check_verifier(verifier)
   fields.check_hashable("verifier", verifier)
