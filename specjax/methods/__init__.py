@@ -5,9 +5,10 @@ lists them in a `Family`. `specjax.drafters`, `specjax.strategies` and
 `specjax.objectives` are built from these lists. To add a method, add a file to
 the folder of its family and its names to the list.
 
-`Method` is the record of a trained method: its class of `Heads`, its objective,
-its strategies and its options. Scripts use only the record. This module also
-exports the classes of heads, such as `methods.MedusaHeads`.
+`Method` is the record of a trained method: its class of `Heads` (the networks
+that it trains), its objective, its strategies and its options. Scripts use only
+the record. This module also exports the classes of heads, such as
+`methods.MedusaHeads`.
 
 Modules with a leading underscore contain helpers shared by several methods.
 """
@@ -59,7 +60,7 @@ def by_name(name: str) -> Method:
 
 
 def of(heads: Heads) -> Method:
-  """Returns the first method whose heads are of this kind."""
+  """Returns the first method in `METHODS` that has this kind of heads."""
   return next(m for m in METHODS if m.heads.kind == heads.kind)
 
 
@@ -73,8 +74,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
       `load_drafter`.
     target: target model.
     dtype: type of the parameters; None is `default_dtype()`.
-    target_params: parameters of the target. If given, copies of its matrices in
-      a published drafter are dropped.
+    target_params: parameters of the target. With them, `load_drafter` drops
+      the drafter's copies of the target's matrices.
 
   Returns:
     `(heads, params)`.

@@ -1,4 +1,4 @@
-"""Bases and helpers of drafters of several families."""
+"""Base classes and helpers that drafters of several families share."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class DrawnChain(Drafter):
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                 probs: jax.Array) -> Draft:
-  """Returns drafts of one static tree below the root of every row.
+  """Returns drafts with the same tree below the root of every row.
 
   Args:
     state: decoding state.
@@ -106,7 +106,7 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                   vocab_size: int) -> Draft:
-  """Returns deterministic drafts of one static tree.
+  """Returns deterministic drafts with the same tree in every row.
 
   Args:
     state: decoding state.
@@ -174,9 +174,9 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
   """Returns the drafter with the transform for its draft distributions.
 
-  A drafter keeps its own transform; None takes the target's. The constraints
-  are always the target's, because the decoding state has memory only for them.
-  They include the target's banned tokens if it has constraints.
+  If the drafter's transform is None, the target's is used. The constraints are
+  always the target's, because the decoding state has memory only for them. If
+  the target has constraints, its banned tokens are also banned in drafts.
 
   Args:
     drafter: drafter, a frozen dataclass with a field `transform`.
@@ -238,10 +238,10 @@ def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
 
 def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, Any]:
-  """Reads the missing committed tokens by reading the last `size` tokens again.
+  """Completes a cache by reading the last `size` committed tokens again.
 
-  Reading a cached token again does not change the cache, so one pass of a fixed
-  size serves every row.
+  Rows lack different numbers of tokens. Reading a cached token again does not
+  change the cache, so one pass of a fixed size serves every row.
 
   Args:
     model: draft model.
@@ -249,8 +249,9 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
     state: decoding state.
     cache: cache of the model; it may lack up to `size` committed tokens.
     size: number of tokens to read.
-    more: number of tokens that are read after them in this round. If it is not
-      0, return the settled cache from `propose`.
+    more: number of tokens that the model reads after them in this round. If it
+      is not 0, the cache reserves a block for them, and `propose` has to return
+      `cache.settle()`.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -262,10 +263,14 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
 
 def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
-  """Returns `feed_last` together with the hidden state `[B, F]` of the root."""
+  """As `feed_last`, and returns the hidden state of the root.
+
+  Returns:
+    Logits `[B, V]`, the root's hidden state `[B, width]`, and the cache.
+  """
   start = jnp.maximum(state.lengths - size, 0)
-  # A row with fewer committed tokens feeds stale ones after them, which the
-  # next pass overwrites.
+  # A row with fewer than `size` committed tokens also feeds stale tokens after
+  # them. The next pass overwrites their cache entries.
   last = (state.lengths - 1 - start)[:, None]
   cache = cache.rollback(start)
   cache = cache.reserve(size + more) if more else cache
@@ -277,7 +282,7 @@ def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
 
 def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
              since: jax.Array, size: int = rounds.CATCH_UP) -> Any:
-  """Reads the tokens of rounds without drafts, a block at a time.
+  """Reads the tokens committed in rounds without drafts, a block at a time.
 
   Args:
     model: draft model.
@@ -295,7 +300,8 @@ def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
 
   def read(carry):
     i, cache = carry
-    # The last block ends with the sequence, so it stays within the capacity.
+    # The last block is moved back to end with the sequence, because a block
+    # beyond it could exceed the cache's capacity.
     start = jnp.minimum(since + i * size, state.lengths - size)
     start = jnp.maximum(start, 0)
     out = _feed(model, params, state, cache.rollback(start), start, size)
@@ -317,16 +323,17 @@ def _feed(model: Model, params: Any, state: DecodeState, cache: Cache,
 
 def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
               count: jax.Array) -> Any:
-  """Keeps the keys and values of the accepted path.
+  """Returns the cache with the keys and values of the accepted path only.
 
-  The model may not yet have read the deepest accepted token and the bonus
-  token. `feed_last` with `size=2` reads them in the next round.
+  The deepest accepted token and the bonus token may be missing, because the
+  model did not read them. `feed_last` with `size=2` reads them in the next
+  round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.
     slots: slot of each node in that block, `[B, N]` int32; arbitrary for the
       root and for nodes that were not read.
-    path: path of the verdict, `[B, N]` int32.
+    path: accepted nodes `[B, N]` int32, see `Verdict.path`.
     size: number of tokens of the block.
     count: number `[B]` int32 of committed tokens.
   """

@@ -1,9 +1,10 @@
 """Trees whose shape follows the confidence of the draft model.
 
-EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any `growth` step.
-The value of a node is the product of the probabilities on its path. Every level
-expands its `top_k` best nodes by `top_k` children each. The draft consists of
-the N - 1 best candidates.
+EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any draft model with
+a step as in `_trees`. The value of a node is the product of the draft
+probabilities on its path. Every level expands its `top_k` best nodes by `top_k`
+children each. All children are candidates. The draft of N nodes consists of the
+root and the N - 1 best candidates.
 """
 
 import chex
@@ -18,7 +19,7 @@ from specjax.utils import fields
 
 
 class ExpandedTree(Drafter):
-  """Base of deterministic drafters whose tree `expand` grows.
+  """Base of deterministic drafters whose tree is grown by `expand`.
 
   Subclasses are frozen dataclasses with three fields: `depth`, the number of
   levels below the root; `top_k`, the number of expanded nodes per level and of
@@ -50,8 +51,10 @@ class _Frontier:
     candidates: indices of the nodes among all candidates, `[B, K]` int32.
     tokens: token ids `[B, K]` int32.
     values: log of the product of confidences on the path, `[B, K]`.
-    ancestors: mask `[B, K, T]` bool over the T frontier nodes so far.
-    above: place of each node's parent in the previous frontier, `[B, K]` int32.
+    ancestors: mask `[B, K, T]` bool over the T expanded nodes so far, with this
+      level last.
+    above: index of each node's parent among the expanded nodes of the previous
+      level, `[B, K]` int32.
   """
 
   candidates: jax.Array
@@ -142,7 +145,14 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
 
 
 def _best(frontier, tokens, values, first):
-  """Returns the next frontier, from the children of this one."""
+  """Returns the next level's expanded nodes, the best children of this one's.
+
+  Args:
+    frontier: expanded nodes of this level.
+    tokens: tokens `[B, K * K]` of their children.
+    values: values of the children, as in `_Frontier`.
+    first: index of the first child among all candidates.
+  """
   top_k = frontier.tokens.shape[1]
   values, chosen = jax.lax.top_k(values, top_k)
   above = (chosen // top_k).astype(jnp.int32)
@@ -156,8 +166,14 @@ def _best(frontier, tokens, values, first):
 
 
 def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
-  """Returns the best candidates of a row as a draft, and slots `[N]`."""
-  # Ties go to the lower index, which is the parent's.
+  """Returns the best candidates of a row as a draft.
+
+  Returns:
+    The `Draft` of N nodes, and the slot `[N]` int32 of each node in the block
+    of read nodes `fed`; see `expand`.
+  """
+  # Top-k resolves ties by the lower index. A parent has a lower index than its
+  # children and at least their value, so the kept nodes are connected.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
   values, best = values[order], best[order]
@@ -166,7 +182,8 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # A deterministic proposal must not hide NaN probabilities.
+  # A one-hot row would hide NaN logits. NaN probabilities report the error to
+  # the decoder.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
@@ -222,7 +239,8 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
   take = jax.vmap(lambda row, at: row[at])
   parents, scores = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, 1))
   ancestors = jnp.zeros((batch, 1, 0), bool)
-  found, logits, start = [], logits[:, None], 0  # of its nodes the first
+  # `start` is the number of the first node of the level.
+  found, logits, start = [], logits[:, None], 0
   for level, size in enumerate(level_sizes(depth, expanded, children)):
     if level:
       scores, chosen = jax.lax.top_k(scores, size)

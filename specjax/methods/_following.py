@@ -1,4 +1,4 @@
-"""Drafters for sequences to which other drafters also add tokens.
+"""Adapter for drafters of sequences to which other drafters also add tokens.
 
 A drafter used alone knows that each round commits a part of its last draft and
 one more token. A drafter inside a combination does not. A cascade removes the
@@ -33,11 +33,11 @@ PASS = 4  # tokens per catch-up pass
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
-  """Returns the length of the common prefix with the committed tokens.
+  """Returns the length of the prefix that equals the committed tokens.
 
   Args:
-    tokens: token ids `[B, T]` int32, T at least the columns of the state's
-      tokens.
+    tokens: token ids `[B, T]` int32. T is at least the number of columns of
+      `state.tokens`.
     fed: number of valid tokens, `[B]` int32.
     state: decoding state.
 
@@ -179,7 +179,11 @@ class Following(Drafter):
   def commit(self, params: Any, drafter: Followed, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Followed:
-    """Commits the drafter's state; the next `propose` compares tokens."""
+    """Commits the drafter's state.
+
+    The stored tokens stay: the next `propose` compares them with the committed
+    tokens.
+    """
     return drafter.replace(drafter=self.drafter.commit(
         params, drafter.drafter, draft, verdict, target_output, count))
 

@@ -1,6 +1,7 @@
-"""Static trees, sampled level by level, and the sampling of children.
+"""Static draft trees, sampled level by level, and the sampling of children.
 
-The predictions come from a *step*, a function that reads the nodes of a level:
+A drafter provides its predictions as a *step*, a function that reads the S
+nodes of a level:
 
   step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
     -> (logits [B, S, V] of the token after each node, carry)
@@ -9,8 +10,8 @@ The predictions come from a *step*, a function that reads the nodes of a level:
 read so far, with this level last. `above` is the index of each node's parent
 among the nodes of the previous step, and 0 at depth 0. A drafter that passes
 features from parents to children, such as EAGLE, gathers them from its carry
-with `above`. A language model ignores `above` and carries its cache
-(`common.model_step`).
+with `above`. A language model ignores `above`, and its carry is its cache
+(`_common.model_step`).
 """
 
 import functools
@@ -40,8 +41,8 @@ class Level(NamedTuple):
     nodes: numbers of the nodes `[S]`.
     counts: number of children of each node, S numbers.
     first: number of the first child; the others follow.
-    ancestors: mask `[S, T]` bool over the T nodes fed so far, including this
-      level. The root is not included because it is committed earlier.
+    ancestors: mask `[S, T]` bool over the T nodes read so far, with this level
+      last. The root is a committed token and not among them.
     above: index `[S]` of each node's parent in the previous level.
   """
 
@@ -53,7 +54,7 @@ class Level(NamedTuple):
 
   @property
   def below(self) -> slice:
-    """Slice of its children among the N - 1 nodes below the root."""
+    """Slice of the level's children among the nodes below the root."""
     return slice(self.first - 1, self.first - 1 + sum(self.counts))
 
 
@@ -130,10 +131,14 @@ class StaticTree(Drafter):
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
-  """Returns the slot of each node in the block that `grow` feeds, and its size.
+  """Returns the places of nodes in the block of tokens that `grow` reads.
+
+  Args:
+    parents: breadth-first tree of N nodes.
 
   Returns:
-    `[N]` int32, 0 for the root and for leaves, which are not fed.
+    Place of each node in the block, `[N]` int32, and the size of the block. The
+    root and the leaves are not in the block; their place is 0.
   """
   fed = [node for level in levels(parents)[1:] for node in level.nodes]
   slots = np.zeros(len(parents), np.int32)
@@ -151,7 +156,8 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     parents: breadth-first tree of at least 2 nodes.
     draw: function `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW])
-      -> (tokens [B, M], probs [B, M, V])`, see `children.drawer`.
+      -> (tokens [B, M], probs [B, M, V])` that samples the M children of n
+      nodes, see `drawer`.
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
@@ -178,7 +184,20 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
 
 def iid(logits, counts, uniforms, transform):
-  """Samples children independently; equal siblings are kept."""
+  """Samples the children of each node independently.
+
+  This and the next three functions sample the children of n nodes of one row.
+
+  Args:
+    logits: logits `[n, V]` of the token after each node.
+    counts: number of children of each node, n numbers; M in total.
+    uniforms: uniform samples in [0, 1), `[M, UNIFORMS_A_DRAW]`.
+    transform: transform of logits to probabilities.
+
+  Returns:
+    Tokens `[M]` of the children, and their distributions `[M, V]`. Siblings may
+    have the same token.
+  """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
   probs = transform(logits)[_parents(counts)]
@@ -186,11 +205,13 @@ def iid(logits, counts, uniforms, transform):
 
 
 def without_replacement(logits, counts, uniforms, transform):
-  """Samples children without replacement from the renormalised remainder.
+  """Samples different children of a node, one after the other; see `iid`.
 
-  Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et al. 2024 (Sequoia,
-  arXiv:2402.12374). One inverse CDF per draw is cheaper than Gumbel noise over
-  the vocabulary followed by a top-k.
+  Each child's distribution is the node's without the tokens of earlier
+  siblings, renormalised. Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et
+  al. 2024 (Sequoia, arXiv:2402.12374). RSD adds Gumbel noise to all logits and
+  takes the top k. One inverse CDF per child is cheaper and has the same
+  distribution.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -213,7 +234,7 @@ def without_replacement(logits, counts, uniforms, transform):
 
 
 def top_k(logits, counts, uniforms, transform):
-  """Returns the most likely tokens as deterministic children."""
+  """Returns the most likely tokens as deterministic children; see `iid`."""
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
   del uniforms
@@ -221,17 +242,20 @@ def top_k(logits, counts, uniforms, transform):
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
-  # A deterministic proposal must not hide NaN or infinite logits.
+  # Top-k of non-finite logits still returns tokens. NaN probabilities report
+  # the error to the decoder.
   finite = jnp.isfinite(best[:, :1])[nodes]
   return tokens, jnp.where(finite, probs, jnp.nan)
 
 
 def hybrid(logits, counts, uniforms, transform):
-  """Samples one child outside the K - 1 most likely tokens S, and adds S.
+  """Drafts the most likely tokens and one sampled token; see `iid`.
 
-  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). The sampled token is
-  tested first. The acceptance is then p(S) + sum_{x not in S} min(p, q'), the
-  largest of any verification of this draft.
+  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). Of K children, K - 1 are
+  the set S of the most likely tokens. One is sampled from the distribution q'
+  of the tokens outside of S, and comes first. With the target's distribution p
+  the acceptance probability is p(S) + sum_{x not in S} min(p(x), q'(x)). No
+  verification accepts more of such drafts.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -252,7 +276,7 @@ _drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
-  """Returns the parent of each child, `[M]`."""
+  """Returns the index of each child's parent, `[M]`."""
   return np.repeat(np.arange(len(counts)), counts)
 
 
@@ -302,8 +326,8 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
     temperature: temperatures `[B]`, used if the transform has none.
 
   Returns:
-    `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M], probs [B,
-    M, V])`.
+    Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
+    probs [B, M, V])` for the M children of n nodes, see `iid`.
   """
   def draw(logits, counts, uniforms):
     one = lambda logits, uniforms, temperature: DRAWS[proposal](

@@ -1,4 +1,4 @@
-"""Heads on disk, with the sizes of their target."""
+"""Saves and loads heads, and checks that they fit their target."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
 _LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # architectures of drafters
-# Keys of trainers that do not change the computation.
+# Keys that training tools write and that do not change the computation.
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
@@ -31,7 +31,7 @@ _NOTES = """
     target_vocab_size ttt_length
 """.split()
 DEPTH = 5  # draft length if the file has none
-# Copies of the target's tensors that only training reads.
+# Copies of the target's tensors; training tools read them, drafting does not.
 OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 WEIGHTS = "model.safetensors"
 _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
@@ -39,7 +39,7 @@ _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
 
 @dataclasses.dataclass
 class Found:
-  """Files of a drafter, with its target.
+  """Opened files of a published drafter, and the target that it belongs to.
 
   Attributes:
     source: name of the directory in errors.
@@ -48,7 +48,8 @@ class Found:
     target: target model.
     target_params: parameters of the target, or None.
     layout: name of the layout.
-    used: names of tensors in use that are not parameters.
+    used: names of tensors that were read although no parameter of the heads is
+      stored in them, such as a map of token ids.
   """
 
   source: str
@@ -73,7 +74,8 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    if outer is not None:  # the outer key names the file's project
+    # The model type around a part is the project's, not an architecture.
+    if outer is not None:
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
                        ("target_hidden_size", self.target.config.width)):
@@ -99,7 +101,7 @@ class Found:
     if layers is not None:
       _trust_layers(keys, layers)
     if not keys("use_sliding_window"):
-      keys("sliding_window")  # copied from the target and not used
+      keys("sliding_window")  # a copy of the target's value, not used
     fields = ARCHITECTURES[model_type].read(keys)
     config = TransformerConfig(**fields)
     if any(0 < size < config.context_length for size in config.windows):
@@ -109,7 +111,9 @@ class Found:
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
     fields.pop("windows", None)
-    if config.rope_scaling is None:  # no limit of the length
+    # Unscaled rotary embeddings work at any position, so the drafter does not
+    # limit the length of a sequence.
+    if config.rope_scaling is None:
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
@@ -149,7 +153,11 @@ class Found:
     raise ValueError(f"{self.source} {what}")
 
   def count(self, pattern: str) -> int:
-    """Returns 1 + the largest number that the group of a pattern matches."""
+    """Returns 1 + the largest number in the tensors' names; 0 without one.
+
+    Args:
+      pattern: regular expression whose first group matches the number.
+    """
     return 1 + max((int(match[1]) for match in (
         re.match(pattern, name) for name in self.tensors) if match), default=-1)
 
@@ -229,8 +237,9 @@ def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
 class Writer:
   """Conversion of heads to a layout that servers read.
 
-  It makes no checks. `export_drafter` reads every written configuration again
-  and refuses a layout that loses a field of the heads.
+  A writer does not check if the layout can store the heads. `export_drafter`
+  reads the written configuration again, and refuses a layout that loses a field
+  of the heads.
 
   Attributes:
     config: function of the converted heads; returns the keys of config.json.
@@ -239,7 +248,8 @@ class Writer:
     params: function `(form, heads, params, target_params)` that returns the
       parameters of `form`.
     ids: function of the heads; returns the ids of a reduced vocabulary, or ().
-    input_size: function of the heads; returns the size of the tensor `t2d`.
+    input_size: function of the heads; returns the size of the tensor `t2d`, a
+      mask over the target's tokens.
     stores_head: True if a drafter with a reduced vocabulary stores its columns
       of the target's head. vLLM takes only a complete head from the target.
   """
@@ -334,15 +344,20 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
 
 
 def _stored_ids(found: Found) -> np.ndarray:
-  """Returns the ids of `d2t`, which must agree with `t2d` if it exists."""
+  """Returns the target's id of every token of a reduced vocabulary.
+
+  The tensor `d2t` stores each id minus its row number. The tensor `t2d`, a mask
+  over the target's tokens, must agree with it if it exists.
+  """
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
   ids = np.arange(len(offsets)) + offsets
   if "t2d" not in found.tensors:
     return ids
   known = found.tensors["t2d"].read()
-  # One project stores row numbers, and -1 for other tokens.
+  # In one project `t2d` is not a mask: it has the token's row number in `d2t`,
+  # or -1 for a token outside of the reduced vocabulary.
   known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
-  # Some tools store the ids themselves in `d2t`.
+  # Some tools store the ids in `d2t` without subtracting row numbers.
   if not (np.array_equal(known, ids) or np.array_equal(known, offsets)):
     found.fail("has tensors d2t and t2d with different tokens; the two do not "
                "belong together")
@@ -350,7 +365,7 @@ def _stored_ids(found: Found) -> np.ndarray:
 
 
 def _check_complete(found: Found) -> None:
-  """Raises `ValueError` if a map of a complete vocabulary changes tokens."""
+  """Raises `ValueError` if `d2t` of a complete vocabulary changes an id."""
   if "d2t" not in found.tensors:
     return
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
@@ -360,7 +375,7 @@ def _check_complete(found: Found) -> None:
 
 
 def num_steps(keys: Keys) -> int:
-  """Returns the draft length in a configuration of speculators."""
+  """Returns the draft length in a configuration of the project speculators."""
   name = "proposal_methods"
   methods = keys.mapping("speculators_config").get(name) or [{}]
   if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
@@ -371,7 +386,12 @@ def num_steps(keys: Keys) -> int:
 
 
 def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
-  """Returns the keys of the draft layers."""
+  """Returns the keys of config.json for the draft layers.
+
+  Args:
+    heads: heads with the fields of `TransformerConfig`.
+    **changed: fields that replace those of the heads.
+  """
   fields = {field.name: getattr(heads, field.name)
             for field in dataclasses.fields(TransformerConfig)}
   model_type, keys = express(TransformerConfig(**fields | dict(
@@ -394,8 +414,9 @@ def speculators_keys(heads: Heads, algorithm: str, architecture: str,
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
-# Keys that list hidden states of the target: (True if in a part, name, offset
-# to the number of the layer that reads the state).
+# Keys that list hidden states of the target: (True if the key is in a nested
+# part of the configuration, name, offset). Number plus offset is the number of
+# the layer that reads the state.
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -405,11 +426,11 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
 
 def named_taps(found: Found, keys: Keys, inner: Keys, place: str
           ) -> tuple[int, ...] | None:
-  """Returns the hidden states in a configuration, in our numbering, or None.
+  """Returns the hidden states that a configuration lists; None without a list.
 
-  Projects number a state by the layer that returns it (SpecForge, SGLang,
-  DeepSpec), or by the layer that reads it, one more (vLLM, speculators). Some
-  files repeat the same numbers in a second place.
+  A state is numbered here by the layer that reads it, as in vLLM and
+  speculators. SpecForge, SGLang and DeepSpec number it by the layer that
+  returns it, which is one less. Some files have the list in two places.
 
   Args:
     found: files of the drafter.

@@ -1,4 +1,4 @@
-"""Protocol of heads, sizes and the LM head."""
+"""Protocol of draft heads, their common base, and checks of their sizes."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ Params = Mapping[str, Any]
 
 @runtime_checkable
 class Heads(Protocol):
-  """Networks with which a target drafts for itself.
+  """Networks that draft from a target's hidden states, trained per target.
 
-  Implementations are frozen dataclasses of sizes that can be stored as JSON.
+  Implementations are frozen dataclasses that contain sizes and no parameters.
+  Their fields can be stored as JSON.
 
   Attributes:
     kind: name of the class in files.
@@ -51,12 +52,15 @@ class Heads(Protocol):
 
 
 def lm_head(params: Params) -> jax.Array:
-  """Returns the output head `[D, V]` of a `Transformer`'s parameters."""
+  """Returns a `Transformer`'s output matrix `[width, vocab_size]`."""
   return params["head"] if "head" in params else params["embedding"].T
 
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-  """Multiplies `[..., D]` by `[D, V]`, with sums in at least float32."""
+  """Multiplies hidden states `[..., D]` by a matrix `[D, V]`.
+
+  Products are summed in float32, or in a wider type of `hidden`.
+  """
   chex.assert_rank(matrix, 2)
   chex.assert_axis_dimension(hidden, -1, matrix.shape[0])
   return jnp.einsum("...d,dv->...v", hidden, matrix,
@@ -66,9 +70,18 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
           ) -> jax.Array:
-  """Returns logits `[..., V]` from logits `[..., Vd]` of tokens `ids`.
+  """Expands logits of a reduced vocabulary to the target's vocabulary.
 
-  Other tokens have q = 0. Without ids the logits are unchanged.
+  All tokens outside of `ids` get probability 0.
+
+  Args:
+    logits: logits `[..., len(ids)]` of the tokens `ids`.
+    ids: token ids of the reduced vocabulary; (): `logits` is complete and is
+      returned unchanged.
+    vocab_size: size V of the target's vocabulary.
+
+  Returns:
+    Logits `[..., V]`.
   """
   if not ids:
     return logits
@@ -76,10 +89,12 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 
 
 class HiddenStateHeads:
-  """Base of K heads on one hidden state, stacked along their first axis.
+  """Base of K heads that read the same hidden state.
 
-  Subclasses are frozen dataclasses with `width`, `vocab_size`, `heads` and
-  `head`, the function of one head.
+  The parameters of the heads are stacked along a first axis of size K.
+  Subclasses are frozen dataclasses with the fields `width`, `vocab_size` and
+  `heads` (K), and a method `head(params, hidden, lm_head)` that returns the
+  logits of one head.
   """
 
   @property
@@ -106,7 +121,7 @@ class HiddenStateHeads:
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Returns logits `[..., K, V]` of all heads, see `head`."""
+    """Returns the logits `[..., K, V]` of all heads."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
@@ -130,11 +145,11 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
 
 
 def check_fits(heads: Heads, target: Model) -> None:
-  """Checks that a target has the hidden states of the heads.
+  """Checks that heads fit a target and its hidden states.
 
   Raises:
-    ValueError: the width or the vocabulary differs, or the target's features
-      are not the input of its LM head.
+    ValueError: the width or the vocabulary differs, or the target returns other
+      hidden states than the input of its LM head (`features` is set).
   """
   config = check_sizes_match(heads, target)
   if config.features:

@@ -39,7 +39,8 @@ from specjax.models.weights import places
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-# Keys are names for `load_drafter`, which takes the first match.
+# Keys are the values of `layout`. If files match several layouts, the first one
+# is chosen.
 LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -162,7 +163,8 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
          target: Transformer) -> dict[str, StoredTensor]:
   """Returns the drafter's tensors without the target's, by name."""
   layers = target.config.layers
-  # Numbers of layers that the target does not have.
+  # In the target's files, modules with a layer number beyond the target's
+  # layers belong to the drafter.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
   return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
@@ -171,7 +173,8 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
 
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
-# This field does not decide if a drafter has its own head.
+# The field may change when a written configuration is read again, because a
+# drafter's own head does not depend on it.
 _MAY_DIFFER = {"tie_embeddings"}
 
 
@@ -209,9 +212,9 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
   """Writes a drafter as a directory that servers and `load_drafter` read.
 
   Files are written atomically. Matrices that heads share with their target are
-  merged if the layout cannot share them: the outputs of Medusa heads
-  (`MedusaHeads.merged`) and a `narrow_head`. A trained mask is stored as a row
-  after a copy of the target's embedding.
+  written with the drafter if the layout cannot share them: the outputs of
+  Medusa heads (`MedusaHeads.merged`) and a `narrow_head`. A trained mask
+  embedding is stored as a row after a copy of the target's embeddings.
 
   Args:
     directory: output directory, created if needed.
@@ -320,7 +323,7 @@ def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
 
 
 def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
-  """Returns all tensors by name with shapes; only ids have data."""
+  """Returns all tensors by name; only the maps of token ids have data."""
   tensors = {
       name: StoredTensor(tuple(shape), np.dtype(np.float32), load=None)
       for place in plan.stored
@@ -342,7 +345,11 @@ def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
 
 
 def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
-  """Returns `d2t` and `t2d` of a reduced vocabulary."""
+  """Returns the tensors that map a reduced vocabulary; {} if it is complete.
+
+  `d2t` has each token's id in the target's vocabulary minus its row number.
+  `t2d` is a mask over the target's tokens.
+  """
   ids = np.array(plan.writer.ids(plan.heads), np.int64)
   if not ids.size:
     return {}
@@ -352,7 +359,7 @@ def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
 
 
 def _architectures(target: Transformer) -> list[str]:
-  """Returns transformers' class of the target, if there is one."""
+  """Returns the target's class in transformers, in a list; [] without one."""
   try:
     return [ARCHITECTURES[express(target.config)[0]].transformers]
   except ValueError:

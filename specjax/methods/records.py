@@ -1,4 +1,4 @@
-"""Records of families and of trained methods, and their common parts."""
+"""Records of families and of trained methods, and helpers to build them."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.training.objective import DrafterObjective
 
-CUTS = 128  # cut points per row in measurements, if a few are sampled
+# Positions per training row at which drafts begin, when a method is measured
+# and its drafts begin at random positions of the row.
+CUTS = 128
 
 RECURSIVE = verifiers.Recursive()
 _BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
@@ -27,7 +29,8 @@ class Option:
 
   Attributes:
     name: name of the keyword argument.
-    default: default value. None is a bool: True if the target wrote the data.
+    default: default value. None marks a bool option that is True by default if
+      the target generates the training data.
     help: description, beginning with the method's name.
     choices: allowed values; empty: any.
   """
@@ -53,10 +56,10 @@ MLP_WIDTH = Option(
 class LearningRate:
   """Default peak learning rate of a method, by the size of the target.
 
-  The rate for the bundled target and a published rate for a large target are
-  two points. Between them the rate is a power of the number of parameters, a
-  straight line in logarithms. Outside, it is constant. A method without a
-  published rate has one rate for all targets.
+  Between the size of the bundled target and the size of the target in a
+  published recipe, log(rate) is linear in log(number of parameters). Outside
+  this range the rate is constant. A method without a published rate has one
+  rate for all targets.
 
   >>> LearningRate(bundled=0.006, published=0.001, size=7e9).of(135e6)
   0.0026
@@ -74,7 +77,7 @@ class LearningRate:
   source: str = ""
 
   def of(self, num_parameters: int) -> float:
-    """Returns the rate for a target, to two significant digits."""
+    """Returns the rate for this size of target, to two significant digits."""
     if self.published is None:
       return self.bundled
     share = (math.log(num_parameters / _BUNDLED_SIZE)
@@ -102,10 +105,12 @@ class Method:
       `(target, heads) -> DrafterObjective`.
     chain: strategy with the most likely chain, `heads -> Strategy`, for
       measuring greedy decoding in training.
-    strategy: default strategy, `(heads, verifier, gamma, tree) -> Strategy`,
-      for a rule or None, a draft length and a function that returns parents.
-    compared: strategies of a study, `(heads, tree) -> {name: strategies of one
-      drafter}`; the strategies of a drafter share the first one's rollouts.
+    strategy: default strategy, `(heads, verifier, gamma, tree) -> Strategy`.
+      `verifier` is a rule or None, `gamma` the draft length, and `tree` a
+      function that returns the parents of a draft tree.
+    compared: strategies that a study compares, `(heads, tree) -> {name:
+      strategies}`. The strategies of one name have the same drafter and are
+      compared on the rollouts of the first.
     head_options: options of `heads.for_target`.
     options: options of `objective`.
     tunes_target: True if the target is always trained with its heads. With the
@@ -147,7 +152,7 @@ class Family(NamedTuple):
 
 
 def chain_of(heads: Heads, gamma: int) -> tuple[int, ...]:
-  """Returns the parents of a chain of min(gamma, K) tokens."""
+  """Returns the parents of a chain of `gamma` tokens, at most one per head."""
   return tuple(range(-1, min(gamma, heads.num_forecasts)))
 
 

@@ -1,8 +1,10 @@
 """Stop rules, which end a drafted chain early, and their use in drafters.
 
-A rule processes the positions of a chain one by one. `keeps` selects if it is
-evaluated before or after a token is sampled. A rule with memory over rounds is
-updated after every round in which its own chain is verified.
+Below, x_k is the k-th drafted token of a chain, k = 1..gamma, and q_k is the
+draft distribution from which it is sampled. A rule is evaluated for k = 1, 2,
+..., before or after x_k is sampled (`StopRule.keeps`), until it ends the chain.
+A rule with memory over rounds is updated after every round that verified its
+chain.
 """
 
 from collections.abc import Callable
@@ -36,13 +38,14 @@ Memory = chex.ArrayTree  # memory of a rule, over rounds or in one round
 
 @struct.dataclass
 class Seen:
-  """Inputs of a rule at one position of one row's chain.
+  """Inputs of a rule for the k-th drafted token of one row, x_k.
 
   Attributes:
     place: number k - 1 of drafted tokens before x_k, `[]` int32.
-    probs: distribution q_k `[V]` of x_k.
+    probs: draft distribution q_k `[V]` from which x_k is sampled.
     hidden: hidden state `[F]` from which q_k was computed.
-    token: x_k `[]` int32 for a rule that `keeps`, else the previous token.
+    token: `[]` int32; x_k if the rule is evaluated after sampling (`keeps`),
+      else the token before x_k.
   """
 
   place: jax.Array
@@ -55,22 +58,24 @@ class StopRule:
   """Base of stop rules.
 
   Attributes:
-    keeps: True if the rule is evaluated after x_k is sampled; x_k then stays in
-      the draft. False if it is evaluated before; x_k is then not sampled.
-    has_params: True if it reads `params["drafter"]["stop"]`.
+    keeps: True if the rule is evaluated after a token is sampled: a chain then
+      ends with this token. False if it is evaluated before: a chain then ends
+      without the token, which is not sampled.
+    has_params: True if the rule reads `params["drafter"]["stop"]`.
   """
 
   keeps = True
   has_params = False
 
   def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the number of tokens of a chain that are submitted, `[]` int32.
+    """Returns the number of tokens after which the chain ends, `[]` int32.
 
-    `exact.certify(stop=...)` calls a rule this way: before its first round,
-    with the rows of q as hidden states and token 0 as the root.
+    `exact.certify(stop=...)` calls a rule this way. The rule has its initial
+    memory. The draft distributions also serve as hidden states, and the root is
+    token 0.
 
     Args:
-      probs: distributions q along the chain, `[gamma, V]`.
+      probs: draft distributions `[gamma, V]` along the chain.
       tokens: drafted tokens, `[gamma]` int32.
 
     Raises:
@@ -95,17 +100,24 @@ class StopRule:
 
   def stops(self, params: Params, seen: Seen, memory: Memory
             ) -> tuple[jax.Array, Memory]:
-    """Returns a `[]` bool, True if the row's chain ends, and the memory."""
+    """Returns `(stop, memory)`; `stop` `[]` bool is True if the chain ends.
+
+    Args:
+      params: parameters of the rule, or None.
+      seen: inputs at this position of the chain.
+      memory: memory within the round, of `start` or the previous position.
+    """
     raise NotImplementedError
 
   def commit(self, state: Memory, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
-    """Returns the memory after a round that verified the rule's own chain.
+    """Returns the memory after a round that verified this rule's chain.
 
     Args:
       state: memory before the round.
       drafted: number of tokens of the row's chain, `[]` int32. It is 0 only if
-        a rule without `keeps` refused the first token.
+        a rule that is evaluated before sampling (`keeps` is False) ended the
+        chain before its first token.
       accepted: number of accepted tokens of the chain, `[]` int32.
       gamma: largest possible length of the chain, `[]` int32.
     """
@@ -138,10 +150,10 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
   Args:
     rule: stop rule.
     params: parameters of the rule.
-    probs: distributions q_1..q_gamma along the chain, `[gamma, V]`.
-    hidden: hidden states `[gamma, F]` from which q was computed.
+    probs: draft distributions `[gamma, V]` along the chain.
+    hidden: hidden states `[gamma, F]` from which `probs` was computed.
     root: root token, `[]` int32.
-    tokens: drafted tokens x_1..x_gamma, `[gamma]` int32.
+    tokens: drafted tokens `[gamma]` int32.
     state: memory of the rule; None: the initial memory.
   """
   chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
@@ -165,14 +177,15 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
 class Confidence(StopRule):
   """Ends the chain after a token of low draft probability.
 
-  Hugging Face's assisted generation tests the probability of the sampled token
-  (0.4). Kangaroo (arXiv:2404.18911; 0.6) and SWIFT (arXiv:2410.06916; 0.8) test
-  that of the most likely token. At temperature 0 q_k is one-hot, so no chain
-  ends.
+  Hugging Face's assisted generation tests the probability of the sampled token,
+  with threshold 0.4. Kangaroo (arXiv:2404.18911; 0.6) and SWIFT
+  (arXiv:2410.06916; 0.8) test the largest probability instead. At temperature 0
+  draft distributions are one-hot, so the rule ends no chain.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
-    likeliest: True to test the largest entry of q_k, False the sampled token's.
+    likeliest: True to test the largest probability of the draft distribution,
+      False to test the sampled token's.
   """
 
   threshold: float = 0.4
@@ -189,11 +202,11 @@ class Confidence(StopRule):
 
 @struct.dataclass
 class Adapted:
-  """Memory of an adaptive rule for a row.
+  """Memory of an `Adaptive` rule for one row.
 
   Attributes:
     threshold: current threshold, `[]` float32.
-    matched: running share of accepted tokens among drafted ones, `[]` float32.
+    matched: moving average of accepted over drafted tokens, `[]` float32.
   """
 
   threshold: jax.Array
@@ -202,19 +215,24 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adaptive(StopRule):
-  """Draft & Verify's threshold, adapted to a target acceptance share.
+  """Draft & Verify's threshold, adapted to a desired acceptance rate.
 
   Zhang et al. 2023 (arXiv:2309.08168), with the defaults of their code. The
-  chain ends after a token with q_k(x_k) < th. After a round, m <- (m + accepted
-  / drafted) / 2, and th' = th + `step` if m < `target`, else th - `step` unless
-  the chain had its largest length. Then th <- 0.9 th + 0.1 th', clipped to [0,
-  1]. Beyond 1 drafting would never resume. At temperature 0 q_k is one-hot, so
-  no chain ends.
+  chain ends after a token whose draft probability is below a threshold th.
+  After a round, the moving average m of the acceptance rate and th become
+
+    m <- (m + accepted / drafted) / 2,
+    th' = th + step if m < target; th if the chain had its largest length; else
+      th - step,
+    th <- 0.9 th + 0.1 th', clipped to [0, 1],
+
+  because drafting would never resume with th > 1. At temperature 0 draft
+  distributions are one-hot, so the rule ends no chain.
 
   Attributes:
     threshold: threshold th of the first round, in [0, 1].
-    target: target share of accepted tokens.
-    step: change of th' in a round.
+    target: desired acceptance rate.
+    step: difference of th' from th.
   """
 
   threshold: float = 0.6
@@ -253,14 +271,15 @@ class Adaptive(StopRule):
 class Entropy(Adaptive):
   """AdaEDL: ends the chain before a token of high entropy.
 
-  Agrawal et al. 2024 (arXiv:2410.18351). 1 - sqrt(factor H(q_k)) is a lower
-  bound of the acceptance rate, with H in nats. x_k is not sampled if the bound
-  is below a threshold, adapted as in `Adaptive`. If the first token is refused,
-  the threshold falls by a tenth of `step`, so that drafting resumes later. At
-  temperature 0 q_k is one-hot, so no chain ends.
+  Agrawal et al. 2024 (arXiv:2410.18351). For a token with draft distribution q,
+  1 - sqrt(factor H(q)) is a lower bound of the acceptance rate, where H is the
+  entropy in nats. The token is not sampled if the bound is below a threshold,
+  which is adapted as in `Adaptive`. After a round whose chain ended before its
+  first token, the threshold falls by a tenth of `step`, so that drafting
+  resumes later. At temperature 0 the entropy is 0, so the rule ends no chain.
 
   Attributes:
-    factor: factor of the entropy.
+    factor: factor of the entropy in the bound.
   """
 
   keeps = False
@@ -284,12 +303,14 @@ class Entropy(Adaptive):
 class AcceptanceHead(StopRule):
   """SpecDec++: a head on the hidden state predicts the acceptance of a token.
 
-  Huang et al. 2024 (arXiv:2405.19715). Let a_k = P(accept | hidden state from
-  which q_k was computed). The chain ends after x_k if 1 - prod_{j=2..k} a_j >
-  threshold. As in their code, the first token is not counted.
+  Huang et al. 2024 (arXiv:2405.19715). The head predicts a_k, the probability
+  that drafted token k is accepted, from the hidden state that the token's draft
+  distribution was computed from. The chain ends after token k if the predicted
+  probability of a rejection, 1 - a_2 a_3 ... a_k, is above the threshold. As in
+  their code, a_1 is left out.
 
-  `init_params` returns its parameters: `depth` residual blocks x + silu(x
-  W + b) and a linear layer to the logits of (reject, accept).
+  `init_params` returns the parameters: `depth` residual blocks x + silu(x W +
+  b) and a linear layer to the logits of (reject, accept).
   `objectives.Acceptance` trains them, as `experiments/runs/stop_rules.py`
   shows.
 
@@ -339,19 +360,24 @@ class AcceptanceHead(StopRule):
 class Scheduler(StopRule):
   """DSpark's scheduler for one row: drafts while tokens per second increase.
 
-  arXiv:2607.05147 (Algorithm 1). Let c_j be confidences, a_k = prod_{j<=k} c_j
-  and Theta_k = (1 + a_1 + ... + a_k) speeds[k]. The chain ends before x_k at
-  the first Theta_k that does not exceed the best one before it. Looking beyond
-  a dip would be biased, because c_{k+1} depends on x_k (their Appendix A). At
-  temperature 0 q_k is one-hot, and c_k is 1 unless it is `learned`.
+  arXiv:2607.05147 (Algorithm 1). Let c_j be the confidence that drafted token j
+  is accepted if all tokens before it are, and a_k = c_1 c_2 ... c_k. With k
+  drafted tokens the estimated tokens per second are
+
+    Theta_k = (1 + a_1 + ... + a_k) speeds[k].
+
+  The chain ends before the first token k whose Theta_k is not above the largest
+  earlier value. A later Theta may be larger again, but it depends on token k,
+  and to end the chain by it would bias the output (their Appendix A).
 
   Attributes:
     speeds: verifying passes per second with 0, 1, ... drafted tokens. Only
       their ratios count. The last one applies to all longer chains.
     learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
-      `{"kernel": [F], "bias": []}`; otherwise the largest entry of q_k.
+      `{"kernel": w [F], "bias": b []}`. False if c_k is the largest probability
+      of the draft distribution, which is 1 at temperature 0.
     temperatures: temperatures T_1, T_2, ... of a learned c_k, such as
-      `training.calibration.temperatures` fits; 1 at later places.
+      `training.calibration.temperatures` fits; 1 for all later tokens.
   """
 
   speeds: tuple[float, ...]
@@ -375,14 +401,14 @@ class Scheduler(StopRule):
     return self.learned
 
   def confidence(self, params: Params, seen: Seen) -> jax.Array:
-    """Returns c_k `[]` from q_k, the hidden state and the token before x_k."""
+    """Returns the confidence c_k `[]` in the next drafted token."""
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
 
   def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
-    # a_k, the sum of a, the best Theta.
+    # a_k, 1 + a_1 + ... + a_k, and the largest Theta, all for k = 0.
     return reach, reach, reach * self.speeds[0]
 
   def stops(self, params: Params, seen: Seen, memory: Memory
@@ -401,12 +427,12 @@ class Scheduler(StopRule):
 class Threshold(StopRule):
   """Ends the chain before a token that a head expects to be rejected.
 
-  DSpark's static threshold (arXiv:2607.05147, and its code): x_k is not sampled
-  if sigmoid((w . hidden + b) / T_k) is below it. The parameters are as in
-  `Scheduler(learned=True)`.
+  DSpark's static threshold (arXiv:2607.05147, and its code). Drafted token k is
+  not sampled if its confidence sigmoid((w . hidden + b) / T_k) is below the
+  threshold. The parameters w and b are as in `Scheduler(learned=True)`.
 
   Attributes:
-    threshold: threshold of the confidence, in [0, 1].
+    threshold: smallest confidence of a drafted token, in [0, 1].
     temperatures: temperatures T_1, T_2, ..., see `Scheduler`.
   """
 
@@ -433,7 +459,7 @@ def _check_temperatures(temperatures: tuple[float, ...]) -> None:
 
 def _accepted(params: Mapping[str, jax.Array], seen: Seen,
               temperatures: tuple[float, ...]) -> jax.Array:
-  """Returns the probability, predicted by a head, that x_k is accepted."""
+  """Returns a head's predicted probability that the next token is accepted."""
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
     by_place = jnp.array([*temperatures, 1], jnp.float32)
@@ -443,15 +469,15 @@ def _accepted(params: Mapping[str, jax.Array], seen: Seen,
 
 @struct.dataclass
 class RuleState:
-  """State of a rule that learns over rounds.
+  """State of a rule with memory over rounds.
 
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
     room: largest possible length of the last chain, `[B]` int32. A controller
       may change it from round to round. It is 0 after the chain is verified.
-    chain: hash of the tokens of that chain, `[B]` uint32; 0 if there was none.
-      If a merge or a fallback verifies another draft, the hashes differ and the
-      memory is not updated.
+    chain: hash of the tokens of the last chain, `[B]` uint32; 0 if it is empty.
+      A merge or a fallback may verify another drafter's draft. Then the hashes
+      differ and the memory is not updated.
   """
 
   memory: Memory
@@ -460,7 +486,7 @@ class RuleState:
 
 
 def init_state(rule: StopRule, rows: int) -> Any:
-  """Returns the state of a rule before its first round."""
+  """Returns the state of a rule before its first round, for `rows` rows."""
   memory = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), rule.init())
   if not rule.learns:
@@ -470,7 +496,7 @@ def init_state(rule: StopRule, rows: int) -> Any:
 
 
 def memory_of(state: Memory) -> Any:
-  """Returns the memory of the rule."""
+  """Returns the memory over rounds in a state of `init_state`."""
   return state.memory if isinstance(state, RuleState) else state
 
 

@@ -1,4 +1,4 @@
-"""Strategies, and verification rules for several methods."""
+"""The pair of drafter and verifier, and the default verification rules."""
 
 from typing import Any
 from typing import NamedTuple

@@ -27,7 +27,9 @@ class Parts(Drafter):
   missing if no part has parameters. The state is a tuple of their states.
   """
 
-  autoregressive = False  # which part drafts depends on where the draft begins
+  # Which part drafts a token depends on where the draft begins, so the token's
+  # distribution is not a function of the tokens before it alone.
+  autoregressive = False
 
   @property
   def conditional(self) -> bool:
@@ -49,16 +51,16 @@ class Parts(Drafter):
 
   def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:
-    """Returns the parts bound to this target, each following the sequence.
+    """Returns the parts bound to a target, as drafters that follow a sequence.
 
     Raises:
-      ValueError: one of them does not fit the target.
+      ValueError: a part does not fit the target.
     """
     return tuple(interfaces.bind(part, target, transform).follow()
                  for part in self.parts)
 
   def follow(self) -> Any:
-    """Returns itself: its parts follow."""
+    """Returns the drafter unchanged, because `bound` lets its parts follow."""
     return self
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
@@ -96,8 +98,8 @@ class Parts(Drafter):
     Args:
       i: number of the part.
       params: parameters of all parts.
-      uniforms: uniforms of all parts, or a key per row. No uniform is used
-        twice.
+      uniforms: uniforms `[B, num_uniforms]` of all parts, of which part i uses
+        its own columns; or a key per row if a part draws from keys.
       state: decoding state.
     """
     part = self.parts[i]

@@ -1,4 +1,4 @@
-"""Cascades: a small model drafts, and has a drafter of its own.
+"""Cascades: a small model drafts for the target, and a drafter for the model.
 
 Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
 vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
@@ -6,16 +6,18 @@ arXiv:2312.11462); TriForce (Sun et al. 2024, arXiv:2404.11912).
 
   target  <-  gamma tokens  <-  small model  <-  chain or tree  <-  drafter
 
-Each stage is exact with respect to the next one: the inner loop samples from
-the small model's distribution. So q of every drafted token is that distribution
-in its context, as if the small model had drafted alone.
+The inner loop is speculative decoding of the small model with its drafter. It
+is lossless, so every drafted token follows the small model's distribution given
+the tokens before it, as if the small model had drafted alone. This distribution
+is the q that the target's verifier uses.
 
-The last inner round may write more than gamma tokens. The surplus is dropped,
-which is exact because the position alone decides which tokens stay. A loop that
-stopped at tokens of its choice would be biased.
+The last inner round may write more than gamma tokens. The surplus is dropped.
+This is exact because only the position decides which tokens are dropped. If the
+tokens themselves decided, the draft would be biased.
 
-With a tail the inner drafter drafts further tokens after these, as in the
-horizontal cascade of CS Drafting: rarely accepted tokens are drafted cheaply.
+With a tail the inner drafter drafts further tokens after the gamma tokens, as
+in the horizontal cascade of CS Drafting: the last tokens are rarely accepted,
+so they are drafted cheaply.
 """
 
 from collections.abc import Mapping
@@ -47,17 +49,19 @@ from specjax.types import Prompt
 from specjax.types import Trace
 from specjax.utils import fields
 
-_NO_TOKEN = -1  # no id ends the inner sequence: the target decides
+# End-of-sequence id of the inner loop. No token has it, because only the
+# target's tokens end a sequence.
+_NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cascade(Drafter):
-  """Drafts gamma tokens of a small model that has a drafter of its own.
+  """Drafts gamma tokens of a small model, which decodes with a drafter itself.
 
-  The inner loop is the decoder's own round. It runs until every row has gamma
-  tokens or has reached its limit, so at most gamma times. A round is a pass of
-  the small model over the inner draft. The state of the inner verifier starts
-  again in every outer round.
+  The inner loop runs the decoder's rounds with the small model as the target,
+  until every row has gamma tokens or has reached its limit: at most gamma
+  rounds. A round costs a pass of the small model over the inner draft. The
+  inner verifier's state is reset before each draft.
 
   `params["drafter"]` is `{"target": parameters of the small model, "drafter":
   parameters of the inner drafter}`. The inner drafter may be a cascade.
@@ -68,8 +72,8 @@ class Cascade(Drafter):
     gamma: draft length, at least 1.
     verifier: lossless rule between the two models.
     tail: True if a chain of the inner drafter follows the gamma tokens. It
-      costs no pass of the small model. Its q is the inner drafter's, so q
-      depends on the start of the draft.
+      costs no pass of the small model. The draft distribution q of a token then
+      depends on its place in the draft: the inner drafter's in the tail.
     transform: transform of the small model's logits, and of the inner drafter's
       unless it has one; None: the decoder's.
   """
@@ -143,7 +147,10 @@ class Cascade(Drafter):
     return dataclasses.replace(bound, drafter=drafter)
 
   def follow(self) -> "Cascade":
-    """Returns itself: it compares tokens, see `_following`."""
+    """Returns the drafter unchanged.
+
+    `propose` compares its tokens with the committed ones, as in `_following`.
+    """
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -177,7 +184,8 @@ class Cascade(Drafter):
     inner = self._resumed(own, state, uniforms if takes_keys else None)
     uniforms = None if takes_keys else uniforms.reshape(
         uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
-    # Inner rounds commit to a reserved block, which is written once at the end.
+    # The rounds of the inner loop write to a reserved block of the cache.
+    # `settle` moves it into the cache once, after the loop.
     inner = inner.replace(target_cache=inner.target_cache.reserve(
         self.gamma + self.drafter.num_nodes))
     inner, laws = self._written(own, inner, uniforms)
@@ -186,7 +194,8 @@ class Cascade(Drafter):
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
     tokens = jnp.where(drafted, tokens, 0)
-    # A row with fewer tokens had non-finite numbers. NaN reports them.
+    # The inner loop ends early only in rows with non-finite logits. NaN
+    # probabilities report them to the decoder.
     broken = ~state.done & (inner.lengths < inner.limits)
     probs = jnp.where(drafted[..., None], laws,
                       jnp.where(broken, jnp.nan, 0.0)[:, None, None])
@@ -203,7 +212,13 @@ class Cascade(Drafter):
 
   def _resumed(self, own: Mapping[str, Any], state: DecodeState,
                keys: jax.Array | None) -> DecodeState:
-    """Returns the inner state after the committed tokens."""
+    """Returns the inner loop's state, moved to the tokens of the outer one.
+
+    Args:
+      own: parameters of the small model and of its drafter.
+      state: state of the outer loop.
+      keys: key per row, or None if the inner drafter takes uniforms.
+    """
     before = state.drafter
     room = before.tokens.shape[1] - state.tokens.shape[1]
     return before.replace(
@@ -234,8 +249,9 @@ class Cascade(Drafter):
       i, inner, laws = carry
       new, _, trace = stage(
           own, inner, self._round_uniforms(inner, uniforms, i))
-      # The next round overwrites the rows after the emitted tokens. A finished
-      # row writes after its gamma rows.
+      # `put_rows` also writes distributions beyond the emitted tokens. The next
+      # round overwrites them. In a finished row they are after the first gamma
+      # distributions, and are cut off below.
       laws = dense.put_rows(laws, self._on_path(trace).astype(laws.dtype),
                       inner.lengths - start)
       return i + 1, new, laws
@@ -257,14 +273,21 @@ class Cascade(Drafter):
   def _tail(self, own: Mapping[str, Any], state: DecodeState,
             inner: DecodeState, uniforms: jax.Array | None
             ) -> tuple[Draft, Any]:
-    """Returns the inner drafter's chain after the inner tokens, and its state.
+    """Returns the inner drafter's chain after the gamma tokens, and its state.
+
+    Args:
+      own: parameters of the small model and of its drafter.
+      state: state of the outer loop.
+      inner: state after the inner loop.
+      uniforms: uniforms of the rounds, or None with keys.
     """
-    # No round of the inner loop has this number, which keys are derived from.
+    # Keys are derived from the number of the round. The inner loop has at most
+    # gamma rounds, numbered from 0, so the number gamma is unused.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
         own, inner, self._round_uniforms(inner, uniforms, self.gamma))
-    # Nothing follows in rows that their limit ended before gamma tokens.
+    # A row with fewer than gamma tokens has reached its limit and gets no tail.
     complete = inner.lengths == state.lengths + self.gamma
     return tail.replace(probs=jnp.where(
         complete[:, None, None], tail.probs, 0)), drafter
@@ -299,12 +322,12 @@ def _reader(drafter: Drafter) -> Drafter | None:
 def cascade(model: Model, drafter: Drafter, gamma: int,
             inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
             tail: bool = False) -> Strategy:
-  """Drafts a chain of a small model that has a drafter of its own.
+  """Drafts a chain of a small model, which decodes with a drafter itself.
 
   Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
   cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
-  al. 2024, arXiv:2404.11912). Drafts have the small model's distribution and
-  need fewer of its passes.
+  al. 2024, arXiv:2404.11912). The drafted tokens have the small model's
+  distribution, with fewer passes of the small model than tokens.
 
   >>> import jax
   >>> import specjax as sj
@@ -326,7 +349,7 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
     gamma: draft length.
     inner: lossless rule between the two models.
     verifier: rule for chains.
-    tail: True if the inner drafter continues after these tokens, as in the
+    tail: True if the inner drafter continues after the gamma tokens, as in the
       horizontal cascade of CS Drafting.
   """
   return Strategy(Cascade(

@@ -31,16 +31,18 @@ from specjax.utils import fields
 class Fallback(_parts.Parts):
   """Uses the first drafter's draft in each row, or else the second's.
 
-  This is exact because a drafter decides before it samples if a row has a
-  draft. The second drafter does not run in a round in which every row has a
-  first draft, and catches up later. So a drafter with a state needs `follow`,
-  see `specjax.interfaces`. `params["drafter"]` is a pair.
+  This is exact, because the first drafter's sampled tokens do not decide if a
+  row has a draft. The second drafter does not run in a round in which every row
+  has a first draft, and catches up later. So a drafter with a state needs
+  `follow`, see `specjax.interfaces`. `params["drafter"]` is a pair of the
+  drafters' parameters.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
     second: drafter of the other rows, possibly another `Fallback`.
-    min_tokens: drafted tokens that the first must have, at least 1; more than
-      1 only if it draws nothing (`num_uniforms` 0).
+    min_tokens: smallest number of tokens of a first draft, at least 1. A row
+      with fewer uses the second drafter. Values above 1 need a first drafter
+      that samples nothing (`num_uniforms` is 0).
   """
 
   first: Drafter
@@ -91,9 +93,9 @@ class Fallback(_parts.Parts):
   def lacking(self, params: Params, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, the rows in which `propose` asks the second drafter.
 
-    Finished rows are False. With a shorter draft length `propose` may need
-    fewer tokens (`min_tokens`), so the result can have more rows than the
-    second drafter will serve.
+    Finished rows are False. A controller that shortens the draft also lowers
+    `min_tokens`. `propose` then asks the second drafter in a subset of these
+    rows.
     """
     uniforms = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(

@@ -32,20 +32,21 @@ from specjax.verifiers import tree
 class Merge(_parts.Parts):
   """Merges drafts below one root; equal prefixes share nodes.
 
-  Children of equal prefixes become children of the first node with that prefix,
+  Children of nodes with equal prefixes become children of the first such node,
   and are tried in the order of the drafters. Later nodes with the prefix stay
-  as leaves. To drop a sampled leaf would be biased: it is always rejected, but
-  it reduces the residual distribution, see `topology.prefix_tree`.
+  as leaves. A verifier never accepts such a leaf, but its rejection changes the
+  residual distribution. So to drop a sampled leaf would bias the output, see
+  `topology.prefix_tree`.
 
-  The drafters use independent uniforms, so every row of q is the distribution
-  of its token given all nodes before it. Put sampled drafts before
+  The drafters use independent uniforms, so the reported distribution of a node
+  is also its distribution given all nodes before it. Put sampled drafts before
   deterministic ones, which lose nothing by a later place (Hu et al. 2025,
   arXiv:2502.18779).
 
   Attributes:
     drafters: two or more drafters. A drafter with a state needs `follow`, see
-      `specjax.interfaces`, and its stop rule must have no memory.
-      `params["drafter"]` is a tuple.
+      `specjax.interfaces`. Stop rules must have no memory over rounds.
+      `params["drafter"]` is a tuple of the drafters' parameters.
   """
 
   drafters: tuple[Drafter, ...]
@@ -96,7 +97,7 @@ class Merge(_parts.Parts):
 
 
 def _stop_rules(drafters: Sequence[Drafter]) -> Iterator[stop_rules.StopRule]:
-  """Returns the stop rules of drafters and of their fallbacks."""
+  """Yields the stop rules of drafters and of the drafters inside them."""
   for part in drafters:
     if part.stop is not None:
       yield part.stop
@@ -104,7 +105,7 @@ def _stop_rules(drafters: Sequence[Drafter]) -> Iterator[stop_rules.StopRule]:
 
 
 def _merged(draft: Draft) -> Draft:
-  """Moves the children of equal prefixes below the first of them."""
+  """Moves children of nodes with equal prefixes below the first such node."""
   same = tree.same_text(draft)
   first = jnp.where(jnp.diagonal(same), jnp.argmax(same, axis=-1),
                     jnp.arange(same.shape[0])).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""SpecDec++: training of a head that predicts acceptance."""
+"""SpecDec++: training loss of a head that predicts acceptance."""
 
 import dataclasses
 
@@ -21,22 +21,28 @@ from specjax.training.objective import weights_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-  """-mean_t (a_t log s_t + w (1 - a_t) log(1 - s_t)), s_t the head's output.
+  """Weighted cross-entropy of SpecDec++'s acceptance head.
 
-  Huang et al. 2024 (SpecDec++, arXiv:2405.19715, section 3.3). The head reads
-  the drafter's hidden state at t. The paper samples y ~ q_t and uses the label
-  min(1, p_t(y) / q_t(y)). The loss is linear in it, so its mean over y is known
-  without noise: a_t = sum_v min(p_t(v), q_t(v)).
+  Huang et al. 2024 (SpecDec++, arXiv:2405.19715, section 3.3). At position t
+  the target has distribution p_t and the draft model q_t. The head reads the
+  draft model's hidden state and predicts s_t, the probability that a token
+  drafted from q_t is accepted. The loss is
 
-  In a drafted chain the tokens before a token are also drafted. So a share of
-  the row's tokens is replaced by samples of the drafter, and both models read
-  the mixed row.
+    -mean_t (a_t log s_t + w (1 - a_t) log(1 - s_t)).
+
+  The paper samples a token y ~ q_t and uses min(1, p_t(y) / q_t(y)) as the
+  label a_t. The loss is linear in the label. So the label is replaced by its
+  mean over y, a_t = sum_v min(p_t(v), q_t(v)), which has no sampling noise.
+
+  In decoding, the tokens before a drafted token are often drafted too. To train
+  for this, a share of the row's tokens is replaced by samples of the draft
+  model, and both models read the mixed row.
 
   Attributes:
     model: draft model.
     target: target model with the same vocabulary.
     head: stop rule whose parameters are trained, under the name "stop".
-    rejection_weight: w, 6 in the paper.
+    rejection_weight: weight w of rejections, 6 in the paper.
     mixing: share of the tokens that are replaced, 0.15 in the paper.
   """
 
@@ -58,10 +64,16 @@ class Acceptance:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"stop"}` on `tokens [B, S + 1]`, in nats.
+    """Returns the loss in nats, and metrics.
+
+    Args:
+      trainable: parameters `{"stop"}` of the head.
+      frozen: parameters `{"target", "drafter"}`.
+      batch: batch with `tokens [B, S + 1]`.
+      key: PRNG key of the replaced tokens.
 
     Returns:
-      `(loss, {"acceptance": the mean of a, "forecast": the mean of s})`.
+      `(loss, {"acceptance": mean label a_t, "forecast": mean prediction s_t})`.
     """
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
@@ -80,7 +92,10 @@ class Acceptance:
 
   def _mixed(self, drafter: Params, tokens: jax.Array, key: jax.Array
              ) -> jax.Array:
-    """Replaces a share of a row's tokens by samples given the tokens before."""
+    """Replaces a share of the tokens by samples of the draft model.
+
+    A sample is drawn given the row's original tokens before it.
+    """
     which, draw = jax.random.split(key)
     laws = jax.nn.softmax(self.model(drafter, tokens).logits[:, :-1])
     keys = jax.random.split(draw, laws.shape[:2])

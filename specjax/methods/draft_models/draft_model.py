@@ -1,4 +1,4 @@
-"""Draft models with chains.
+"""Draft models that sample chains.
 
 Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 """
@@ -48,21 +48,22 @@ class Stopping:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel(_common.OneModel, _common.DrawnChain):
-  """Samples gamma tokens from a model with a cache of its own.
+  """Samples gamma tokens from a draft model, which has its own cache.
 
-  The cache is rolled back to the committed tokens at the start of a round. The
-  first step feeds the last *two* of them. The last drafted token of a fully
-  accepted block was not fed before; in all other cases it is fed again, which
-  changes nothing. So catching up needs no branch.
+  At the start of a round the cache is rolled back to the committed tokens. The
+  first step reads the last *two* committed tokens. After a fully accepted draft
+  both are missing from the cache, because the last drafted token was not read.
+  Otherwise only one is missing, and reading the other again changes nothing. So
+  all rows catch up in one pass of fixed size.
 
-  With a stop rule the chain of each row may end early. The loop ends when all
-  rows have stopped.
+  With a stop rule the chain of each row may end early. The loop ends when the
+  chains of all rows have ended.
 
   Attributes:
     model: draft model over the target's vocabulary.
     gamma: draft length, at least 0.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless, because the verifier gets the distributions after it.
     stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. If
       the rule has parameters, `params["drafter"]` is `{"model": parameters of
       the model, "stop": parameters of the rule}`.
@@ -78,7 +79,8 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule, padding depends on the tokens before it.
+    # With a stop rule, a token's reported distribution is 0 after the chain has
+    # ended, so it depends on where the draft begins.
     return self.stop is None
 
   @property
@@ -155,7 +157,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> Any:
-    """Reads the tokens of rounds without drafts."""
+    """Reads the tokens that were committed in rounds without drafts."""
     if self.stop is None:
       return _common.catch_up(
           self.model, params["drafter"], state, state.drafter, since)
@@ -173,7 +175,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the model's specifications and replicates a stop rule."""
+    """Returns the model's specifications; a stop rule's are replicated."""
     specs = super().param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs
@@ -181,7 +183,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
 
 def speculative_sampling(model: Model, gamma: int) -> Strategy:
-  """Drafts a chain whose tokens are accepted or rejected in turn.
+  """Drafts a chain whose tokens are accepted or rejected one after another.
 
   Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
   (arXiv:2302.01318, Algorithm 2).
@@ -199,9 +201,10 @@ def speculative_sampling(model: Model, gamma: int) -> Strategy:
 
 
 def block_verification(model: Model, gamma: int) -> Strategy:
-  """Drafts a chain and verifies it as a block, which accepts more on average.
+  """Drafts a chain and verifies it as a block.
 
-  Sun et al. 2024 (arXiv:2403.10444, Algorithm 2).
+  Sun et al. 2024 (arXiv:2403.10444, Algorithm 2). On average it accepts at
+  least as many tokens as `speculative_sampling`.
 
   >>> from specjax import testing
   >>> block_verification(testing.MarkovModel(7), gamma=4).verifier
@@ -232,7 +235,7 @@ def early_stopping(model: Model, gamma: int,
     model: draft model over the target's vocabulary.
     gamma: maximal draft length.
     stop: stop rule.
-    verifier: rule for chains of drafters that are not autoregressive.
+    verifier: rule for chains. It must not require an autoregressive drafter.
   """
   return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),
                   verifier)
@@ -241,8 +244,9 @@ def early_stopping(model: Model, gamma: int,
 def greedy_block_verification(model: Model, gamma: int) -> Strategy:
   """Drafts a chain for the rule that accepts most in a single round.
 
-  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). It modifies the target
-  distribution of the following rounds, which can cost the gain again.
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). To stay exact, the rule
+  modifies the target distribution of the following rounds. Later rounds then
+  accept less, which can outweigh the gain.
 
   >>> from specjax import testing
   >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier

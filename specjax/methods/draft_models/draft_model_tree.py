@@ -1,4 +1,4 @@
-"""Draft models with static trees, one pass per level.
+"""Draft models that sample static trees, with one pass per level.
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
 arXiv:2402.12374), RSD (Jeon et al. 2024, arXiv:2402.14160) and the drafts of
@@ -36,9 +36,10 @@ from specjax.types import Verdict
 class DraftModelTree(_common.OneModel, _trees.StaticTree):
   """Samples the children of every node from a draft model.
 
-  A round costs one pass over the last two committed tokens and one over each
-  level that has children. Leaves are not fed. The cache keeps the fed nodes of
-  the accepted path, so two tokens are enough to catch up.
+  A round costs one pass over the last two committed tokens, and one pass over
+  the nodes with children of each level below the root. The model does not read
+  leaves. An accepted path ends with at most one leaf, so at most two committed
+  tokens are missing from the cache.
 
   Attributes:
     model: draft model over the target's vocabulary.
@@ -50,8 +51,8 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
       likely tokens, then these. At temperature 0 the last three have the same
       children; hybrid has the least likely one first, which matters if subtrees
       are unequal.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless, because the verifier gets the distributions after it.
   """
 
   model: Model
@@ -61,7 +62,8 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Otherwise a row also depends on the earlier siblings.
+    # Without i.i.d. children, the distribution of a child also depends on its
+    # earlier siblings.
     return self.iid
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -72,7 +74,7 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts the tree per row."""
+    """Samples the tokens of the tree for each row."""
     if self.num_nodes == 1:
       return rounds.root_only(state, self.model.vocab_size), state.drafter
 
@@ -166,9 +168,10 @@ def rsd(model: Model, branching: Sequence[int]) -> Strategy:
 
 
 def traversal(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts Sequoia's tree for traversal verification from the leaves up.
+  """Drafts a tree with different siblings for traversal verification.
 
-  Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification.
+  Weng et al. 2025 (arXiv:2505.12398). The rule verifies the tree from the
+  leaves to the root. On a chain it equals block verification.
 
   >>> from specjax import testing, trees
   >>> traversal(testing.MarkovModel(7), trees.full_tree((2, 2))).verifier
@@ -201,8 +204,9 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
 def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   """Drafts the most likely children of every node for the target's walk.
 
-  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). No valid
-  rule accepts more of such drafts in one round.
+  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). The target
+  samples a token at each node, as long as a child has it. No exact rule accepts
+  more of such drafts in one round.
 
   >>> from specjax import testing, trees
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier

@@ -34,7 +34,8 @@ class DynamicTreeState:
 
   Attributes:
     cache: cache of the model.
-    slots: `[B, N]` int32, place of each node in the block that was fed.
+    slots: `[B, N]` int32, place of each node in the block of tokens that the
+      model read.
   """
 
   cache: Cache
@@ -46,18 +47,19 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
   """Expands the likeliest nodes of every level and drafts the likeliest of all.
 
   The value of a node is the product of the model's probabilities on its path.
-  Every level expands its `top_k` best nodes by `top_k` children each. The N - 1
-  best candidates are drafted. They are connected, because a child is not better
-  than its parent and loses ties. The tree is a deterministic function of the
-  context, and the rows of q are one-hot.
+  Every level expands its `top_k` best nodes by `top_k` children each. Of all
+  children, the N - 1 best are drafted. They form a tree with the root, because
+  a child's value is at most its parent's, and ties go to the parent. The tree
+  is a deterministic function of the context, so the draft distributions are
+  one-hot.
 
   Attributes:
     model: draft model over the target's vocabulary.
     depth: number of levels below the root, one pass each.
     top_k: number of expanded nodes per level, and of children of each.
     num_nodes: number of nodes N, the root included.
-    transform: transform of logits to confidences. It differs from the decoder's
-      transform, which has no second best token at temperature 0.
+    transform: transform of logits to confidences. The decoder's transform does
+      not serve, because at temperature 0 all tokens but one have probability 0.
   """
 
   model: Model
@@ -68,7 +70,8 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
 
   @property
   def autoregressive(self) -> bool:
-    # All candidates decide together which nodes are drafted.
+    # The values of all candidates together decide which nodes are drafted, so a
+    # node's presence depends on other paths.
     return self.chain
 
   @property
@@ -119,10 +122,11 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
 
 def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
                 num_nodes: int = 60) -> Strategy:
-  """Drafts a tree that follows the model's confidence, for the target's walk.
+  """Drafts a tree whose shape follows the model's confidence.
 
   The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
-  4), for any language model.
+  4), for any language model. The draft is deterministic, and the target's walk
+  (`verifiers.TargetWalk`) verifies it.
 
   >>> from specjax import testing
   >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes

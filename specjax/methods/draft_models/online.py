@@ -1,18 +1,19 @@
 """Online speculative decoding: a draft model that learns from verification.
 
-Online speculative decoding, Liu et al. 2023 (arXiv:2310.07177). Verification
-computes the target's distributions at the drafted tokens, so distillation of
-the drafter costs only its own gradient. The drafter changes between rounds and
-reports the q that it sampled from, so every schedule of updates is exact.
+Online speculative decoding (OSD), Liu et al. 2023 (arXiv:2310.07177).
+Verification computes the target's distributions at the drafted tokens. So
+distillation of the drafter costs only the drafter's gradient. The drafter
+changes between rounds only, and reports the distributions that it sampled from.
+So every schedule of updates is exact.
 
-The learned part is a correction of the model's logits z by its last hidden
-state h,
+OSD trains all weights of one drafter for all requests. Here the model's weights
+are fixed, and a correction of its logits z [V] is learned from its last hidden
+state h [F]:
 
-  z + c + U' A' h,   A [F, r], U [r, V], c [V],
+  z + c + U' A' h,   A [F, r], U [r, V], c [V].
 
-one for each row of the batch. So the tokens of a row do not depend on other
-rows, and rows can move between slots. The model's weights are fixed. (OSD
-trains all weights of one drafter for all requests.)
+Each row of the batch has its own correction. So the tokens of a row do not
+depend on other rows, and rows can move between slots.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ POSITIONS = ("rejected", "path", "all")
 
 @struct.dataclass
 class Correction:
-  """Learned correction; every leaf has the rows B first.
+  """Learned correction c + U' A' h of each row's logits, for hidden states h.
 
   Attributes:
     down: matrices A, `[B, F, r]`.
@@ -69,7 +70,7 @@ class Correction:
 
 @struct.dataclass
 class Learner:
-  """State of an `Online` drafter; every leaf has the rows B first.
+  """State of an `Online` drafter; the first axis of every leaf is the batch B.
 
   Attributes:
     cache: cache of the model.
@@ -111,10 +112,11 @@ class _Corrected(AroundModel):
 class Online(_common.OneModel, _common.DrawnChain):
   """`DraftModel` with a correction of the logits that is learned online.
 
-  After a round the model reads its draft again in one pass, for its hidden
-  states. The correction takes a gradient step on the mean cross-entropy
-  -sum_x p(x) log q(x) at some positions, with p and q at temperature 1. The q
-  of a draft then depends on the rounds before it.
+  After a round the model reads its draft again in one pass, to compute its
+  hidden states. The correction takes a gradient step on the mean cross-entropy
+  -sum_x p(x) log q(x) at the training positions, where p is the target's
+  distribution and q the drafter's, both at temperature 1. So the distribution
+  of a draft depends on the rounds before it.
 
   `params["drafter"]` are the parameters of the model, which do not change.
 
@@ -174,7 +176,8 @@ class Online(_common.OneModel, _common.DrawnChain):
     del prefill_output
     output = read_prompt(self.model, params["drafter"], prompt)
     batch, width = len(prompt.lengths), output.hidden.shape[-1]
-    # All rows start equal. With U = 0 the correction is 0 for any A.
+    # With U = 0 the correction is 0 for any A, so A can be the same random
+    # matrix in all rows.
     down = width**-0.5 * jax.random.normal(
         jax.random.key(0), (width, self.rank))
     size = self.model.vocab_size
@@ -233,7 +236,7 @@ class Online(_common.OneModel, _common.DrawnChain):
 
   def _read_again(self, params: Any, drafter: Learner, draft: Draft
                   ) -> ModelOutput:
-    """Returns the model's own output `[B, N]` at the nodes of a draft."""
+    """Returns the model's output at the N nodes of a draft, uncorrected."""
     batch, size = draft.tokens.shape
     return self.model(
         params, draft.tokens, *topology.causal(batch, size),
@@ -254,7 +257,12 @@ class Online(_common.OneModel, _common.DrawnChain):
 
 
 def _check_alike(learned: Learner, own: Learner) -> None:
-  """Raises `ValueError` if `learned` has another form than the own state."""
+  """Raises `ValueError` if two states have different sizes or optimizers.
+
+  Args:
+    learned: state of earlier sequences.
+    own: state of this decoder.
+  """
   sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
   if sizes(learned) != sizes(own):
     form = [f"{rows} rows, {width} hidden channels, rank {rank} and {size} "
@@ -262,7 +270,8 @@ def _check_alike(learned: Learner, own: Learner) -> None:
     raise ValueError(
         f"learned has {form[0]}, and the decoding state has {form[1]}; give a "
         "learned state of the same drafter with the same number of rows")
-  # The structure distinguishes optax's states with equal leaves.
+  # States of different optimizers may have equal leaves, so the structures are
+  # compared too.
   forms = [(jax.tree.structure(x.optimizer), [
       (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
            for x in (learned, own)]
@@ -289,7 +298,7 @@ def online(model: Model, gamma: int, learning_rate: float = 1e-3,
     gamma: draft length.
     learning_rate: learning rate of Adam.
     positions: training positions, see `drafters.Online`.
-    verifier: rule for chains of drafters that are not autoregressive.
+    verifier: rule for chains. It must not require an autoregressive drafter.
   """
   return Strategy(Online(
       model=model, gamma=gamma, learning_rate=learning_rate,

@@ -34,15 +34,15 @@ from specjax.types import Verdict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paths(Drafter):
-  """Samples K independent chains; path k is from model k mod len(models).
+  """Samples K independent chains (paths) and packs them into a prefix tree.
 
-  The chains are packed at run time, see `topology.prefix_tree`, with one node
-  for each drafted token. The shape of the tree reveals sampled tokens: two
-  paths below an earlier sibling mean that a later path has also drawn that
-  sibling's token. This is harmless, because the probability to accept a token
-  below a node does not depend on the shape there.
+  Path k is sampled from model k mod len(models). The tree has one node for each
+  drafted token, see `topology.prefix_tree`. Its shape depends on the sampled
+  tokens: two paths below a node mean that a later path has drawn the same
+  token. The output stays exact, because the probability to accept a token below
+  a node does not depend on the tree's shape there.
 
-  `params["drafter"]` is a tuple with an entry for each model.
+  `params["drafter"]` is a tuple with the parameters of each model.
 
   Attributes:
     models: draft models over the target's vocabulary.
@@ -77,7 +77,8 @@ class Paths(Drafter):
 
   @property
   def autoregressive(self) -> bool:
-    # With several models q also depends on the path of a token.
+    # With several models, a token's draft distribution also depends on the path
+    # that drafted it.
     return self.iid
 
   @property
@@ -116,7 +117,10 @@ class Paths(Drafter):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Any]:
-    """Drafts paths per row; node 1 + d * K + k is token d of path k."""
+    """Drafts K paths per row.
+
+    Node 1 + d * K + k is token d = 0, 1, ... of path k = 0..K-1.
+    """
     draw = _trees.drawer("iid", self.transform, state.temperature)
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
     used = 0
@@ -124,8 +128,9 @@ class Paths(Drafter):
         zip(self.models, params["drafter"], state.drafter)):
       paths = range(m, self.num_paths, len(self.models))
       bundle = shapes.full_tree((len(paths), *[1] * (self.length - 1)))
-      # A single model keeps the accepted path in its cache. With several
-      # models, the accepted path may be of another model.
+      # A single model's cache lacks at most two tokens after `commit`. With
+      # several models the accepted path may be another model's, so that up to
+      # `length` + 1 tokens are missing from this cache.
       logits, cache = _common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1,
           more=len(paths) * (self.length - 1))
@@ -153,7 +158,11 @@ class Paths(Drafter):
 
   def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Returns the caches; a single model's has the accepted path compacted."""
+    """Returns the caches.
+
+    A single model's cache keeps the accepted path. With several models
+    `propose` reads the committed tokens again.
+    """
     del params, draft, target_output
     if not self.iid:
       return drafter
@@ -172,8 +181,9 @@ def merged_specinfer(models: Sequence[Model], length: int,
                      num_paths: int | None = None) -> Strategy:
   """Drafts paths of several models, merged into one tree.
 
-  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation), with boost-tuned
-  models, see `experiments/boost_drafters.py`.
+  Miao et al. 2023 (arXiv:2305.09781, merge-based speculation). The paper tunes
+  the models one after another on the errors of those before
+  (`experiments/boost_drafters.py`).
 
   >>> from specjax import testing
   >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
@@ -181,9 +191,10 @@ def merged_specinfer(models: Sequence[Model], length: int,
   7
 
   Args:
-    models: draft models; `params["drafter"]` is a tuple.
+    models: draft models; `params["drafter"]` is a tuple of their parameters.
     length: number of tokens of a path.
-    num_paths: number of paths, dealt to the models in turn; None: one each.
+    num_paths: number of paths; path k is sampled from model k mod len(models).
+      None: one path per model.
   """
   models = tuple(models)
   paths = Paths(
