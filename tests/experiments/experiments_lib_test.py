@@ -24,6 +24,7 @@ from lib.configurations import base  # noqa: E402
 from lib.configurations import compositions  # noqa: E402
 from lib.configurations import generation  # noqa: E402
 from lib.configurations import one_of  # noqa: E402
+from lib.rollouts import records  # noqa: E402
 from lib.rollouts import resumable  # noqa: E402
 import redraw  # noqa: E402
 
@@ -145,7 +146,7 @@ def test_runs_of_another_form_are_refused(tmp_path, monkeypatch):
     assert path.read_text() == text
   path.unlink()
   full = lambda path, mode: open("/dev/full", mode)
-  monkeypatch.setattr(resumable, "open", full, raising=False)
+  monkeypatch.setattr(records, "open", full, raising=False)
   with pytest.raises(OSError, match="No space left on device: .*runs.jsonl"):
     study()  # the file is named
 

@@ -6,11 +6,8 @@ run is appended to a JSONL file, from which a killed study resumes.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
-import json
-import os
 import pathlib
 import sys
 from typing import Any
@@ -19,9 +16,8 @@ import jax
 import tqdm
 
 from lib import compilation
-from specjax.utils import files
+from lib.rollouts import records
 from specjax.utils import fingerprints
-from specjax.utils import processes
 
 _MOST_DECODERS = 30  # compiled programs in memory, see `run`
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
@@ -45,7 +41,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
         beside: Sequence[Callable] = (), window: int | None = None):
   """Decodes the units that are missing in `path`, and appends them.
 
-  Compiled code is dropped when more than 30 programs are in memory. A CPU
+  With a window, several processes share the units, and all of them return all
+  runs. Compiled code is dropped when more than 30 programs are in memory. A CPU
   decoder maps up to 2,000 memory regions, and Linux allows 65,530 per process.
 
   Args:
@@ -63,51 +60,59 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   Returns:
     `{unit: {name: run}}`.
   """
-  stored = processes.by_the_first(lambda: _read(path))
+  record = records.Record(path)
   groups = {}
   for unit in units:
     groups.setdefault(group_of(unit), []).append(unit)
-  made = {group: make_configurations(group) for group in groups if window}
-  left = {group: _missing(some, stored, made.get(group, ()))
+  names_of = make_configurations if window else lambda group: ()
+  left = {group: record.missing(some, names_of(group))
           for group, some in groups.items()}
   missing = sum(map(len, left.values()))
   if missing < len(units):
     print(f"{len(units) - missing} of {len(units)} prompts are in {path}; "
           "delete it to measure them again", file=sys.stderr)
-  writes = path if processes.is_first() else os.devnull
-  with (files.naming(path), open(writes, "ab") as f,
-        tqdm.tqdm(total=missing + missing // 2 + 1, bar_format=_BAR,
-                  dynamic_ncols=True) as bar):
+  own = {group: _share(some, prompt_of) if window else some
+         for group, some in left.items()}
+  missing = sum(map(len, own.values()))
+  with record.open() as add, tqdm.tqdm(
+      total=missing + missing // 2 + 1, bar_format=_BAR, dynamic_ncols=True
+  ) as bar:
     programs = _Programs(beside, bar)
-    for group, some in left.items():
-      configurations = made.pop(group, None)
-      if not some:
-        continue
-      configurations = configurations or make_configurations(group)
-      programs.compile(
-          configurations, max((prompt_of(unit)[0] for unit in groups[group]),
-                              key=len), 1 + len(some) // 2)
-      runs = (_in_turn(configurations, some, prompt_of, bar) if window is None
-              else _in_windows(configurations, some, prompt_of, bar, window,
-                               stored))
-      for unit, found in runs:
-        f.write(_line(unit, found))
-        f.flush()
-        stored.setdefault(unit, {}).update(found)
+    for group in filter(own.get, groups):
+      configurations, some = make_configurations(group), own[group]
+      programs.compile(configurations, _longest(groups[group], prompt_of),
+                       1 + len(some) // 2)
+      for unit, found in _decode(configurations, some, prompt_of, bar, window,
+                                 record.runs):
+        add(unit, found)
     bar.set_description("decoded")
     bar.n = bar.total
     bar.refresh()
-  return {unit: stored[unit] for unit in units}
+  record.merge()
+  return {unit: record.runs[unit] for unit in units}
 
 
-def _missing(units: list[tuple], stored: dict, names: Iterable[str]
-             ) -> list[tuple]:
-  """Returns the units that lack a run.
+def _share(units: list[tuple], prompt_of: Callable[[tuple], tuple]
+           ) -> list[tuple]:
+  """Returns the units that this process decodes, the longest prompt first."""
+  units = sorted(units, key=lambda unit: -len(prompt_of(unit)[0]))
+  return units[jax.process_index()::jax.process_count()]
 
-  Rows of a batch are stored one by one, so a unit may lack some of `names`.
-  """
-  return [unit for unit in units
-          if unit not in stored or not set(names) <= stored[unit].keys()]
+
+def _longest(units: list[tuple], prompt_of: Callable[[tuple], tuple]
+             ) -> Sequence[int]:
+  return max((prompt_of(unit)[0] for unit in units), key=len)
+
+
+def _decode(configurations: dict[str, Any], units: list[tuple],
+            prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
+            window: int | None, stored: dict):
+  """Yields units with their runs; see `run` for the order."""
+  if window is None:
+    yield from _in_turn(configurations, units, prompt_of, bar)
+  else:
+    yield from _in_windows(configurations, units, prompt_of, bar, window,
+                           stored)
 
 
 def _in_turn(configurations: dict[str, Any], units: list[tuple],
@@ -124,9 +129,8 @@ def _in_turn(configurations: dict[str, Any], units: list[tuple],
 
 def _in_windows(configurations: dict[str, Any], units: list[tuple],
                 prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
-                window: int | None, stored: dict):
+                window: int, stored: dict):
   """Yields a unit and one run at a time; configurations take turns."""
-  units = sorted(units, key=lambda unit: -len(prompt_of(unit)[0]))
   for start in range(0, len(units), window):
     for name, configuration in configurations.items():
       some = [unit for unit in units[start:start + window]
@@ -172,26 +176,3 @@ class _Programs:
 def _advance(bar: tqdm.tqdm, step: float):
   """Moves the bar, but not beyond its end, because steps are rounded."""
   bar.update(min(step, bar.total - bar.n))
-
-
-def _read(path: pathlib.Path):
-  """Returns the stored runs by unit; removes an incomplete last line."""
-  if not path.exists():
-    return {}
-  runs = {}
-  *lines, cut = path.read_bytes().split(b"\n")
-  for number, line in enumerate(lines, 1):
-    try:
-      record = json.loads(line)
-      runs.setdefault(tuple(record["unit"]), {}).update(record["runs"])
-    except (ValueError, TypeError, KeyError):
-      raise ValueError(f"{path} line {number} is not a run of a study; delete "
-                       "the line, or choose another path") from None
-  if cut:
-    with files.atomically(path) as f:  # the next record begins a line
-      f.write(b"".join(line + b"\n" for line in lines))
-  return runs
-
-
-def _line(unit: tuple, runs: dict[str, dict[str, Any]]):
-  return (json.dumps({"unit": unit, "runs": runs}) + "\n").encode()
