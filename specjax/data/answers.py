@@ -42,8 +42,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]
   answered, last = [], 0
   for start, end in places:
     start = min(start, last)  # some tokenizers' offsets exclude spaces
-    answered.append(any(a < max(end, start + 1) and start < b
-                        for a, b in spans))
+    answered.append(chat.overlaps(spans, start, max(end, start + 1)))
     last = max(last, end)
   return ids, answered
 
@@ -72,38 +71,52 @@ def _spans(tokenizer, messages, text):
 
 def _by_contents(tokenizer, messages, text):
   """Returns the answers by the second method; None if it fails."""
-  contents = [m.get("content") for m in messages]
-  places = [isinstance(x, str) and bool(x.strip()) for x in contents]
-  if not all(place for place, m in zip(places, messages)
-             if m["role"] == "assistant"):
+  if not all(_has_text(m) for m in messages if m["role"] == "assistant"):
     return None
-  unused = chat.unused(tokenizer.chat_template, messages)
-  marks, marked = {}, []
-  for i, (message, place) in enumerate(zip(messages, places)):
-    if place:
-      head, tail = _spaces(contents[i])
-      core = contents[i].strip()
-      opening, closing = next(unused), next(unused)
-      marks |= {opening: (i, 0), closing: (i, 1)}
-      message = {**message, "content": head + opening + core + closing + tail}
-    marked.append(message)
+  marked, marks = _marked(tokenizer, messages)
   try:
     written = chat.writer(tokenizer, marked, False)(str)
   except ValueError:
     return None
-  found, length = {}, 0
-  for piece in re.split(f"([{''.join(marks)}])", written):
-    if piece not in marks:
-      length += len(piece)
-    elif marks[piece] in found:  # written twice
-      return None
-    else:
-      found[marks[piece]] = length
-  closed = [found.get((i, 1)) for i, place in enumerate(places) if place]
-  if (re.sub(f"[{''.join(marks)}]", "", written) != text or None in closed
-      or closed != sorted(closed)):
+  plain, found = _offsets(written, marks)
+  closed = [found.get((i, 1)) for i, m in enumerate(messages) if _has_text(m)]
+  if plain != text or None in closed or closed != sorted(closed):
     return None
   return _around(tokenizer, messages, text, found)
+
+
+def _has_text(message):
+  content = message.get("content")
+  return isinstance(content, str) and bool(content.strip())
+
+
+def _marked(tokenizer, messages):
+  """Returns the messages with marks around every text, and `{mark: place}`.
+
+  The place `(i, 0)` is the beginning of message i's text, `(i, 1)` its end.
+  """
+  unused = chat.unused(tokenizer.chat_template, messages)
+  marked, marks = [], {}
+  for i, message in enumerate(messages):
+    if _has_text(message):
+      head, tail = _spaces(message["content"])
+      opening, closing = next(unused), next(unused)
+      marks |= {opening: (i, 0), closing: (i, 1)}
+      message = {**message, "content": (
+          head + opening + message["content"].strip() + closing + tail)}
+    marked.append(message)
+  return marked, marks
+
+
+def _offsets(written, marks):
+  """Returns a text without its marks, and the offset of every place in it.
+
+  There are no offsets if a mark was written twice.
+  """
+  pieces = re.split(f"([{''.join(marks)}])", written)  # texts and marks in turn
+  places = [marks[mark] for mark in pieces[1::2]]
+  found = dict(zip(places, itertools.accumulate(map(len, pieces[::2]))))
+  return "".join(pieces[::2]), found if len(found) == len(places) else {}
 
 
 def _around(tokenizer, messages, text, found):
@@ -131,14 +144,25 @@ def _around(tokenizer, messages, text, found):
       head, tail = _spaces(message["content"])
       start = (at + len(header) if at >= 0 else
                begin - len(head) * text.endswith(head, low, begin))
-      space = len(text[end:]) - len(text[end:].lstrip())
-      if end_of_turn and text.startswith(end_of_turn, end + space):
-        end += space + len(end_of_turn)
-      else:
-        end += len(tail) * text.startswith(tail, end)
+      end = _end(text, end, tail, end_of_turn)
       spans.append((start, end))
     low = end or low
   return spans
+
+
+def _end(text, end, tail, end_of_turn):
+  """Returns the end of an answer, given the end of its content.
+
+  Args:
+    text: text of the conversation.
+    end: offset of the content's end, without the space after it.
+    tail: space after the content.
+    end_of_turn: text that ends a turn.
+  """
+  space = len(text[end:]) - len(text[end:].lstrip())
+  if end_of_turn and text.startswith(end_of_turn, end + space):
+    return end + space + len(end_of_turn)
+  return end + len(tail) * text.startswith(tail, end)
 
 
 def _spaces(content):
@@ -161,8 +185,7 @@ def _end_of_turn(tokenizer, tail):
 
   It ends with the first special token, because generation stops there.
   """
-  control = sorted(tokenizer.control_tokens.values(), key=len, reverse=True)
-  match = re.search("|".join(map(re.escape, control)) or "(?!)", tail)
+  match = chat.special_pattern(tokenizer).search(tail)
   return (tail[:match.end()] if match else tail).strip()
 
 

@@ -73,40 +73,60 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
   control = tokenizer.control_tokens
   opening, closing = itertools.islice(
       unused(tokenizer.chat_template, messages), 2)
-  longest_first = sorted(control.values(), key=len, reverse=True)
-  looks_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+  looks_special = special_pattern(tokenizer)
   text, marked = unmark(write(lambda content: looks_special.sub(
       rf"{opening}\g<0>{closing}", content)), opening, closing)
   encoding = parse(text)
-  inside = lambda start, end: any(start < b and a < end for a, b in marked)
-  own = [i for i, token in enumerate(encoding.ids)
-         if token in control and not inside(*encoding.offsets[i])]
-
+  ids, spans = encoding.ids, encoding.offsets
+  own = [i for i, token in enumerate(ids)
+         if token in control and not overlaps(marked, *spans[i])]
   ends, harmless = _ends(control.values())
   expected = parse(write(lambda content: content.translate(harmless))).ids
-  if ([encoding.ids[i] for i in own]
-      != [token for token in expected if token in control]):
-    raise ValueError(
-        "the contents of the messages and the chat template together make "
-        "special tokens that the template does not write by itself; take "
-        f"{' '.join(ends)} out of the contents")
+  _check_special([ids[i] for i in own], expected, control, ends)
 
-  offsets = (*encoding.offsets, (len(text), len(text)))
+  offsets = (*spans, (len(text), len(text)))
   found, first, start = Rendering(text, [], []), 0, 0
-  for i in [*own, len(encoding.ids)]:  # special tokens of the template
-    if inside(start, offsets[i][0]):
+  for i in [*own, len(ids)]:  # special tokens of the template
+    if overlaps(marked, start, offsets[i][0]):
       for at, part in tokenizer.plain(text[start:offsets[i][0]]):
         found.ids.extend(part.ids)
         found.spans.extend((start + at + a, start + at + b)
                            for a, b in part.offsets)
-    else:
-      found.ids.extend(encoding.ids[first:i])
-      found.spans.extend(offsets[first:i])
-    if i < len(encoding.ids):
-      found.ids.append(encoding.ids[i])
-      found.spans.append(offsets[i])
+      first = i
+    # The tokens between, if all are harmless, and the special token.
+    found.ids.extend(ids[first:i + 1])
+    found.spans.extend(spans[first:i + 1])
     first, start = i + 1, offsets[i][1]
   return found
+
+
+def overlaps(spans: Iterable[tuple[int, int]], start: int, end: int) -> bool:
+  """Returns True if one of the spans has a part between two offsets."""
+  return any(start < b and a < end for a, b in spans)
+
+
+def special_pattern(tokenizer: Any) -> re.Pattern[str]:
+  """Returns the pattern of the control tokens, the longest first."""
+  longest_first = sorted(tokenizer.control_tokens.values(), key=len,
+                         reverse=True)
+  return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _check_special(written: list[int], expected: list[int],
+                   control: Mapping[int, str], ends: list[str]) -> None:
+  """Raises `ValueError` for control tokens that no template writes alone.
+
+  Args:
+    written: control tokens outside the contents.
+    expected: tokens of the conversation with harmless contents.
+    control: all control tokens.
+    ends: characters at which control tokens begin or end, for the error.
+  """
+  if written != [token for token in expected if token in control]:
+    raise ValueError(
+        "the contents of the messages and the chat template together make "
+        "special tokens that the template does not write by itself; take "
+        f"{' '.join(ends)} out of the contents")
 
 
 def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],

@@ -82,13 +82,7 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   """
   found = []
   for number, turn in enumerate(turns, 1):
-    name = speaker(place, number, turn)
-    if name is None:
-      raise ValueError(f"{place}: turn {number} does not say who speaks; add "
-                       "its 'role'")
-    if name not in ROLES:
-      raise ValueError(f"{place}: turn {number} has the unknown speaker "
-                       f"{name!r}; known are {', '.join(ROLES)}")
+    role = _role(place, number, turn)
     key = "value" if "value" in turn else "content"
     # Templates use other keys (tool calls, reasoning) only in the chat format.
     others = {k: v for k, v in turn.items()
@@ -99,8 +93,20 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
     else:
       content = {"content": corpora.text_of(
           f"{place}: turn {number}", key, content)}
-    found.append({"role": ROLES[name], **content, **others})
+    found.append({"role": role, **content, **others})
   return found
+
+
+def _role(place: str, number: int, turn: Any) -> str:
+  """Returns the role of a turn's speaker in chat templates, see `speaker`."""
+  name = speaker(place, number, turn)
+  if name is None:
+    raise ValueError(f"{place}: turn {number} does not say who speaks; add "
+                     "its 'role'")
+  if name not in ROLES:
+    raise ValueError(f"{place}: turn {number} has the unknown speaker "
+                     f"{name!r}; known are {', '.join(ROLES)}")
+  return ROLES[name]
 
 
 def field_of(source: str, field: str | None = None) -> str | None:

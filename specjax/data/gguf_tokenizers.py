@@ -102,10 +102,7 @@ def read(metadata: Mapping[str, Any]
         "(SentencePiece BPE): give the model as safetensors with a "
         "tokenizer.json")
   _check(data, tokens)
-  types = list(data.get("token_type", [_NORMAL] * len(tokens)))
-  for name in _ENDS:  # never read from text, so they are control tokens
-    if f"{name}_token_id" in data:
-      types[data[f"{name}_token_id"]] = _CONTROL
+  types = _types(data, len(tokens))
   build, bos, eos = ((_byte_level, None, None) if kind == "gpt2"
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
@@ -119,11 +116,22 @@ def read(metadata: Mapping[str, Any]
     text = tokens[bos]
     backend.post_processor = processors.TemplateProcessing(
         single=[text, "$A"], pair=[text, "$A", "$B"],
-        special_tokens=[(text, int(bos))])
+        special_tokens=[(text, bos)])
   return backend, {
-      "bos": None if bos is None else int(bos),
-      "eos": None if eos is None else int(eos), "adds_bos": adds_bos,
+      "bos": bos, "eos": eos, "adds_bos": adds_bos,
       "chat_template": metadata.get("tokenizer.chat_template")}
+
+
+def _types(data, count) -> list[int]:
+  """Returns the types of `count` tokens; ends of sequences are control tokens.
+
+  Text never contains these ends, whatever the file says.
+  """
+  types = list(data.get("token_type", [_NORMAL] * count))
+  for name in _ENDS:
+    if f"{name}_token_id" in data:
+      types[data[f"{name}_token_id"]] = _CONTROL
+  return types
 
 
 def _check(data, tokens) -> None:
@@ -184,18 +192,10 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
   if "scores" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.scores, which "
                      "SentencePiece's BPE needs; convert the model again")
-  # Control tokens and bytes are not pieces: text never merges into them.
-  pieces = {token for token, kind in zip(tokens, types)
-            if kind in (_NORMAL, _UNUSED)}
-  order = sorted((i for i, token in enumerate(tokens) if token in pieces),
-                 key=lambda i: -data["scores"][i])
-  merges = [(token[:cut], token[cut:])
-            for token in (tokens[i] for i in order)
-            for cut in range(1, len(token))
-            if token[:cut] in pieces and token[cut:] in pieces]
   unknown = [token for token, kind in zip(tokens, types) if kind == _UNKNOWN]
   backend = tokenizers.Tokenizer(models.BPE(
-      vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
+      vocab={token: i for i, token in enumerate(tokens)},
+      merges=_merges(tokens, types, data["scores"]),
       unk_token=unknown[0] if unknown else None, fuse_unk=True,
       byte_fallback=True))
   replaced = normalizers.Replace(" ", _SPACE)
@@ -209,6 +209,18 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
     backend.normalizer = replaced
   backend.decoder = decoders.Sequence(decoded)
   return backend, True
+
+
+def _merges(tokens, types, scores) -> list[tuple[str, str]]:
+  """Returns the pairs of pieces that form a piece, best score first."""
+  # Control tokens and bytes are not pieces: text never merges into them.
+  order = sorted((i for i, kind in enumerate(types)
+                  if kind in (_NORMAL, _UNUSED)), key=lambda i: -scores[i])
+  best_first = [tokens[i] for i in order]
+  pieces = set(best_first)
+  return [(token[:cut], token[cut:]) for token in best_first
+          for cut in range(1, len(token))
+          if token[:cut] in pieces and token[cut:] in pieces]
 
 
 def _add(backend, tokens, types, strips) -> None:

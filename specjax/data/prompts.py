@@ -77,20 +77,24 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
     prompts = [_of_record(path, number, record, field)
                for number, record in corpora.json_lines(path)]
   elif path.suffix in (".txt", ".md"):
-    text = _OUTER_LINES.sub("", read_text(path))
-    prompts = _BLANK_LINES.split(text)
+    prompts = _paragraphs(path)
   else:
     raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a prompts "
                      f"file is a {_ENDINGS} file")
   prompts = [p for p in prompts if p.strip()]
   if not prompts:
     raise ValueError(f"{path} holds no prompt; at least one is needed")
-  if path.suffix in (".txt", ".md") and len(prompts) == 1 and (
-      "\n" in prompts[0]):
-    print(f"{path} has no blank line between prompts, so its "
-          f"{prompts[0].count(chr(10)) + 1} lines are one prompt; if each line "
-          "is a prompt, put blank lines between them", file=sys.stderr)
   return prompts
+
+
+def _paragraphs(path: pathlib.Path) -> list[str]:
+  """Returns the parts of a text file between blank lines."""
+  parts = _BLANK_LINES.split(_OUTER_LINES.sub("", read_text(path)))
+  if len(parts) == 1 and "\n" in parts[0]:
+    print(f"{path} has no blank line between prompts, so its "
+          f"{parts[0].count(chr(10)) + 1} lines are one prompt; if each line "
+          "is a prompt, put blank lines between them", file=sys.stderr)
+  return parts
 
 
 def users_turn(place: str, turns: Sequence[Any]) -> Any:

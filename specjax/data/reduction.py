@@ -36,33 +36,44 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   parts = {}  # only the first merge of a token is used
   for left, right in merges:
     parts.setdefault(left + right, (left, right))
-  special = {token["content"] for token in spec["added_tokens"]}
-  kept = special | {token for token in vocab if token not in parts}
-  if size < len(kept):
-    raise ValueError(f"size is {size}; the {len(kept)} special tokens and "
-                     "those that no merge makes have to be kept")
+  added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+  required = added.keys() | {token for token in vocab if token not in parts}
   counts = np.asarray(counts)
-  for token in sorted(vocab, key=lambda token: -counts[vocab[token]]):
-    needed = _with_parts(token, parts, kept)
-    if len(kept) + len(needed) <= size:
-      kept |= needed
-  old = dict(vocab) | {
-      token["content"]: token["id"] for token in spec["added_tokens"]}
-  new = {token: i for i, token in enumerate(
-      sorted((token for token in old if token in kept), key=old.get))}
-  spec["model"]["vocab"] = {t: i for t, i in new.items() if t in vocab}
-  spec["model"]["merges"] = [
-      merge for merge in merges
-      if {*merge, "".join(merge)} <= spec["model"]["vocab"].keys()]
-  for token in spec["added_tokens"]:
-    token["id"] = new[token["content"]]
-  _renumber(spec.get("post_processor"), new)
+  kept = _most_frequent(
+      sorted(vocab, key=lambda token: -counts[vocab[token]]), parts, required,
+      size)
+  old = vocab | added
+  new = {token: i for i, token in enumerate(sorted(kept, key=old.get))}
+  _restrict(spec, merges, new)
   again = lambda token: None if token is None else (
       new[tokenizer.backend.id_to_token(token)])
   return Tokenizer(
       tokenizers.Tokenizer.from_str(json.dumps(spec)),
       bos=again(tokenizer.bos), eos=again(tokenizer.eos),
       adds_bos=tokenizer.adds_bos, chat_template=tokenizer.chat_template)
+
+
+def _most_frequent(tokens, parts, required, size):
+  """Returns `size` tokens: the required ones, then the most frequent ones.
+
+  Args:
+    tokens: all tokens, the most frequent first.
+    parts: the two tokens that are merged to a token, by the token.
+    required: tokens that must be in the result.
+    size: size of the result. It may be less if parts do not fit.
+
+  Raises:
+    ValueError: more tokens are required.
+  """
+  if size < len(required):
+    raise ValueError(f"size is {size}; the {len(required)} special tokens and "
+                     "those that no merge makes have to be kept")
+  kept = set(required)
+  for token in tokens:
+    needed = _with_parts(token, parts, kept)
+    if len(kept) + len(needed) <= size:
+      kept |= needed
+  return kept
 
 
 def _with_parts(token, parts, kept):
@@ -74,6 +85,23 @@ def _with_parts(token, parts, kept):
       needed.add(token)
       open_ += parts.get(token, ())
   return needed
+
+
+def _restrict(spec, merges, new) -> None:
+  """Reduces a `tokenizer.json` to the tokens of `new`, in place.
+
+  Args:
+    spec: contents of the file.
+    merges: pairs of tokens that are merged.
+    new: new ids by token.
+  """
+  vocab = {t: i for t, i in new.items() if t in spec["model"]["vocab"]}
+  merges = [merge for merge in merges
+            if {*merge, "".join(merge)} <= vocab.keys()]
+  spec["model"] |= {"vocab": vocab, "merges": merges}
+  for token in spec["added_tokens"]:
+    token["id"] = new[token["content"]]
+  _renumber(spec.get("post_processor"), new)
 
 
 def _renumber(node: Any, new) -> None:

@@ -34,16 +34,6 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
     raise ValueError("the tokenizer has neither bos nor eos to part "
                      "documents; name one in its tokenizer_config.json")
   waiting, size = [], 0  # pairs (separator ids before a piece, the piece)
-
-  def encoded():
-    encodings = tokenizer.backend.encode_batch(
-        [piece for _, piece in waiting], add_special_tokens=False)
-    return np.concatenate([
-        np.asarray([*before, *(
-            token for _, part in tokenizer.plain(piece, encoding)
-            for token in part.ids)], np.uint32)
-        for (before, piece), encoding in zip(waiting, encodings)])
-
   for text in texts:
     token_bytes.check_text(text)
     before = [between]
@@ -51,10 +41,21 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
       waiting.append((before, piece))
       before, size = [], size + len(piece)
       if size >= _TOGETHER:
-        yield encoded()
+        yield _joined(tokenizer, waiting)
         waiting, size = [], 0
   if waiting:
-    yield encoded()
+    yield _joined(tokenizer, waiting)
+
+
+def _joined(tokenizer: Any, pieces: list[tuple[list[int], str]]) -> np.ndarray:
+  """Returns the ids of pairs `(ids before a piece, the piece)`."""
+  encodings = tokenizer.backend.encode_batch(
+      [piece for _, piece in pieces], add_special_tokens=False)
+  return np.concatenate([
+      np.asarray([*before, *(
+          token for _, part in tokenizer.plain(piece, encoding)
+          for token in part.ids)], np.uint32)
+      for (before, piece), encoding in zip(pieces, encodings)])
 
 
 def cut(tokenizer: Any, text: str) -> Iterator[str]:

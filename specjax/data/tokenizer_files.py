@@ -18,6 +18,7 @@ from specjax.utils.files import read_text
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"
 _IDS = 2**32  # token ids are below this number
+_ENDS = "bos_token", "eos_token"
 _SPECIAL = "special_tokens_map.json"
 _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 _BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # files read but never written
@@ -55,17 +56,7 @@ def read(path: str | os.PathLike[str]
     return backend, own | {"chat_template": template}
   _mark_special(backend, named)
   before, after = _template_tokens(backend)
-  wanted = [name for name, token in (("bos_token", before),
-                                     ("eos_token", after))
-            if token is None and name not in named]
-  tokens = _last_resort(backend, file.with_name("config.json"), wanted)
-  tokens |= {"bos_token": before} if before is not None else {}
-  tokens |= {"eos_token": after} if after is not None else {}
-  for name in ("bos_token", "eos_token"):
-    if name in named:
-      tokens[name] = _id(backend, file, name, named[name])
-  if before is not None:  # the token put before a text is `bos` by definition
-    tokens["bos_token"] = before
+  tokens = _begin_and_end(backend, file, named, before, after)
   return backend, {
       "bos": tokens.get("bos_token"), "eos": tokens.get("eos_token"),
       "adds_bos": before is not None or named.get("add_bos_token") is True,
@@ -138,16 +129,39 @@ def _template_tokens(backend) -> tuple[int | None, int | None]:
           encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
 
 
-def _last_resort(backend, path, wanted) -> dict[str, int]:
+def _begin_and_end(backend, file, named, before, after
+                   ) -> dict[str, int | None]:
+  """Returns the ids of "bos_token" and "eos_token", if they are known.
+
+  Args:
+    backend: the tokenizer.
+    file: its file.
+    named: values of the files beside it.
+    before: token that the tokenizer puts before a text, or None.
+    after: token that it puts after a text, or None.
+  """
+  written = {name: token for name, token in zip(_ENDS, (before, after))
+             if token is not None}
+  tokens = _last_resort(backend, file.with_name("config.json"),
+                        named | written) | written
+  for name in _ENDS:
+    if name in named:
+      tokens[name] = _id(backend, file, name, named[name])
+  if before is not None:  # the token put before a text is `bos` by definition
+    tokens["bos_token"] = before
+  return tokens
+
+
+def _last_resort(backend, path, known) -> dict[str, int]:
   """Returns ids from the model's configuration, else of `END_OF_TEXT`."""
   config = _json(path)
   found = {}
-  for name in ("bos_token", "eos_token"):
+  for name in _ENDS:
     value = config.get(name + "_id")
     value = value[0] if isinstance(value, list) and value else value
     if (isinstance(value, int) and 0 <= value < _IDS  # -1 in some files: none
         and backend.id_to_token(value) is not None):
-      if name in wanted:
+      if name not in known:
         check_not_ordinary(backend, value, f"{name}_id", path)
       found[name] = value
   end = backend.token_to_id(END_OF_TEXT)
@@ -200,16 +214,21 @@ def _chat_template(directory, config) -> str | None:
   template = config.get("chat_template") or _json(
       directory / _TEMPLATE_JSON).get("chat_template")
   if isinstance(template, list):  # several templates with names
-    by_name = {item.get("name"): item.get("template")
-               for item in template if isinstance(item, dict)}
-    if len(by_name) < len(template) or not all(
-        isinstance(text, str) for item in by_name.items() for text in item):
-      raise ValueError(f"the chat_template in {directory} is a list whose "
-                       "items have not all a 'name' and a 'template' of their "
-                       f"own; {_FIX}")
-    template = by_name.get("default", next(iter(by_name.values()), None))
+    template = _default_template(directory, template)
   if not isinstance(template, str | None):
     raise ValueError(f"the chat_template in {directory} is a "
                      f"{type(template).__name__}; it must be a text, or a list "
                      f"of dicts with a 'name' and a 'template': {_FIX}")
   return template
+
+
+def _default_template(directory, templates) -> str | None:
+  """Returns the template "default", else the first one, of a list."""
+  by_name = {item.get("name"): item.get("template")
+             for item in templates if isinstance(item, dict)}
+  if len(by_name) < len(templates) or not all(
+      isinstance(text, str) for item in by_name.items() for text in item):
+    raise ValueError(f"the chat_template in {directory} is a list whose "
+                     "items have not all a 'name' and a 'template' of their "
+                     f"own; {_FIX}")
+  return by_name.get("default", next(iter(by_name.values()), None))

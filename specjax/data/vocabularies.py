@@ -11,7 +11,6 @@ arXiv:2502.05202).
 import codecs
 from collections.abc import Mapping
 import hashlib
-from typing import Any
 from typing import Protocol
 
 from flax import struct
@@ -83,6 +82,29 @@ def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
   return data[:len(data) - len(rest)], text, decoder.getstate()[0]
 
 
+def _names_and_bytes(tokenizer: ReadsText, count: int
+                     ) -> tuple[list[str | None], list[bytes]]:
+  """Returns the names and the bytes of the first `count` tokens.
+
+  Without a backend all names are None. With one, unused ids have no name.
+  """
+  backend = getattr(tokenizer, "backend", None)
+  names = [backend.id_to_token(i) if backend else None for i in range(count)]
+  return names, [b"" if backend and name is None else tokenizer.token_bytes(i)
+                 for i, name in enumerate(names)]
+
+
+def _ids_by_bytes(texts: list[bytes], names: list[str | None]
+                  ) -> dict[bytes, int]:
+  """Returns `Vocabulary.ids` of tokens with these bytes and names."""
+  ids, fallbacks = {}, {}
+  for i, (text, name) in enumerate(zip(texts, names)):
+    is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(name or "")
+    if text:
+      (fallbacks if is_byte else ids).setdefault(text, i)
+  return fallbacks | ids
+
+
 class Vocabulary:
   """Tokens of a tokenizer by their bytes.
 
@@ -106,19 +128,11 @@ class Vocabulary:
     """
     self._tokenizer = tokenizer
     self.size = tokenizer.vocab_size if size is None else size
-    backend = getattr(tokenizer, "backend", None)
-    name_of = backend.id_to_token if backend else lambda token: None
-    names = [name_of(i) for i in range(min(self.size, tokenizer.vocab_size))]
-    self.texts = [b"" if backend and name is None else tokenizer.token_bytes(i)
-                  for i, name in enumerate(names)]
+    names, self.texts = _names_and_bytes(
+        tokenizer, min(self.size, tokenizer.vocab_size))
     self.specials = {name: i for i, name in enumerate(names)
                      if name and not self.texts[i]}
-    self.ids, fallbacks = {}, {}
-    for i, text in enumerate(self.texts):
-      is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(names[i] or "")
-      if text:
-        (fallbacks if is_byte else self.ids).setdefault(text, i)
-    self.ids = fallbacks | self.ids
+    self.ids = _ids_by_bytes(self.texts, names)
     self._longest = max(map(len, self.ids), default=0)
     self.texts += [b""] * (self.size - len(self.texts))
     within = lambda token: token if (token or 0) < self.size else None
@@ -249,17 +263,13 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   """
   drafter = Vocabulary(drafter, draft_size)
   target = Vocabulary(target, target_size)
-  to_target = np.full(drafter.size, target.size, np.int32)
-  for i, text in enumerate(drafter.texts):
-    to_target[i] = target.ids.get(text, target.size) if text else target.size
+  to_target = np.array([target.ids.get(text, target.size)
+                        for text in drafter.texts], np.int32)
   spellings = [_spelling(drafter, text) for text in target.texts]
   for draft_id, target_id in special_pairs(drafter, target):
     to_target[draft_id], spellings[target_id] = target_id, [draft_id]
 
-  twins = np.full(target.size, drafter.size, np.int32)
-  for i, spelling in enumerate(spellings):
-    if len(spelling) == 1 and to_target[spelling[0]] == i:
-      twins[i] = spelling[0]
+  twins = _twins(to_target, spellings)
   has_twin = np.append(twins < drafter.size, False)
   to_target = np.where(has_twin[to_target], to_target, target.size)
   if not has_twin.any():
@@ -280,9 +290,16 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
       longest=max(counts))
 
 
+def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
+  """Returns `VocabularyMap.twins`, before `to_target` is reduced to them."""
+  twins = np.full(len(spellings), len(to_target), np.int32)
+  for i, spelling in enumerate(spellings):
+    if len(spelling) == 1 and to_target[spelling[0]] == i:
+      twins[i] = spelling[0]
+  return twins
+
+
 def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
   """Returns draft ids that spell a target token; empty without a spelling."""
-  if not text:
-    return []
-  alone: Any = drafter.ids.get(text)
+  alone = drafter.ids.get(text)
   return [alone] if alone is not None else drafter.spelled(text) or []
