@@ -202,8 +202,9 @@ def sequoia_tree(acceptance: ArrayLike, nodes: int, depth: int | None = None
   """Returns the tree of N nodes with the most expected tokens.
 
   Dynamic programming of Chen et al. 2024 (Sequoia, arXiv:2402.12374, section
-  3.1). T(n, d, b) is the largest value of n nodes and depth d with b children
-  of the root: max_m T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
+  3.1). With a_b the acceptance of child b, T(n, d, b) is the largest number of
+  expected tokens of a tree of n nodes and depth d whose root has b children:
+  max_m T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
 
   In some methods the acceptance of a child also depends on the number of
   children, for example if one child is drawn from the tokens that the others
@@ -289,7 +290,8 @@ def best_tree(acceptance: ArrayLike, pass_seconds: Mapping[int, float],
 
 
 def _check_acceptance(acceptance: ArrayLike) -> np.ndarray:
-  """Returns `[K, K]`, by number of children and rank, 0 beyond that number."""
+  """Returns `[K, K]`: row c - 1 is for c children, and is 0 after the first c.
+  """
   array = np.asarray(acceptance, np.float64)
   square = array.ndim == 2 and array.shape[0] == array.shape[1]
   if not array.size or not (square or array.ndim == 1):
@@ -327,9 +329,9 @@ def _tables(acceptance: np.ndarray, nodes: int, depth: int
             ) -> tuple[np.ndarray, np.ndarray]:
   """Returns T `[depth + 1, nodes + 1, K + 1]` and the optimal split of nodes.
 
-  T is -inf if no such tree exists. `splits [depth + 1, nodes + 1, c, b]` is the
-  number of nodes in the subtree of the b-th of c children, if the first b
-  children and their subtrees have n nodes, the second index.
+  T is defined in `sequoia_tree`, and is -inf if no such tree exists.
+  `splits[d, n, c, b]` is the number of nodes in the subtree of the b-th of c
+  children, if the root and its first b subtrees have n nodes.
   """
   most = len(acceptance)
   values = np.full((depth + 1, nodes + 1, most + 1), -np.inf)

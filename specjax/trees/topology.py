@@ -129,7 +129,8 @@ def prefix_tree(paths: jax.Array) -> jax.Array:
   chex.assert_type(paths, int)
   count, length = paths.shape
   same = jnp.cumprod(paths[:, None] == paths[None], axis=-1)
-  owner = jnp.argmax(same, axis=1).T.astype(jnp.int32)  # [L, K], the first
+  # [L, K], the first path with the same tokens up to this one.
+  owner = jnp.argmax(same, axis=1).T.astype(jnp.int32)
   start = 1 + count * jnp.arange(length, dtype=jnp.int32)[:, None]
   below = (start + owner)[:-1].reshape(-1)
   return jnp.concatenate([

@@ -13,9 +13,10 @@ from specjax.types import Law
 class LawByRow(Law):
   """A `Law` that stores a function in place of `next_token`.
 
-  The decoding loop reads one row of N. All N V numbers would be the largest
-  array of a verification. `next_row` therefore computes one row, and
-  `next_token` computes all of them. As a pytree it is a `Law` with all rows.
+  The decoding loop reads one of the N rows. The array of all rows, N V numbers,
+  would be the largest of a verification. `next_row` therefore computes one row,
+  and `next_token` computes all of them. As a pytree it is a `Law` with all
+  rows.
 
   Attributes:
     stop: `[N]`, see `Law`.
@@ -42,7 +43,7 @@ class LawByRow(Law):
     return self._row(node)
 
   def replace(self, **changes: Any) -> Law:
-    """Returns a `Law` with all rows and with these changes."""
+    """Returns a `Law` with all rows and the given fields replaced."""
     return Law(self.stop, self.next_token).replace(**changes)
 
   def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array], None]:

@@ -9,8 +9,8 @@ expectation: block verification accepts every prefix with the largest possible
 probability (Lemma 4). It also needs the fewest expected rounds of all valid
 rules for a sequence of any given length (`analysis.rounds`). Theorem 2 of the
 paper states that it has the most expected tokens after every number of rounds.
-That fails after two rounds for gamma >= 3, and after three for gamma = 2
-(`analysis.patient_pair`).
+This statement is wrong after two rounds for gamma >= 3, and after three rounds
+for gamma = 2 (`analysis.patient_pair`).
 """
 
 import dataclasses
@@ -30,9 +30,11 @@ from specjax.verifiers._by_row import LawByRow
 class Block(Verifier):
   """Accepts the longest prefix i whose uniform sample is below h_i; lossless.
 
+  h_i is defined in `law`, p_i in `survival`.
+
   Example: the two models of section 2 of the paper and the draft (0, 1). p/q is
-  1/2 and then 2, so p_2 = 1 and the whole draft is accepted. `Token` rejects
-  the first token with probability 1/2.
+  1/2 for the first token and 2 for the second, so p_2 = 1 and both tokens are
+  accepted. `Token` rejects the first token with probability 1/2.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -49,10 +51,11 @@ class Block(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one chain.
 
-    With p_0 = 1, p_i = min(1, p_{i-1} p/q) and S_i = sum_x (p_i p - q)+:
-    h_i = S_i / (S_i + 1 - p_i) and h_0 = 1. Then stop[i] = h_i prod_{j>i}
-    (1 - h_j) and next_token[i] = norm((p_i p - q)+). After the last drafted
-    token q is 0, so h_{N-1} = p_{N-1} and the bonus token follows p.
+    p and q are the rows after node i, and the number p_i is `survival[i]`. With
+    S_i = sum_x (p_i p(x) - q(x))+: h_i = S_i / (S_i + 1 - p_i) and h_0 = 1.
+    Then stop[i] = h_i prod_{j>i} (1 - h_j) and next_token[i] = norm((p_i p -
+    q)+). After the last drafted token q is 0, so h_{N-1} = p_{N-1} and the
+    bonus token follows p.
 
     Args:
       draft: chain of N nodes.
@@ -74,8 +77,8 @@ class Block(Verifier):
       q = residual.next_draft_row(draft, node, p.dtype)
       return residual.normalise(positive_part(survive[node], p, q), p)
 
-    # The last row is computed apart, because appending a row of zeros to q
-    # would copy it.
+    # The last row is computed separately, because appending a row of zeros to q
+    # would copy q.
     q = draft.probs[1:].astype(target_probs.dtype)
     mass = jnp.append(
         positive_part(survive[:-1, None], target_probs[:-1], q).sum(-1),
@@ -85,7 +88,8 @@ class Block(Verifier):
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """Returns P(tau >= i | x_1..x_i), `[N]`.
 
-    It is p_i = min(1, p_{i-1} p(x_i) / q(x_i)).
+    It is p_i = min(1, p_{i-1} p(x_i) / q(x_i)) with p_0 = 1, for drafted tokens
+    x_i.
     """
     ratios = residual.chain_ratios(draft, target_probs)
     first = jnp.ones((), ratios.dtype)

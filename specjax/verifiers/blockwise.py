@@ -20,7 +20,7 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Verifier):
-  """Accepts x if it is among the target's k likeliest tokens; lossy.
+  """Accepts a token if it is among the target's k likeliest; lossy.
 
   Section 5.1 of the paper. The bonus token is the target's likeliest. No
   uniform is drawn. Tokens of probability 0 are never accepted, so at
@@ -56,7 +56,7 @@ class TopK(Verifier):
     fields.check_at_least("minimum", self.minimum, 0)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the deterministic outcome: one-hot `stop` and rows.
+    """Returns the deterministic outcome: `stop` and all rows are one-hot.
 
     Args:
       draft: chain of N nodes.
@@ -76,9 +76,9 @@ class TopK(Verifier):
 class Distance(Verifier):
   """Accepts x if its id is within epsilon of the target's choice; lossy.
 
-  Section 5.2 of the paper, for vocabularies whose ids are ordinal, such as
-  intensities of pixels. The bonus token is the target's likeliest. No uniform
-  is drawn.
+  Section 5.2 of the paper, for vocabularies whose ids are ordered quantities,
+  such as intensities of pixels. The bonus token is the target's likeliest. No
+  uniform is drawn.
 
   Attributes:
     epsilon: largest accepted |x - argmax p|, in ids. 0 is greedy matching.

@@ -1,8 +1,9 @@
 """Greedy block verification (Sun et al. 2024, arXiv:2403.10444, Alg. 4 to 6).
 
-It is block verification without the cap on the running ratio. This alone would
-be biased. To make it exact, the target is modified at the positions that the
-rejected part of a draft had covered. The modification is the verifier's state.
+It is block verification without the cap of 1 on the running product of p/q.
+This change alone would bias the output. To correct it, the target is modified
+at the positions that the rejected part of a draft had covered. The modification
+is the verifier's state.
 
 No rule accepts more tokens in one round (Theorem 3). Over several rounds it can
 accept fewer than block verification, and also fewer than token verification.
@@ -28,8 +29,8 @@ from specjax.verifiers._by_row import LawByRow
 class GreedyBlockState:
   """The active modifications of the target, oldest first.
 
-  Entry k turns the target T_k into norm((T_k - w q)+) at the next positions.
-  Every emitted token updates w.
+  The unmodified target is T_0 = p. At the next positions, entry k turns T_k
+  into T_{k+1} = norm((T_k - w q)+). Every emitted token updates w.
 
   Attributes:
     remaining: `[gamma - 1]` int32, number of positions that an entry still
@@ -44,11 +45,12 @@ class GreedyBlockState:
 
 @dataclasses.dataclass(frozen=True)
 class GreedyBlock(Verifier):
-  """Accepts every prefix with probability min(1, T(x^i) / q(x^i)); lossless.
+  """Accepts every prefix x^i with probability min(1, T(x^i)/q(x^i)); lossless.
 
-  The rule is exact if q depends on the context alone, because the modification
-  needs q of the old draft at new contexts. All drafts of a sequence must also
-  have the same length.
+  T is the modified target, see `GreedyBlockState`. The rule is exact if q
+  depends on the context alone, because the modification needs q of the old
+  draft at new contexts. All drafts of a sequence must also have the same
+  length.
 
   Example: without modifications, the first round of a sequence.
 
@@ -75,9 +77,10 @@ class GreedyBlock(Verifier):
           state: GreedyBlockState | None = None) -> Law:
     """Returns the distribution of the outcome for one chain.
 
-    With T the modified target and R_i = prod_{j<=i} T/q, not capped: S_i =
-    sum_x (R_i T - q)+, h_i = S_i / (S_i + (1 - R_i)+) and h_0 = 1. Then stop[i]
-    = h_i prod_{j>i} (1 - h_j) and next_token[i] = norm((R_i T - q)+).
+    T is the modified target, and R_i is the product of T/q over the drafted
+    tokens up to i, not capped. With S_i = sum_x (R_i T(x) - q(x))+: h_i = S_i /
+    (S_i + (1 - R_i)+) and h_0 = 1. Then stop[i] = h_i prod_{j>i} (1 - h_j) and
+    next_token[i] = norm((R_i T - q)+).
 
     Args:
       draft: chain of N nodes.
@@ -123,8 +126,9 @@ class GreedyBlock(Verifier):
     """Returns the modifications after `verdict`: all old ones and a new one.
 
     The w of an old entry is multiplied by q(y)/T_k(y) for every emitted token
-    y. The new entry starts at the root of this draft. Its w is q/T of the
-    emitted path: q(y)/T(y) of the bonus token over R_tau.
+    y. The new entry starts at the root of this draft. Its w is the product of
+    q/T over the emitted tokens: q(y)/T(y) of the bonus token y, divided by
+    R_tau.
     """
     tau, token = verdict.num_accepted, verdict.next_token
     modified = _modify(draft, target_probs, state)

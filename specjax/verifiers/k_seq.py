@@ -1,6 +1,7 @@
 """K-SEQ at every node of a tree (Sun et al. 2023, SpecTr, arXiv:2310.15141).
 
-K independent drafts of one token are accepted at one reduced rate.
+The K children of a node are K independent drafts of one token. Each is tested
+with its ratio p/q divided by a common factor rho.
 """
 
 import dataclasses
@@ -23,9 +24,10 @@ _SECANTS = 24
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Verifier):
-  """Walks to the first child that is accepted with p(x) / (rho q(x)); lossless.
+  """Accepts the first child x that passes a test of p(x)/(rho q(x)); lossless.
 
-  rho >= 1 is the smallest number, node by node, with which the rule is exact.
+  rho >= 1 is the smallest number for which the rule is exact. It is computed
+  for every node.
   The children of a node must be drawn independently from one distribution, and
   their number must not depend on their tokens.
 
@@ -50,9 +52,11 @@ class KSeq(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one tree.
 
-    With K children, beta = sum_x min(q, p / rho) and A = 1 - (1 - beta)^K: a =
-    min(1, p(x) / (rho q(x))), stop is the product of `Recursive`, and
-    next_token = norm(p - min(q, p / rho) A / beta), which is p at a leaf.
+    At a node with K children, a tested child x is accepted with probability a =
+    min(1, p(x) / (rho q(x))). stop is the product of `Recursive.law` with this
+    a. A child passes with probability beta = sum_x min(q(x), p(x) / rho), and
+    at least one of them with A = 1 - (1 - beta)^K. next_token is norm(p -
+    min(q, p / rho) A / beta), which is p at a leaf.
 
     Args:
       draft: tree of N nodes. Siblings are drawn from one distribution q.
@@ -91,11 +95,11 @@ class KSeq(Verifier):
 def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
   """Returns rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
 
-  With s = 1 / rho the condition is s A / beta <= 1. Its left side does not
-  decrease with s, and it holds at s = 1 / K. The search uses false position
-  with halved weights (the Illinois method), then bisection. It returns the end
-  of the bracket at which the condition holds, because the other end would leave
-  a negative residual.
+  A and beta are defined in `KSeq.law`. With s = 1 / rho the condition is s A /
+  beta <= 1. Its left side does not decrease with s, and it holds at s = 1 / K.
+  The search uses false position with halved weights (the Illinois method), then
+  bisection. It returns the end of the bracket at which the condition holds,
+  because the other end would leave a negative residual.
 
   Args:
     p: `[V]`, target distribution at a node.
@@ -161,9 +165,9 @@ def _excess(s: jax.Array, p: jax.Array, q: jax.Array, count: jax.Array
 def _share(taken: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
   """Returns A / beta = (1 - (1 - beta)^K) / beta, and K where beta is 0.
 
-  beta is the sum of `taken`. If 1 - beta is small, it is summed from q - taken.
-  As a difference it would be the rounding error of the sum of q, whose cube
-  root changes rho by 5e-3 at p = q.
+  beta is the sum of `taken`. If 1 - beta is small, it is computed as the sum of
+  q - taken. The difference 1 - beta would have the rounding error of the sum of
+  q. At p = q, rho changes by the cube root of that error: 5e-3 in float32.
   """
   beta, left = jnp.sum(taken), jnp.sum(jnp.maximum(q - taken, 0))
   few = beta < 0.5

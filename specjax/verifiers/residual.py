@@ -13,7 +13,8 @@ from specjax.verifiers._by_row import LawByRow
 def chain_ratios(draft: Draft, target_probs: jax.Array) -> jax.Array:
   """Returns `[N - 1]`, p(x) / q(x) of every drafted token of a chain.
 
-  It is 0 where q(x) = 0: such a token cannot have been drawn, so it is padding.
+  The ratio is 0 where q(x) = 0: the token cannot have been drawn from q, so the
+  node is padding.
   """
   chex.assert_equal_shape([draft.probs, target_probs])
   p = at_drafted(draft, target_probs, first=0)
@@ -23,13 +24,13 @@ def chain_ratios(draft: Draft, target_probs: jax.Array) -> jax.Array:
 def at_drafted(draft: Draft, probs: jax.Array, first: int = 1) -> jax.Array:
   """Returns `[N - 1]`, the entries of `probs [N, V]` at the drafted tokens.
 
-  It is 0 at ids >= V.
+  The entry of an id >= V is 0.
 
   Args:
     draft: draft of N nodes.
     probs: `[N, V]`.
-    first: row of the first drafted token. It is 1 for q and 0 for p of a chain.
-      Slicing the rows instead would copy them.
+    first: row of the first drafted token. In a chain it is 1 for q and 0 for p.
+      With slices of rows instead, the rows would be copied.
   """
   chex.assert_rank([draft.tokens, probs], [1, 2])
   tokens = draft.tokens[1:]
@@ -54,9 +55,9 @@ def next_draft_probs(draft: Draft, target_probs: jax.Array) -> jax.Array:
 def at_node(rows: jax.Array, node: jax.Array) -> jax.Array:
   """Returns row `node []` of `rows [N, V]`; 0 after the last row.
 
-  On a TPU a gather would force the layout of all operands of the rows: tiles
-  of 8 nodes instead of 8 batch rows, with copies of every other layout. A sum
-  over the nodes leaves the layout as it is.
+  On a TPU it is a sum over the nodes with a mask. A gather would force tiles of
+  8 nodes on all arrays from which `rows` is computed. Their tiles have 8 batch
+  rows, so all of them would be copied.
   """
   chex.assert_rank([rows, node], [2, 0])
 
@@ -93,8 +94,8 @@ def last_success(mass: jax.Array, survive: jax.Array) -> jax.Array:
   survive_i), where 0/0 = 1 and h_0 = 1: stop[i] = h_i prod_{j>i} (1 - h_j).
 
   Args:
-    mass: `[N]`, S, the mass of the residual at each node.
-    survive: `[N]`, the mass that the residual was cut from, at most 1.
+    mass: `[N]`, S, the sum of the residual at each node.
+    survive: `[N]`, the sum of the row that q is subtracted from, at most 1.
   """
   chex.assert_rank([mass, survive], 1)
   chex.assert_equal_shape([mass, survive])

@@ -1,9 +1,9 @@
 """Target walk: sample from the target while the tree contains the token.
 
 Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling. On
-deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), it has the
-outcome of recursive rejection sampling, and no valid rule accepts more tokens
-in one round.
+deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), its outcome
+has the distribution of recursive rejection sampling, and no valid rule accepts
+more tokens in one round.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ class TargetWalk(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one tree.
 
-    stop[i] is p of the tokens on the path to node i, times p of all tokens
-    that continue this path outside the tree. next_token[i] is p of these
-    tokens, normalised.
+    stop[i] is the product of p over the tokens of the path to node i, times the
+    sum of p over all next tokens that are not children of node i. next_token[i]
+    is p restricted to those next tokens, normalised.
 
     Args:
-      draft: tree of N nodes. Nodes with the same path of tokens count as one
-        node, the first of them, with the children of all.
+      draft: tree of N nodes. Nodes whose paths have the same tokens count as
+        the first of these nodes, which then has the children of all of them.
       target_probs: `[N, V]`, p of the token after every node.
     """
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
@@ -70,8 +70,8 @@ class TargetWalk(Verifier):
     p = target_probs.at[parent, draft.tokens].get(mode="fill", fill_value=0)
     below = tree.children(jnp.where(counts, parent, -1))
     inside = jnp.sum(jnp.where(below, p, 0), axis=-1)
-    # The ancestors of a node may be later copies; their p is that of the
-    # first node with the same tokens.
+    # An ancestor may be a later copy of another node. Its p is then the p of
+    # the first node with the same path of tokens.
     path = tree.multiply_marked(
         topology.ancestors(draft.parents), p[first].at[0].set(1))
     outside = jnp.maximum(1 - inside, 0)

@@ -42,8 +42,10 @@ class Token(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one chain.
 
-    With a_i = min(1, p/q) and a_N = 0: stop[i] = prod_{j<=i} a_j (1 - a_{i+1})
-    and next_token[i] = norm((p_i - q_i)+), which is p_{N-1} at the end.
+    With a_i = min(1, p(x_i) / q(x_i)) of the drafted token x_i and a_N = 0:
+    stop[i] = prod_{j<=i} a_j (1 - a_{i+1}). With p_i and q_i the distributions
+    after node i: next_token[i] = norm((p_i - q_i)+), which is p_{N-1} after the
+    last node.
 
     Args:
       draft: chain of N nodes.

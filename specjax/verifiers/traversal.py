@@ -1,7 +1,7 @@
-"""Traversal verification: whole paths of a tree are tested, from the leaves up.
+"""Traversal verification: paths of a tree are tested, from the leaves up.
 
-Weng et al. 2025 (arXiv:2505.12398), in a form that carries probability mass.
-On a chain it is block verification.
+Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification. Each
+node has an unnormalised target distribution, whose sum is called its mass.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ class Traversal(Verifier):
   all tokens drawn before it: its ancestors, its earlier siblings AND all other
   nodes, such as descendants of those siblings.
 
-  If no child has a larger subtree than an earlier sibling, no pair of models is
-  known for which it accepts fewer tokens than `Recursive` on average over the
-  drafts. Otherwise it can.
+  On trees in which no child has a larger subtree than an earlier sibling, no
+  pair of models is known for which this rule accepts fewer tokens than
+  `Recursive` on average over the drafts. On other trees it can accept fewer.
 
   Example: two independent draws below the root, as for `Recursive`.
 
@@ -48,12 +48,13 @@ class Traversal(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one tree.
 
-    The root is entered with mass 1. Node c with token x and parent v is entered
-    with mass a_c = min(1, u_v(x) / q_c(x)) and u_c = a_c p. If c is left
-    without being accepted, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), where S
-    is the sum of the numerator and m_v the mass of u_v. With m_i the mass of
-    u_i after the last child of i: stop[i] = m_i times (1 - m_j) of every node
-    j that is left before i, and next_token[i] = u_i / m_i.
+    Node v has the distribution u_v with mass m_v = sum_x u_v(x). The root
+    starts with u = p. Node c with token x and parent v starts with u_c = a_c p,
+    where a_c = min(1, u_v(x) / q_c(x)). If the traversal leaves c without
+    accepting it, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), where S is the sum
+    of the numerator. With m_i after the last child of i: stop[i] = m_i times
+    (1 - m_j) of every node j that is left before i, and next_token[i] =
+    u_i / m_i.
 
     Args:
       draft: tree of N nodes.

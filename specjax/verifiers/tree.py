@@ -1,7 +1,8 @@
 """Functions of trees that several rules share.
 
-Nodes may be in any order with `parents[i] < i`; parents are data. Work over
-the vocabulary is done one node at a time, so that its rows stay in the cache.
+Nodes may be in any order with `parents[i] < i`; parents are data. Operations
+over the vocabulary process one node at a time, so that the rows of this node
+stay in the CPU's cache.
 """
 
 from collections.abc import Callable
@@ -84,11 +85,12 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
                             Callable[[jax.Array], jax.Array]]:
   """Tries the children of every node in order and updates the residual of p.
 
-  A node starts with u = m p, of mass m <= 1. Its child c with token x is
-  accepted with probability a_c = min(1, u(x) / q_c(x)). Then u becomes
-  (u - q_c)+ / (S + (1 - m)) with S = sum (u - q_c)+, and m becomes
-  S / (S + (1 - m)). If the denominator is within rounding of 0, c is never
-  rejected, and u does not change.
+  Here u is the current unnormalised target distribution of a node. A node
+  starts with u = m p, of mass m <= 1. Its child c with token x is accepted with
+  probability a_c = min(1, u(x) / q_c(x)). Then u becomes (u - q_c)+ / (S + (1 -
+  m)) with S = sum (u - q_c)+, and m becomes S / (S + (1 - m)). If the
+  denominator is within rounding of 0, c is never rejected, and u does not
+  change.
 
   Args:
     draft: tree of N nodes.

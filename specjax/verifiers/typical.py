@@ -20,8 +20,9 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical(Verifier):
-  """Accepts x if p(x) > min(epsilon, delta exp(-H(p))), H in nats; lossy.
+  """Accepts x if p(x) > min(epsilon, delta exp(-H(p))); lossy.
 
+  H is the entropy in nats, and p the target's distribution at the parent of x.
   The longest accepted path of the tree is emitted. Among equally long paths
   the likeliest is chosen. The bonus token is the target's likeliest. No
   uniform is drawn.
@@ -29,7 +30,7 @@ class Typical(Verifier):
   Attributes:
     epsilon: threshold on p(x), in [0, 1].
     delta: factor of the threshold that decreases with the target's entropy, in
-      [0, 1]. The paper takes the root of epsilon, 0.3.
+      [0, 1]. The paper uses the square root of epsilon, 0.3.
 
   Example: the threshold is 0.09 at both nodes.
 
@@ -58,7 +59,7 @@ class Typical(Verifier):
                          "every token that the target can emit")
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the deterministic outcome: one-hot `stop` and rows.
+    """Returns the deterministic outcome: `stop` and all rows are one-hot.
 
     Args:
       draft: tree of N nodes.
