@@ -88,12 +88,13 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    ) -> Part:
   """Returns attention of S tokens over the committed slots of a cache.
 
-  On a CPU the cost follows the longest row in use, by a `switch` over lengths.
-  On a TPU it follows each row, by a Pallas kernel (`attention.tpu`). A mesh
-  splits the kernel by rows over its axis "data" and by key-value heads over
-  `heads_axis`. On a GPU cuDNN follows each row in float16 and bfloat16. Inputs
-  that the kernel or cuDNN does not support attend over all slots with a mask.
-  A TPU reads pages in place; the other platforms first gather them.
+  CPU: the cost depends on the longest row in use, by a `switch` over lengths.
+  TPU: it depends on the length of each row, by a Pallas kernel
+  (`attention.tpu`). A mesh splits the kernel by rows over its axis "data" and
+  by key-value heads over `heads_axis`. GPU: in float16 and bfloat16, it depends
+  on the length of each row, by cuDNN. Inputs that the kernel or cuDNN does not
+  support attend over all slots with a mask. A TPU reads pages in place; the
+  other platforms first gather them.
 
   Args:
     query: `[B, S, H * G, D]`, G query heads for each key-value head.
@@ -103,9 +104,9 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     positions: `[B, S]` int32, positions of the queries; required by a window.
     table: `[B, C / T]` int32, the pages of each row in order. Entries after the
       last page in use may be any pages.
-    window: number of last positions that each query sees, itself included; 0
-      is no limit.
-    softcap: c in c tanh(scores / c); 0 is none.
+    window: number of last positions that each query sees, itself included; 0:
+      no limit.
+    softcap: c in c tanh(scores / c); 0: no cap.
     heads_axis: mesh axis that divides the key-value heads on a TPU, if their
       number is a multiple of its size. None: every device has all heads.
 
@@ -166,9 +167,10 @@ def _cudnn(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
   taken from the residuals of the derivative, which has the same forward pass.
   """
   batch, heads, rows, dim = query.shape
-  # As a row of its own, each head is in the order that the function expects.
+  # The function expects the axes (row, slot, head, channel). Each head becomes
+  # a row with one head, which needs no transposition.
   query, k, v = (x.reshape(-1, x.shape[2], 1, dim) for x in (query, k, v))
-  # A row that sees nothing reads one slot, and its part has no weight.
+  # A row without committed slots reads one slot; `log` gives it no weight.
   slots = jnp.repeat(jnp.maximum(lengths, 1).astype(jnp.int32), heads)
   out, derivative = jax.vjp(
       lambda query: jax.nn.dot_product_attention(
@@ -185,9 +187,10 @@ def _transformable(attend: Callable[..., Any], by_plain: Callable[..., Any]
   """Returns `attend` with rules for `vmap` and derivatives.
 
   Args:
-    attend: function of positional operands. The second has pages if the last,
-      a table, is not None. All others have B first.
-    by_plain: the same function in plain XLA, which has a derivative.
+    attend: function of positional operands. The last is a table or None. With a
+      table, the second and third, keys and values, are pages. All other
+      operands have B as their first axis.
+    by_plain: the same function in plain XLA, which can be differentiated.
   """
   mapped = jax.custom_batching.custom_vmap(attend)
 

@@ -1,11 +1,11 @@
 """Attention in two parts, in plain XLA: over the past, and within a block.
 
-A pass of S tokens reads the committed past of C slots and its own T tokens. All
-tokens see the same past, so the S tokens count as more query heads and need no
-tree mask. Visibility within the block is an S x T mask. Each part returns its
-softmax-weighted sum and the logarithm of the sum of its weights. `merge`
-computes the softmax over both (Milakov and Gimelshein 2018, arXiv:1805.02867;
-FlashDecoding).
+A pass of S tokens reads the committed past of C slots and a block of T tokens.
+All S tokens see the same past, so they are treated as additional query heads
+and need no tree mask. Visibility within the block is an S x T mask. Each part
+returns its softmax-weighted sum and the logarithm of the sum of its weights.
+`merge` computes the softmax over both parts (Milakov and Gimelshein 2018,
+arXiv:1805.02867; FlashDecoding).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 _SMALLEST_BUCKET = 128
-_PROMPT = 32  # tokens of a pass that may be the first of a row
+_PROMPT = 32  # a pass of fewer tokens does not begin a prompt
 MASKED = -1e30  # finite, so that a fully masked row is not NaN
 
 Part = tuple[jax.Array, jax.Array]
@@ -57,7 +57,7 @@ def _part(query: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
   slots = k.shape[2]  # may be 0
   scores = scores.reshape(batch, heads, rows // size, size, slots)
   scores = jnp.where(visible[:, None, None], scores, MASKED)
-  # It cancels in both results, so no derivative depends on it.
+  # `top` cancels in both results, so no derivative depends on it.
   top = jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True,
                 initial=MASKED)
   weights = jnp.exp(scores - top)
@@ -79,8 +79,8 @@ def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
       single row `[H, C, D]`.
     table: `[B, C / T]` int32, the pages of each row, or None.
     lengths: `[B]` int32, number of valid slots. In pages, later slots are set
-      to 0, because the previous row of a page may have left a NaN, which a
-      weight of 0 does not remove.
+      to 0. They may contain a NaN of the row that had the page before, and 0
+      times NaN is NaN.
     slots: number of slots.
   """
   if table is None:
@@ -117,7 +117,7 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
              positions: jax.Array | None = None,
              table: jax.Array | None = None, *, window: int = 0,
              softcap: float = 0.0) -> Part:
-  """Returns `attention.past_attention` at a cost that follows the longest row.
+  """Returns `attention.past_attention`; the cost depends on the longest row.
 
   The work is compiled for a few power-of-two lengths, and the shortest that
   fits is chosen at run time. Empty slots add zeros, but a sum of another length
@@ -142,18 +142,18 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           *, window: int = 0, softcap: float = 0.0) -> jax.Array:
   """Returns `attention.attend` with one softmax, at the cost of `bucketed`.
 
-  A CPU spends as much time on starting a small operation as on its work:
-  merging two parts would cost a tenth of a small model's pass. If only some
-  slots are read, they are copied anyway, so the block is copied behind them
-  into one part.
+  On a CPU, starting a small operation takes as long as the operation itself.
+  Merging two parts would cost a tenth of a small model's pass. If only some
+  slots are read, they are copied anyway. The block is then copied behind them,
+  so that there is one part.
   """
   size, rows = query.shape[1], _scaled(query, k.shape[1])
   batch, heads, count, _ = rows.shape
   capacity = k.shape[2]
   room = block_k.shape[2] if table is None and size < _PROMPT else 0
-  # The layout of the layers, without axes of size 1: XLA may choose another
-  # axis order at each use of these, and would copy the slots of a single row
-  # twice.
+  # Arrays have the axis order of the layers, without axes of size 1. With such
+  # axes, XLA may choose another order at each use, and would copy the slots of
+  # a single row twice.
   is_single = batch == 1 and table is None
   form = block_k.swapaxes(1, 2).shape[is_single:]
   blocks = [x.swapaxes(1, 2).squeeze() for x in (block_k, block_v)]
@@ -179,7 +179,8 @@ def _attend_jointly(
   batch, heads, count = shape
   wide = jnp.promote_types(rows.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
-  # If all slots are read, they are read in place; joining would copy them.
+  # The block is joined to the slots only if the slots are copied anyway. If all
+  # slots are read, they are read in place.
   joined = 0 < room <= bucket < capacity
   # Without the barrier XLA moves the transposition out of the branch, and each
   # operand of the join is copied twice.
@@ -188,7 +189,7 @@ def _attend_jointly(
       for x in (block_k, block_v))
   slots = bucket - room if joined else bucket
   k, v = (in_order(x, table, lengths, bucket) for x in (k, v))
-  # One mask over both: no row has a length beyond the slots.
+  # One mask covers slots and block, because no length exceeds the slots.
   slot = jnp.arange(slots + visible.shape[2], dtype=jnp.int32)
   seen = (slot < lengths[:, None])[:, None]
   if window:
@@ -209,7 +210,7 @@ def _attend_jointly(
   first, *more = [product("...qt,...td->...qd", *one)
                   for one in zip(weights, values)]
   out = sum(more, first).reshape(batch, heads, count, -1)
-  # Inside the switch, because its result would be copied once more.
+  # Called inside the switch; outside, its result would be copied once more.
   return unfolded(out, size)
 
 
@@ -221,7 +222,8 @@ def _switch(over: Callable[[int], Callable[..., Any]], size: int,
             query: jax.Array, k: jax.Array, v: jax.Array,
             table: jax.Array | None, lengths: jax.Array, *more: jax.Array,
             room: int = 0) -> Any:
-  """Runs `over(slots)` with the fewest slots for the longest row and `room`."""
+  """Runs `over(slots)` with the fewest slots that fit the longest row + `room`.
+  """
   capacity = k.shape[-2] * (1 if table is None else table.shape[1])
   buckets = _buckets(capacity, size)
   longest = jnp.max(lengths) + room
@@ -249,14 +251,14 @@ def block_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     k: `[B, H, T, D]`.
     v: `[B, H, T, D]`.
     visible: `[B or 1, S, T]` bool.
-    softcap: c in c tanh(scores / c); 0 is none.
+    softcap: c in c tanh(scores / c); 0: no cap.
   """
   return _part(_scaled(query, k.shape[1]), k, v, visible, query.shape[1],
                softcap)
 
 
 def merge(one: Part, other: Part) -> Part:
-  """Returns the part over the keys of two parts."""
+  """Returns the part over the keys of both parts."""
   top = jnp.maximum(one[1], other[1])
   weights = [jnp.exp(log - top) for _, log in (one, other)]
   total = weights[0] + weights[1]

@@ -6,8 +6,9 @@ the scores. All nodes of a draft see the same slots, so nodes and query heads
 are the rows of one product with the keys.
 
 The lengths are known before the kernel starts, so blocks after the length of a
-row, or before its window, are never fetched. The cost follows the rows and not
-the allocation. With a table of pages, block j of a row is page `table[b, j]`.
+row, or before its window, are never fetched. The cost depends on the lengths of
+the rows and not on the allocated slots. With a table of pages, block j of a row
+is page `table[b, j]`.
 
 The compiler cannot split a kernel over a mesh. `split_over_mesh` does, because
 rows and key-value heads are independent.
@@ -50,9 +51,9 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
     positions: `[B, S]` int32, required by a window.
     table: `[B, C / T]` int32, pages of each row in order. Every entry must be a
       page, also after the last one in use.
-    window: number of last positions that each query sees, itself included; 0 is
+    window: number of last positions that each query sees, itself included; 0:
       no limit.
-    softcap: c in c tanh(scores / c); 0 is none.
+    softcap: c in c tanh(scores / c); 0: no cap.
     heads_axis: mesh axis that divides the heads, or None.
     interpret: True to run without a TPU, which is slow.
 
@@ -98,7 +99,7 @@ def split_over_mesh(call: Callable[..., plain.Part],
   Rows are split over the axis "data", which `decoding.placement` requires, and
   heads over `heads_axis`, where the sizes divide. The result does not depend on
   the placement of the cache; a cache with another placement is moved. If every
-  device of `heads_axis` has all heads, each takes its own.
+  device of `heads_axis` has all heads, each device processes its share of them.
 
   Args:
     call: function of the operands that returns a part.
@@ -128,11 +129,13 @@ def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   """Returns the part of folded queries `[B, H, R, D]` by the kernel."""
   batch, heads, rows, dim = query.shape
   slots = k.shape[2]
-  # XLA lays out narrow heads with the slots last; this avoids a copy.
+  # XLA stores heads of fewer than 128 channels with the slots as last axis. The
+  # kernel reads them in this order, which avoids a copy.
   narrow = dim % _LANES > 0
   if narrow:
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
-  # Otherwise a small cache is fetched completely to on-chip memory.
+  # The caches stay in HBM. Without this constraint, XLA first fetches all of a
+  # small cache to on-chip memory.
   k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
   positions, tables = extra[:bool(window)], extra[bool(window):]
   block = slots if paged else block_size(slots)
@@ -172,7 +175,8 @@ def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 
 def _slots_at(b: Any, h: Any, i: Any, j: Any, lengths: Any, first: Any,
               *tables: Any, block: int, narrow: bool) -> tuple[Any, ...]:
-  """Returns the cache block of step j; a repeated block is not fetched."""
+  """Returns the cache block of step j; a repeated block is not fetched again.
+  """
   del i
   size = np.int32(block)  # a Python number has 64 bits under jax_enable_x64
   last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), size)
@@ -210,7 +214,7 @@ def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
     scores = jnp.where(seen, scores, plain.MASKED)
     before = top[head, :, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    # If nothing was seen yet, `now` is the mask value.
+    # Before the first visible slot, `now` and all scores are the mask value.
     weights = jnp.where(seen, jnp.exp(scores - now), 0)
     decay = jnp.exp(before - now)
     values = v[0, head]
@@ -239,16 +243,18 @@ def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
 
 
 def block_size(slots: int) -> int:
-  """Returns the slots of a block, a divisor of the capacities of a decoder."""
+  """Returns the slots of a block; it divides the capacities of a decoder."""
   fitting = [n for n in (_BLOCK, _BLOCK // 2, _BLOCK // 4) if slots % n == 0]
   return min(slots, fitting[0] if fitting else _BLOCK)
 
 
 def _heads_at_once(heads: int, block: int, tile: int, dim: int, itemsize: int
                    ) -> int:
-  """Returns the most heads that fit together, for fewer and longer fetches."""
+  """Returns how many heads are fetched together: the most that fit `_BUDGET`.
+  """
   lanes = math.ceil(dim / _LANES) * _LANES
-  # Keys and values twice, because the next block is fetched meanwhile.
+  # Keys and values have two buffers, because the next block is fetched during
+  # the computation.
   one = lanes * (4 * block * itemsize + tile * (2 * itemsize + 4 * 4))
   return max(n for n in range(1, heads + 1)
              if heads % n == 0 and (n == 1 or n * one <= _BUDGET))

@@ -5,8 +5,8 @@ a separate *block*. `commit` writes the accepted path of the block after
 `lengths`, row by row, because rows accept different numbers of tokens. So the
 large arrays are written once per round, in place, for any number of passes.
 
-A drafter that feeds token after token reserves a block for all of them: then
-committed tokens stay in the block until it is settled.
+A drafter that runs one pass per token reserves a block for all of them
+(`reserve`). Its committed tokens stay in the block until `settle` writes them.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,8 @@ class KVCache(Cache):
     block_k: L arrays `[B, H, T, D]`, keys of the uncommitted tokens, or ().
     block_v: L arrays `[B, H, T, D]`, values of the same tokens, or ().
     held: `[B]` int32, number of committed tokens in `k` and `v` while a block
-      is reserved, which begins with the other ones; else None.
+      is reserved. The other committed tokens are the first of the block. None
+      if no block is reserved.
     heads_axis: mesh axis that divides the heads on a TPU, see
       `attention.past_attention`. None: every device has all heads.
   """
@@ -367,7 +368,8 @@ def undivided(tree: Any) -> Any:
 def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
   """Returns `fresh` for insertion into `state`: `undivided` if the state is.
 
-  A few rows are prefilled without a `Placement` if no mesh divides them.
+  A mesh may not divide the few rows of `fresh`. These are then prefilled
+  without a `Placement`, which would have called `undivided`.
   """
   own = undivided(state.drafter)
   if jax.tree.structure(own) != jax.tree.structure(state.drafter):

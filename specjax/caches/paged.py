@@ -34,7 +34,7 @@ class PagedCache(KVCache):
   `k` and `v` are L arrays `[P, H, T, D]` of P pages of T slots.
 
   Attributes:
-    table: `[B, C / T]` int32, pages of each row in order; 0 is no page.
+    table: `[B, C / T]` int32, pages of each row in order; 0: no page.
     pooled: True if a `Pool` allocates the pages. Otherwise every row has all
       pages that it can need.
   """
@@ -66,7 +66,7 @@ class PagedCache(KVCache):
     return self.table.shape[1] * self.page
 
   def _put(self, pages: jax.Array, block: jax.Array) -> jax.Array:
-    """Writes `block [B, H, S, D]` after `lengths`, as complete pages."""
+    """Writes `block [B, H, S, D]` after `lengths` by replacing entire pages."""
     size, rows = block.shape[2], len(self.lengths)
     first, start = self.lengths // self.page, self.lengths % self.page
     count = 1 + -(-(size - 1) // self.page)  # pages that S slots may touch
@@ -101,7 +101,7 @@ class PagedCache(KVCache):
   def take_rows(self, rows: jax.Array) -> "PagedCache":
     """Returns a copy of rows `[R]` in this order, each with its own pages."""
     ids = self.table[rows]
-    # Page 0 belongs to no row here either.
+    # Page 0 of the copy is also not assigned to a row.
     source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=NO_PAGE)
     take = lambda arrays: tuple(x[source] for x in arrays)
     return self.replace(
@@ -144,7 +144,7 @@ class PagedCache(KVCache):
 def _set(pages: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
   """Sets `pages [P, ...]` to `new [..., ...]` at `ids [...]`, except page 0.
 
-  All rows read page 0, so values of a failed row would reach the others.
+  Every row may read page 0, so a NaN that one row wrote would reach the others.
   """
   ids = jnp.where(ids == NO_PAGE, len(pages), ids)
   return pages.at[ids].set(new, mode="drop")

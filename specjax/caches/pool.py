@@ -1,17 +1,18 @@
-"""Pages that rows get as they grow, and share if their prompts have a common
-prefix.
+"""Pool of pages that rows receive as they grow and share for equal prefixes.
 
 A pool has fewer pages than its rows could need. It allocates them on the host,
-between chunks of rounds:
+between chunks of rounds. A placeholder is a prompt whose row is done from the
+start; it occupies a slot until a request is inserted:
 
-  decoder.prefill  fillers, few slots  ->  pool.start  ->  decoder.grow
-  decoder.prefill  a request           ->  pool.insert(state, slot, fresh)
+  decoder.prefill  placeholders  ->  pool.start  ->  decoder.grow
+  decoder.prefill  a request     ->  pool.insert(state, slot, fresh)
   pool.extend      pages for the tokens of the next chunk
   decoder.decode   ...                     pool.release(state, slot)
 
-A shared page is never written: a row writes only after its length, and a
-drafter reads at most the last few tokens of the prompt again (`reread`). So the
-page where two prompts differ, and some tokens before it, are not shared.
+Rows must not write a shared page. A row writes after its length, and a drafter
+may feed the last few tokens of the prompt again (`reread`). So two rows share
+only complete pages that end at least `reread` tokens before their prompts
+differ.
 """
 
 import functools
@@ -27,7 +28,7 @@ from specjax.interfaces import checks
 from specjax.types import DecodeState
 from specjax.utils import fields
 
-_REREAD = 16  # tokens; among the drafters here, only long `Paths` feed more
+_REREAD = 16  # tokens; of the bundled drafters, only long `Paths` feed more
 
 
 class Pool:
@@ -72,7 +73,7 @@ class Pool:
     """Returns the state with the pages of the pool.
 
     Args:
-      state: state of fillers, which are done; it is donated.
+      state: state of placeholders, whose rows are done; it is donated.
 
     Raises:
       ValueError: the target's cache is not paged, or caches differ in their
@@ -98,7 +99,8 @@ class Pool:
              ) -> DecodeState:
     """Replaces one row, as `Decoder.insert`.
 
-    If its prompt begins like that of another row, they share pages.
+    If its prompt and the prompt of another row have a common prefix, the two
+    rows share pages.
 
     Args:
       state: state of the loop; it is donated.
@@ -169,7 +171,7 @@ class Pool:
     return self._told(state)
 
   def _check(self, state: DecodeState) -> jax.Array:
-    """Returns the table of the target; all tables must have its form."""
+    """Returns the target's table; all tables must have its shape."""
     caches = [x for x in jax.tree.leaves(state, is_leaf=is_paged)
               if is_paged(x)]
     if not is_paged(state.target_cache) or any(

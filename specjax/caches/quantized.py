@@ -5,11 +5,13 @@ An 8-bit number 16 u + l has an upper and a lower nibble, and the drafter reads
 the upper one alone. As the cache of a drafter it does not change the output
 distribution. As the target's cache it defines another target.
 
-Two differences from QuantSpec: each token's keys, and its values, share one
-scale per head, where QuantSpec has a scale per channel of 128 keys; and the
-last tokens are rounded too, where QuantSpec keeps full precision. So a draft
-depends on the sequence alone, not on where a round began, and drafts remain
-autoregressive. The scale is applied after a product with whole numbers.
+There are two differences from QuantSpec. First, the keys of a token share one
+scale per head, and so do its values. QuantSpec has one scale for a channel of
+128 keys. Second, the last tokens are also rounded. QuantSpec stores them in
+full precision. With rounding, a draft depends on the sequence alone, not on the
+position where the round began, so drafts remain autoregressive.
+
+Attention multiplies by the integers and applies the scales to the products.
 """
 
 import dataclasses
@@ -26,8 +28,8 @@ from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
 from specjax.trees import topology
 
-_MOST = 7 * 16 + 7  # of 16 u + l, u and l from -8 to 7
-_LEAST = 128  # slots of the smallest program
+_MOST = 7 * 16 + 7  # largest 16 u + l with u and l in [-8, 7]
+_LEAST = 128  # smallest number of slots that attention is compiled for
 
 
 @struct.dataclass
@@ -57,7 +59,7 @@ class Nibbles:
 
   @classmethod
   def of(cls, x: jax.Array, bits: int) -> "Nibbles":
-    """Returns the numbers nearest to `x [B, H, S, D]`."""
+    """Returns `x [B, H, S, D]`, rounded."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scale = (largest / (_MOST if bits == 8 else 7)).astype(x.dtype)
@@ -70,7 +72,7 @@ class Nibbles:
     return cls(_packed(upper), _packed(number - 16 * upper), scale)
 
   def widened(self) -> jax.Array:
-    """Returns the numbers times their scales."""
+    """Returns the numbers `[B, H, C, D]` multiplied by their scales."""
     return jnp.concatenate(self.halves(), axis=-1) * self.scale
 
   def halves(self) -> tuple[jax.Array, jax.Array]:
@@ -121,14 +123,14 @@ class QuantizedCache(KVCache):
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "QuantizedCache":
-    """Runs `KVCache.append` on rounded numbers."""
+    """Runs `KVCache.append` on rounded keys and values."""
     k, v = (Nibbles.of(x.astype(self.k[0].dtype), self.bits).widened()
             for x in (k, v))
     return super().append(layer, k, v, after)
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Runs `KVCache.attend` at a cost that follows the longest row in use."""
+    """Runs `KVCache.attend`; the cost depends on the longest row in use."""
     depths = topology.depths_of(ancestors)
     positions = self.lengths[:, None] + depths
     past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
@@ -149,7 +151,7 @@ class QuantizedCache(KVCache):
 def _over_slots(query: jax.Array, k: Nibbles, v: Nibbles, lengths: jax.Array,
                 positions: jax.Array, *, window: int, softcap: float
                 ) -> plain.Part:
-  """Returns the part over the committed slots."""
+  """Returns the part over the committed slots, see `specjax.attention`."""
   def over(slots):
     def part(query, k, v, lengths, positions):
       k, v = jax.tree.map(lambda x: x[:, :, :slots], (k, v))
@@ -174,7 +176,7 @@ def _over_slots(query: jax.Array, k: Nibbles, v: Nibbles, lengths: jax.Array,
 
 def _part(query: jax.Array, k: Nibbles, v: Nibbles, seen: jax.Array,
           softcap: float) -> plain.Part:
-  """Returns attention over numbers and scales; seen `[B, 1 or S, C]`."""
+  """Returns the part over quantised slots; `seen` is `[B, 1 or S, C]` bool."""
   heads, size = k.shape[1], query.shape[1]
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)

@@ -1,16 +1,17 @@
 """A cache of the first and the last tokens of a row.
 
 StreamingLLM (Xiao et al. 2023, arXiv:2309.17453): a model that attends to the
-first few tokens, the *sinks*, and to the last W remains fluent on sequences of
-any length, at the cost of a short one. As the cache of a drafter it does not
-change the output distribution, because the target has its own cache. MagicDec
-(Sadhukhan et al. 2024, arXiv:2408.11049) drafts like this with the target's
-weights, TriForce (arXiv:2404.11912) with a tiny model's.
+first few tokens, the *sinks*, and to the last W tokens remains fluent on
+sequences of any length. Its cost per token does not grow with the length. As
+the cache of a drafter it does not change the output distribution, because the
+target has its own cache. MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049)
+drafts like this with the target's weights, TriForce (arXiv:2404.11912) with a
+tiny model's.
 
 A token at position t sees the sinks and the tokens from t - W + 1 on. This
 depends on the sequence alone, not on where a pass began, so drafts remain
-autoregressive. (Too little slack for this is refused.) Positions are those of
-the sequence, where StreamingLLM counts them within the cache.
+autoregressive. (A drafter refuses a cache whose `slack` is too small for this.)
+Positions are counted in the sequence. StreamingLLM counts them in the cache.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from specjax.trees import topology
 from specjax.utils import fields
 
 _NEVER = np.iinfo(np.int32).max
-_SLACK = 64  # tokens; more than the bundled drafters take back
+_SLACK = 64  # tokens; the bundled drafters remove fewer from a cache
 
 
 @struct.dataclass
@@ -38,11 +39,11 @@ class StreamingCache(KVCache):
 
   `k` and `v` are L arrays `[B, H, sinks + ring, D]`. The token at position t is
   in slot t if it is a sink, else in slot t - sinks of the ring, modulo its
-  size. The ring has a few slots more than the window, so tokens can be taken
-  back without losing the tokens that they replaced.
+  size. The ring has `slack` more slots than the window. So tokens can be
+  removed from the end, and the window is still complete.
 
   Attributes:
-    first: `[B]` int32, first position in the ring.
+    first: `[B]` int32, smallest position whose token is in the ring.
     end: `[B]` int32, end of a prompt; later tokens are padding.
     sinks: number of first tokens that are retained.
     window: W, number of last tokens that a token sees, itself included.
@@ -74,7 +75,7 @@ class StreamingCache(KVCache):
   def until(self, end: jax.Array) -> "StreamingCache":
     """Marks the padding of the next passes, which must not enter the ring.
 
-    It applies until tokens are taken back, which happens after a prompt was
+    This applies until `rollback` removes tokens, as it does after a prompt was
     read.
 
     Args:
@@ -94,7 +95,7 @@ class StreamingCache(KVCache):
     size = self.block_k[layer].shape[2]
     block = (self.in_slots[:, None] + jnp.arange(size))[:, None]
     inside = self.in_block(ancestors, window)
-    if size > self.window:  # otherwise the complete block is near
+    if size > self.window:  # else all tokens of the block are in the window
       near = self.in_block(ancestors, min(self.window, window or self.window))
       inside &= near | self._near(block, at, window) & (block < self.sinks)
     out, _ = attention.merge(
@@ -110,7 +111,7 @@ class StreamingCache(KVCache):
     return near & (at - past < window) if window else near
 
   def _held(self, slots: int, lengths: jax.Array) -> jax.Array:
-    """Returns `[B, slots]` int32, position of the token in a slot, or -1."""
+    """Returns `[B, slots]` int32, position of each slot's token; -1: empty."""
     slot = jnp.arange(slots, dtype=jnp.int32)
     last = lengths[:, None] - 1
     ring = slots - self.sinks
@@ -123,11 +124,12 @@ class StreamingCache(KVCache):
   def rollback(self, lengths: jax.Array) -> "StreamingCache":
     """Runs `KVCache.rollback`.
 
-    Tokens that the ring has lost do not come back: taking back more tokens than
-    the slack leaves a gap at the far end of the window.
+    The ring cannot restore tokens that were overwritten. So removing more
+    tokens than the slack leaves a gap at the start of the window.
     """
     lengths = jnp.asarray(lengths, jnp.int32)
-    # The passes over a prompt add tokens; then its padding is taken back.
+    # Passes over a prompt increase the lengths. The first decrease removes the
+    # padding of the prompt, and later tokens are not padding.
     end = jnp.where(lengths <= self.lengths, _NEVER, self.end)
     new = super().rollback(lengths)
     if new.held is None:
@@ -136,7 +138,7 @@ class StreamingCache(KVCache):
 
   def _written(self, take: Callable[[jax.Array], jax.Array], lengths: jax.Array
                ) -> "StreamingCache":
-    """Writes `take(block)` into the slots of its positions."""
+    """Writes `take(block)` into the slots of the next positions."""
     if not self.block_k:
       return self.replace(lengths=lengths)
     slots = self.k[0].shape[2]
@@ -174,8 +176,8 @@ class Streaming(CacheFactory):
   Attributes:
     sinks: number of first tokens that are retained; 0 is a plain window.
     window: W, number of last tokens that a token sees, itself included.
-    slack: number of tokens that can be taken back without a gap. A drafter
-      needs two more than its draft length, with a controller 17 more.
+    slack: number of tokens that can be removed without a gap. A draft model
+      with drafts of gamma tokens needs gamma + 2, with a controller gamma + 17.
   """
 
   sinks: int = 4
