@@ -9,6 +9,10 @@ The same command completes an interrupted recording.
   python experiments/replay.py --acting=block --record=results/replay_block
   python experiments/replay.py --evaluate_only --record=mine --verifier=token
   python experiments/replay.py --prompts=mt_bench=question.jsonl
+  python experiments/replay.py --batch=8 --mesh=data:2,model:4
+
+--batch=B decodes B prompts together, on the devices of --mesh if there are
+several. In float32 the record is the same up to rounding.
 
 Every round starts where the acting verifier ended the previous round. So
 compare rules within one record, not with their own rollouts.
@@ -36,6 +40,7 @@ from lib import flags as shared
 from lib import models
 from lib import progress
 from lib.prompts import reading as prompts
+from lib.rollouts import batches
 import numpy as np
 
 import specjax as sj
@@ -65,11 +70,12 @@ _NUM_PROMPTS = shared.num_prompts(8)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _SEED = shared.seed()
+_BATCH = batches.untimed_flags()
 _OUTPUT_DIR = shared.output_dir(
     "results/replay", "Directory for the results as JSON, and for the record "
     "unless --record is set")
 
-_MOST_BYTES = 2**31  # memory for the record of one prompt
+_MOST_BYTES = 2**31  # memory for the record of the prompts of a batch
 _CLUSTERS = "clusters.json"  # in the record's directory: labels of the prompts
 
 
@@ -80,6 +86,7 @@ def _place() -> str:
 
 def _record() -> analysis.Record:
   """Records all prompts, or completes an existing record."""
+  batch = batches.settings(_BATCH)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [drafter] = drafters.values()
@@ -97,19 +104,22 @@ def _record() -> analysis.Record:
   record = analysis.record(
       decoder, {"target": target.params, "drafter": params}, read.all,
       jax.random.key(_SEED.value), _place(),
-      max_new_tokens=_NEW_TOKENS.value)
+      max_new_tokens=_NEW_TOKENS.value, batch=batch.size,
+      placement=batch.placement)
   files.write_json(record.path / _CLUSTERS, {"clusters": read.clusters})
   return record
 
 
 def _check_size(vocab_size: int) -> None:
-  """Raises unless the probabilities of a prompt's rounds fit the memory."""
-  size = 4 * 2 * _NEW_TOKENS.value * (_GAMMA.value + 1) * vocab_size
+  """Raises unless the probabilities of a batch's rounds fit the memory."""
+  nodes = _GAMMA.value + 1
+  size = 4 * 2 * _BATCH.size.value * _NEW_TOKENS.value * nodes * vocab_size
   if size > _MOST_BYTES:
     raise ValueError(
-        f"--max_new_tokens={_NEW_TOKENS.value} and --gamma={_GAMMA.value} with "
-        f"{vocab_size} tokens need up to {size / 2**30:.1f} GiB for a prompt; "
-        f"the limit is {_MOST_BYTES / 2**30:.0f} GiB: use smaller values")
+        f"--batch={_BATCH.size.value}, --max_new_tokens={_NEW_TOKENS.value} "
+        f"and --gamma={_GAMMA.value} with {vocab_size} tokens need up to "
+        f"{size / 2**30:.1f} GiB of memory; the limit is "
+        f"{_MOST_BYTES / 2**30:.0f} GiB: use smaller values")
 
 
 def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,

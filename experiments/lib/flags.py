@@ -320,12 +320,12 @@ def compilation_cache():
       "JAX_COMPILATION_CACHE_DIR is set")
 
 
-def batch():
+def batch(default: int = 1):
   """Number of prompts decoded together (batch size)."""
   return flags.DEFINE_integer(
-      "batch", 1, "Number of prompts decoded together. Larger batches finish "
-      "sooner. In float32 the batch size does not change the tokens or the "
-      "acceptance", 1)
+      "batch", default, "Number of prompts decoded together. Larger batches "
+      "finish sooner. In float32 the batch size does not change the tokens or "
+      "the acceptance", 1)
 
 
 def timing(*others: str):

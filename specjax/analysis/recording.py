@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -25,12 +26,14 @@ import tqdm
 
 from specjax import interfaces
 from specjax.decoding.decoder import Decoder
-from specjax.decoding.decoder import raise_if_not_finite
-from specjax.types import DecodeState
+from specjax.decoding.placement import Placement
+from specjax.decoding.row_batches import decode_rows
+from specjax.decoding.row_batches import DecodedRow
 from specjax.types import Draft
-from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
+from specjax.utils import fields
+from specjax.utils import processes
 from specjax.utils.files import atomically
 from specjax.utils.files import claim
 from specjax.utils.files import locked
@@ -105,11 +108,13 @@ class Record:
 def record(decoder: Decoder, params: Mapping[str, Any],
            prompts: Sequence[ArrayLike], key: jax.Array,
            path: str | os.PathLike[str], *, max_new_tokens: int,
-           progress: bool = True) -> Record:
-  """Decodes every prompt alone and records its drafts and probabilities.
+           progress: bool = True, batch: int = 1,
+           placement: Placement | None = None) -> Record:
+  """Decodes prompts and records their drafts and probabilities.
 
   The same call completes an interrupted record. The files are then equal to the
-  files of an uninterrupted recording.
+  files of an uninterrupted recording. Other batches and placements only change
+  the rounding.
 
   Args:
     decoder: decoder of the recording. Its observers are left out, because
@@ -122,6 +127,9 @@ def record(decoder: Decoder, params: Mapping[str, Any],
     max_new_tokens: tokens generated for every prompt, at least 1. A prompt
       takes up to max_new_tokens * 2 * N * V floats.
     progress: whether progress is reported on stderr.
+    batch: number of prompts that are decoded together.
+    placement: placement of the decoder on a mesh, whose data axis must divide
+      the batch. `params` are placed here.
 
   Returns:
     The complete `Record`.
@@ -148,86 +156,84 @@ def record(decoder: Decoder, params: Mapping[str, Any],
     >>> len(judged.expected), round(judged.block_efficiency, 4)
     (2, 3.0)
   """
-  if max_new_tokens < 1:
-    raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least "
-                     "1")
+  fields.check_at_least("max_new_tokens", max_new_tokens, 1)
+  fields.check_at_least("batch", batch, 1)
   path = pathlib.Path(path)
   decoder = dataclasses.replace(decoder, observers=())
   prompts = [np.asarray(row) for row in prompts]
   limits = [row.size + max_new_tokens for row in prompts]
-  shapes = _shapes(decoder, params, prompts, key, limits)
-  manifest = _manifest(decoder, params, prompts, key, max_new_tokens, shapes)
+  # An error in the last prompt is raised before the first one is decoded.
+  jax.eval_shape(lambda: decoder.prefill(params, prompts, key, limits=limits))
+  manifest = _manifest(decoder, params, prompts, key, max_new_tokens)
+  _check_directory(path)
+  with locked(path, "recording"):
+    claim(path / _MANIFEST, manifest, "record")
+    missing = processes.by_the_first(lambda: [
+        i for i in range(len(prompts)) if not _file(path, i).is_file()])
+    if placement is not None:
+      params = placement.put(decoder, params)
+    for index, row in tqdm.tqdm(
+        _decode(decoder, params, prompts, key, limits, missing, batch,
+                placement),
+        f"recording to {path}", total=len(prompts), unit="prompt",
+        initial=len(prompts) - len(missing), dynamic_ncols=True,
+        disable=not (progress and missing)):
+      processes.by_the_first(functools.partial(
+          _write, _file(path, index), _rollout(row)))
+  return Record(path, manifest)
+
+
+def _check_directory(path: pathlib.Path) -> None:
+  """Raises `ValueError` if `path` cannot become the directory of a record."""
   if path.is_file():
     raise ValueError(f"path {path} is a file; it must be a directory")
   if _file(path, 0).is_file() and not (path / _MANIFEST).is_file():
     raise ValueError(f"path is {path}, which contains prompts but no "
                      f"{_MANIFEST}; choose another path")
-  with locked(path, "recording"):
-    claim(path / _MANIFEST, manifest, "record")
-    missing = [i for i in range(len(prompts)) if not _file(path, i).is_file()]
-    # One capacity for all prompts, so that the loop compiles once.
-    capacity = max(limits) + manifest["num_nodes"]
-    for index in tqdm.tqdm(
-        missing, f"recording to {path}", total=len(prompts), unit="prompt",
-        initial=len(prompts) - len(missing), dynamic_ncols=True,
-        disable=not (progress and missing)):
-      state = decoder.prefill(params, [prompts[index]], key,
-                              limits=limits[index], request_ids=[index],
-                              capacity=capacity)
-      _write(_file(path, index), _decode(decoder, params, state))
-  return Record(path, manifest)
 
 
-def _shapes(decoder: Decoder, params: Mapping[str, Any],
+def _decode(decoder: Decoder, params: Mapping[str, Any],
             prompts: Sequence[np.ndarray], key: jax.Array,
-            limits: Sequence[int]) -> Rollout:
-  """Returns the shapes of one round of all prompts, with B instead of R.
+            limits: Sequence[int], missing: Sequence[int], batch: int,
+            placement: Placement | None) -> Iterator[tuple[int, DecodedRow]]:
+  """Decodes the `missing` prompts and yields each one with its index."""
+  if not missing:
+    return
+  # One capacity for all prompts, so that the loop compiles once.
+  prefill = functools.partial(
+      decoder.prefill, params, key=key,
+      capacity=max(limits) + decoder.num_nodes)
+  start = lambda i: prefill([prompts[i]], limits=limits[i], request_ids=[i])
+  first = missing[0]
+  state = prefill([prompts[first]] * batch, limits=limits[first],
+                  placement=placement)
+  starts = [functools.partial(start, i) for i in missing]
+  for index, row in decode_rows(decoder, params, state, starts,
+                                rounds=_ROUNDS_A_CALL, traced=True):
+    yield missing[index], row
 
-  The models are not run, but `prefill` checks its arguments. So an error in the
-  last prompt is raised before the first prompt is decoded.
-  """
-  def decode_one_round() -> Rollout:
-    state = decoder.prefill(params, prompts, key, limits=limits)
-    return _rollout(*decoder.decode_traced(params, state, 1)[1:])
 
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-                      jax.eval_shape(decode_one_round))
-
-
-def _rollout(stats: RoundStats, trace: Trace) -> Rollout:
+def _rollout(row: DecodedRow) -> Rollout:
   # NumPy cannot write bfloat16; float32 represents all of its values.
   wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  trace, stats = row.trace, row.stats
   draft = trace.draft.replace(probs=wide(trace.draft.probs))
   return Rollout(
       trace=trace.replace(draft=draft, target_probs=wide(trace.target_probs)),
-      expected=stats.expected[:, :, 0], survival=stats.survival[:, :, 0],
+      expected=stats.expected[:, 0], survival=stats.survival[:, 0],
       emitted=stats.emitted)
-
-
-def _decode(decoder: Decoder, params: Mapping[str, Any], state: DecodeState
-            ) -> Rollout:
-  """Decodes one prompt to its end and returns its rounds."""
-  parts = []
-  while not state.done.all():
-    state, stats, trace = decoder.decode_traced(params, state, _ROUNDS_A_CALL)
-    raise_if_not_finite(stats)
-    stats, trace = jax.device_get((stats, trace))
-    active = stats.active[:, 0]
-    parts.append(jax.tree.map(lambda x, active=active: x[active, 0],
-                              _rollout(stats, trace)))
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def _manifest(decoder: Decoder, params: Mapping[str, Any],
               prompts: Sequence[np.ndarray], key: jax.Array,
-              max_new_tokens: int, shapes: Rollout) -> dict[str, Any]:
+              max_new_tokens: int) -> dict[str, Any]:
   parts = {f.name: repr(getattr(decoder, f.name))
            for f in dataclasses.fields(decoder)
            if f.name not in ("observers", "debug")}
   return {
       **parts,
-      "num_nodes": shapes.survival.shape[-1],
-      "vocab_size": shapes.trace.target_probs.shape[-1],
+      "num_nodes": decoder.num_nodes,
+      "vocab_size": decoder.target.vocab_size,
       "drafter_is": sorted(interfaces.capabilities(decoder.drafter)),
       "key": np.asarray(jax.random.key_data(key)).tolist(),
       "max_new_tokens": int(max_new_tokens),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
 from specjax.types import DecodeState
 from specjax.types import RoundStats
+from specjax.types import Trace
 from specjax.utils import processes
 
 
@@ -27,14 +29,17 @@ class DecodedRow:
   Attributes:
     tokens: token ids of prompt and output.
     stats: `RoundStats` whose leading axes are R instead of (R, B).
+    trace: `Trace` with the same leading axes, None unless it was asked for.
   """
 
   tokens: np.ndarray
   stats: RoundStats
+  trace: Trace | None = None
 
 
 def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
-                starts: Sequence[Callable[[], DecodeState]], *, rounds: int
+                starts: Sequence[Callable[[], DecodeState]], *, rounds: int,
+                most_rounds: int = sys.maxsize, traced: bool = False
                 ) -> Iterator[tuple[int, DecodedRow]]:
   """Decodes prompts in the rows of a batch, in order of completion.
 
@@ -56,15 +61,19 @@ def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
   Args:
     decoder: decoder of all prompts.
     params: `{"target": ..., "drafter": ...}`.
-    state: batch whose rows are done; it is donated.
+    state: batch whose rows are replaced by the prompts; it is donated.
     starts: functions that return the state of one prompt, read. Their request
       ids decide the random numbers.
     rounds: rounds per call. A row waits for its next prompt until the call
       ends.
+    most_rounds: maximum number of rounds of a prompt, which may end earlier at
+      its limit.
+    traced: whether to return traces, which need rounds * B * 2 * N * V floats.
 
   Yields:
     Index in `starts` and `DecodedRow`.
   """
+  decode = decoder.decode_traced if traced else decoder.decode
   waiting, slots = list(enumerate(starts))[::-1], {}
   while waiting or slots:
     for slot in range(len(state.lengths)):
@@ -72,16 +81,24 @@ def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
         index, start = waiting.pop()
         state = decoder.insert(state, slot, start())
         slots[slot] = index, []
-    state, stats = decoder.decode(params, state, rounds)
-    raise_if_not_finite(stats)
-    stats, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
-        (stats, state.done, state.tokens, state.lengths)))
+    state, *found = decode(params, state, rounds)  # stats, and maybe a trace
+    raise_if_not_finite(found[0])
+    found, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
+        (found, state.done, state.tokens, state.lengths)))
     for slot, (index, parts) in list(slots.items()):
-      active = stats.active[:, slot]
+      active = found[0].active[:, slot]
       parts.append(jax.tree.map(
-          lambda x, slot=slot, active=active: x[active, slot], stats))
-      if done[slot]:
+          lambda x, slot=slot, active=active: x[active, slot], found))
+      # A row that is not done was active in all rounds of all its calls.
+      if done[slot] or len(parts) * rounds >= most_rounds:
         del slots[slot]
-        yield index, DecodedRow(
-            tokens[slot, :lengths[slot]],
-            jax.tree.map(lambda *x: np.concatenate(x), *parts))
+        yield index, _row(tokens[slot, :lengths[slot]], parts, most_rounds)
+
+
+def _row(tokens: np.ndarray, parts: list[Any], most_rounds: int) -> DecodedRow:
+  """Returns a decoded prompt without the rounds after `most_rounds`."""
+  stats, *trace = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  surplus = int(stats.emitted[most_rounds:].sum())
+  return DecodedRow(
+      tokens[:len(tokens) - surplus],
+      *jax.tree.map(lambda x: x[:most_rounds], [stats, *trace]))

@@ -184,6 +184,21 @@ def test_a_killed_recording_is_read_and_completed(
   assert (tmp_path / "prompt_000001.npz").stat().st_mtime_ns == time
 
 
+def test_a_batch_records_what_single_prompts_do(complete, tmp_path):
+  # Broken: a row draws by its slot, or has the rounds of its neighbours.
+  (tmp_path / "prompt_000001.npz").write_bytes(
+      (complete / "prompt_000001.npz").read_bytes())
+  (tmp_path / "record.json").write_bytes(
+      (complete / "record.json").read_bytes())
+  batched = analysis.record(path=tmp_path, batch=3, **_markov())
+  for got, want in zip(batched, analysis.Record.open(complete), strict=True):
+    np.testing.assert_array_equal(got.emitted, want.emitted)
+    np.testing.assert_array_equal(got.trace.draft.tokens,
+                                  want.trace.draft.tokens)
+    _close(got.expected, want.expected)
+    _close(got.trace.target_probs, want.trace.target_probs)
+
+
 def test_a_damaged_file_is_not_evaluated(complete, tmp_path):
   # Broken: a bit that the disk has changed changes a figure.
   path = shutil.copytree(complete, tmp_path / "record")
@@ -226,6 +241,7 @@ def test_a_verifier_that_the_drafter_does_not_fit_is_refused(complete):
 @pytest.mark.parametrize("change,word", [
     ({"prompts": [*_markov()["prompts"], [1] * 240]}, "260"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"batch": 0}, "batch is 0"),
     ({"prompts": [[_VOCAB]]}, f"token id {_VOCAB}")])
 def test_bad_arguments_are_refused_before_decoding(tmp_path, change, word):
   # Broken: an error in the last prompt is raised after hours.

@@ -22,8 +22,13 @@ class BatchFlags(NamedTuple):
   """Flags for batched rollouts."""
 
   size: absl_flags.FlagHolder
-  timing: absl_flags.FlagHolder
+  timing: absl_flags.FlagHolder | None  # of studies that measure speed
   mesh: shared.MeshFlags
+
+
+def untimed_flags(size: int = 1) -> BatchFlags:
+  """Defines --batch and --mesh of a study that does not measure speed."""
+  return BatchFlags(shared.batch(size), None, shared.mesh())
 
 
 def flags(*timings: str) -> BatchFlags:
@@ -46,9 +51,10 @@ def settings(given: BatchFlags, *, timed: bool = True) -> Batch | None:
     ValueError: the flags contradict each other, or the mesh does not divide
       the batch.
   """
-  size, timing, mesh = given.size.value, given.timing.value, given.mesh
+  size, timing, mesh = given.size.value, given.timing, given.mesh
   alone = size == 1 and mesh.mesh.value is None
-  timing = timing or ("latency" if alone and timed else "none")
+  timing = "none" if timing is None else timing.value or (
+      "latency" if alone and timed else "none")
   if timing == "latency" and not alone:
     raise ValueError("--timing=latency decodes one prompt at a time on one "
                      f"device, and --batch is {size} and --mesh "
