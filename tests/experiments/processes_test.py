@@ -338,8 +338,8 @@ def test_two_processes_train_and_decode_as_one(tmp_path):
 
 
 _STUDIES = {  # flags of studies, which decode four prompts at a time or alone
-    "replay.py": ["--drafter=drafter", "--num_prompts=4", "--prompts=mine.txt", "--gamma=2",
-                  "--max_new_tokens=12", "--verifier=token,block"],
+    "replay.py": ["--drafter=drafter", "--num_prompts=4", "--prompts=mine.txt",
+                  "--gamma=2", "--max_new_tokens=12", "--verifier=token,block"],
 }
 
 
