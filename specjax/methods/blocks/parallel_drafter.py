@@ -182,7 +182,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
       breadth-first; `range(-1, K)` is a chain of K tokens.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
     stop: stop rule for chains; None: all chains have K tokens.
     cache: class of the draft layers' cache.
     target: target model; `bind` sets it.

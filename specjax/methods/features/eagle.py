@@ -132,7 +132,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     heads: feature layer with one module.
     gamma: draft length, at least 0.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
     stop: rule of `methods.stop_rules`, with the layer's outputs as hidden
       states; None: all chains have gamma tokens. If the rule has parameters,
       `params["drafter"]` is `{"model": parameters of the layer, "stop":
@@ -212,7 +212,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
       `range(-1, gamma)` is a chain.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
   """
 
   heads: FeatureHeads

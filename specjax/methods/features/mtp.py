@@ -85,7 +85,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     heads: heads with a module for every token.
     gamma: drafted tokens per round, at most the number of modules, the default.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
     readers: number R of modules that read the sequence, at least gamma; None:
       gamma. If a controller shortens chains, all R modules still read every
       round, so none has to catch up later.
@@ -178,7 +178,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     parents: draft tree, see `specjax.trees`, stored breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
   """
 
   heads: FeatureHeads

@@ -1,9 +1,9 @@
 """Drafting from predictions that the target made for later positions.
 
-A round that stops at position t has computed the target's hidden state at t.
-Token t + 1 becomes the root of the next draft. The prediction at t for token
-t + 1 + k is the distribution of all nodes at depth k. It does not depend on the
-path above a node, so the draft has a product distribution.
+A round whose last accepted token is at position t has computed the target's
+hidden state at t. Token t + 1, which the round samples, becomes the root of the
+next draft. The prediction at t for token t + 1 + k is the distribution of all
+nodes at depth k. It does not depend on the tokens above a node.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def draw(logits, parents, uniforms, proposal, transform):
 
 
 class HeadsDrafter(_trees.StaticTree):
-  """Base of drafters with K heads on the target's last hidden state.
+  """Base of drafters with heads on the target's last hidden state.
 
   `params["drafter"]` contains the parameters of the heads. The LM head comes
   from `params["target"]`. A round applies the heads to one hidden state and
@@ -105,7 +105,8 @@ class HeadsDrafter(_trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # The distribution of a deeper node depends on the start of the draft.
+    # A token's distribution depends on its depth, so on where the draft begins,
+    # unless all drafted tokens have depth 1.
     return self.iid and self.depth <= 1
 
   def bind(self, target: Model, transform: LogitsTransform

@@ -33,7 +33,10 @@ from specjax.training.objective import weighted_mean
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
                   weights: jax.Array) -> jax.Array:
-  """Returns -mean_t log p^(k)(x_{t+1+k}) over the t that have a label.
+  """Returns the cross-entropy of head k, averaged over positions t.
+
+  At position t the head predicts token t + 1 + k. Positions without such a
+  token in the row do not count.
 
   Args:
     logits: logits `[B, S, V]` of head k.
@@ -72,11 +75,12 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
                 tuned: bool) -> jax.Array:
-  """Returns `head_loss` of every head, `[K]`, with one logits array at a time.
+  """Returns `head_loss` of every head, `[K]`.
 
-  The gradient of a head is computed together with its loss, before the next
-  head (Gloeckle et al. 2024, arXiv:2404.19737, section 2). Nothing is computed
-  twice. The LM head gets no gradient.
+  Only one head's logits are in memory at a time: the gradient of a head is
+  computed together with its loss, before the next head (Gloeckle et al. 2024,
+  arXiv:2404.19737, section 2). Nothing is computed twice. The LM head gets no
+  gradient.
 
   Args:
     heads: function and sizes of the heads.
@@ -138,14 +142,14 @@ def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
 
 
 def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the positions with all K labels, and their hidden states.
+  """Returns the positions at which every head has a label.
 
   Args:
     hidden: hidden states `[B, S, D]`.
     count: number of heads K.
 
   Returns:
-    `hidden [B, P, D]` and positions `[B, P]`.
+    Hidden states `[B, P, D]` at the P positions, and the positions `[B, P]`.
 
   Raises:
     ValueError: no position has K labels.
@@ -161,9 +165,10 @@ def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 lm_head: jax.Array, score: Score) -> Any:
-  """Returns `score(k, logits [B, P, V], positions [B, P])` of every head.
+  """Returns the scores of all heads, stacked along K.
 
-  The P positions come from `labelled`.
+  The score of head k is `score(k, logits [B, P, V], positions [B, P])` at the P
+  positions of `labelled`.
   """
   numbers = _numbers(params)
   hidden, positions = labelled(hidden, len(numbers))
@@ -186,7 +191,7 @@ def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
 
 def sampled(make: Callable[..., Strategy], heads: Heads,
              tree: Sequence[int]) -> dict[str, tuple[Strategy, ...]]:
-  """Returns the part of `Method.compared` with sampled drafts."""
+  """Returns the strategies with sampled drafts for `Method.compared`."""
   pairs = lambda parents, proposal, *rules: tuple(
       make(heads, parents, proposal, rule) for rule in rules)
   return {

@@ -39,11 +39,14 @@ from specjax.utils import fields
 class BlockwiseHeads(networks.HiddenStateHeads):
   """Residual feed-forward layers before one output projection.
 
-  Stern et al. 2018 (arXiv:1811.03115, section 6): the LM head projects
-  z_k = h + W2_k ReLU(W1_k h + b1_k) + b2_k. The paper's p_1 is here the
-  unchanged target: the LM head on h. Heads 1..K are the paper's p_2..p_{K+1}.
-  W2 and b2 start at 0, so the predictions of an untrained head equal the LM
-  head's.
+  Stern et al. 2018 (arXiv:1811.03115, section 6). For the target's last hidden
+  state h, head k is the LM head applied to
+
+    z_k = h + W2_k ReLU(W1_k h + b1_k) + b2_k.
+
+  Heads 1..K are the paper's p_2..p_{K+1}. The paper's p_1 is the unchanged
+  target, the LM head applied to h. W2 and b2 start at 0, so the predictions of
+  an untrained head equal the target's.
 
   Attributes:
     width: hidden width D.
@@ -98,18 +101,18 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 class Blockwise(_forecasts.HeadsDrafter):
   """Drafts the most likely token of each head as a deterministic proposal.
 
-  The pass that verifies a block also returns the hidden state that predicts the
-  next block. This is the paper's combined scheme (section 4): one pass per
-  block. The paper's p_1 is the target, and its token is the bonus token of a
-  round. Any rule for chains is exact. `verifiers.TopK` and `verifiers.Distance`
-  are the paper's lossy rules. `params["drafter"]` contains the parameters of
-  the heads.
+  The pass that verifies a draft also returns the hidden state that the next
+  draft is predicted from. So a round needs one pass, as in the paper's combined
+  scheme (section 4). Any lossless rule for chains is exact. `verifiers.TopK`
+  and `verifiers.Distance` are the paper's lossy rules. `params["drafter"]`
+  contains the parameters of the heads.
 
   Attributes:
     heads: heads of the target, `BlockwiseHeads` or the same interface.
-    gamma: drafted tokens per round, at most K; None: K.
+    gamma: drafted tokens per round, at most the number of heads; None: the
+      number of heads.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
   """
 
   heads: Heads
@@ -132,9 +135,9 @@ class Blockwise(_forecasts.HeadsDrafter):
 class BlockwiseObjective:
   """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
-  One head drawn uniformly per batch gives an unbiased estimate of the mean over
-  the heads, at the cost of one head. If the target is trained too, it is head 0
-  with its next-token loss.
+  With one head drawn uniformly per batch, the loss is an unbiased estimate of
+  the mean over all heads, at the cost of one head. If the target is trained
+  too, its next-token loss counts as one more head.
 
   Attributes:
     model: target model.
@@ -196,7 +199,8 @@ def blockwise(heads: Heads, gamma: int | None = None,
               ) -> Strategy:
   """Drafts the most likely token of each head as a chain.
 
-  Stern et al. 2018 (arXiv:1811.03115). Their relaxed criteria are LOSSY.
+  Stern et al. 2018 (arXiv:1811.03115). Their relaxed criteria `top_k` and
+  `distance` are LOSSY.
 
   >>> from specjax import methods
   >>> own = methods.BlockwiseHeads(
@@ -208,10 +212,11 @@ def blockwise(heads: Heads, gamma: int | None = None,
 
   Args:
     heads: heads of the target.
-    gamma: drafted tokens per round, at most K; None: K.
-    top_k: acceptance of the target's `top_k` most likely tokens. LOSSY.
-    distance: largest accepted difference from the id of the target's choice.
-      LOSSY.
+    gamma: drafted tokens per round, at most the number of heads; None: the
+      number of heads.
+    top_k: number of the target's most likely tokens that are accepted. LOSSY.
+    distance: largest accepted difference between the ids of the drafted token
+      and the target's most likely token. LOSSY.
 
   Raises:
     ValueError: both criteria are given.

@@ -45,15 +45,17 @@ from specjax.utils import fields
 class HydraHeads:
   """Heads that read the drafted tokens, with conditional distributions.
 
-  Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads the
-  hidden state h of the token before the root, and the embeddings of the root
-  and of the k - 1 drafted tokens on the path, u = [h; e(x_0); ..; e(x_{k-1})]:
+  Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads
+  u = [h; e(x_0); ..; e(x_{k-1})]: the target's hidden state h at the token
+  before the root, and the target's embeddings e of the root x_0 and of the
+  k - 1 drafted tokens on the path. Its distribution is
 
     z = R u + r + SiLU(W u + b),   z <- z + SiLU(W' z + b') blocks - 1 times,
     p^(k) = softmax(U z + c).
 
-  The embeddings are the target's. Initially R selects h, W and W' are 0 and U
-  is the LM head, so the predictions of an untrained head equal the LM head's.
+  R, r, W, b, W', b', U and c are the parameters of head k. Initially R selects
+  h, W and W' are 0 and U is the LM head, so the predictions of an untrained
+  head equal the LM head's.
 
   Attributes:
     width: hidden width D.
@@ -138,12 +140,11 @@ def _linear(params, x):
 class Hydra(_forecasts.HeadsDrafter):
   """Drafts children at depth d + 1 from head d + 1, given the node's path.
 
-  The distribution of a node depends on the tokens above it, so q is
-  conditional. Medusa's q is a product of distributions. With "top_k" the draft
-  is deterministic, as in the paper, and `verifiers.TargetWalk` is exact.
-  Sampled drafts report their q for the rules that use it. `params["drafter"]`
-  contains the parameters of the heads. The embeddings come from
-  `params["target"]`.
+  The distribution of a node depends on the tokens above it; in `Medusa` it
+  depends only on the depth. With "top_k" the draft is deterministic, as in the
+  paper, and `verifiers.TargetWalk` is exact. Sampled drafts work with any rule
+  for sampled trees. `params["drafter"]` contains the parameters of the heads.
+  The embeddings come from `params["target"]`.
 
   Attributes:
     heads: heads of the target.
@@ -151,7 +152,7 @@ class Hydra(_forecasts.HeadsDrafter):
       breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
   """
 
   heads: HydraHeads
@@ -186,11 +187,15 @@ class Hydra(_forecasts.HeadsDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraObjective:
-  """Loss -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}).
+  """Sum of the cross-entropies of all Hydra heads on the data.
 
-  Ankner et al. 2024 (arXiv:2402.05109, section 3), on the data. Heads read the
-  true tokens in training and the drafted tokens in decoding. The target is
-  frozen.
+  Ankner et al. 2024 (arXiv:2402.05109, section 3). The loss is
+
+    -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}),
+
+  where p^(k) is the distribution of head k, x_t the tokens of a row and h_t the
+  target's hidden state at t. Heads read the true tokens in training and the
+  drafted tokens in decoding. The target is frozen.
 
   Attributes:
     model: target model.

@@ -46,20 +46,26 @@ _OWN_UP_TO = 8192  # largest vocabulary for which "auto" is "own"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHeads(networks.HiddenStateHeads):
-  """Heads of Medusa: p^(k) = softmax(W2_k (SiLU(W1_k h) + h)).
+  """Heads of Medusa: residual blocks and an output matrix for each position.
 
-  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). Initially W1 is 0 and W2 is
-  the LM head, so the predictions of an untrained head equal the LM head's.
+  Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). For the target's last
+  hidden state h, head k has the distribution
+
+    p^(k) = softmax(W2_k (SiLU(W1_k h) + h)).
+
+  Initially W1 is 0 and W2 is the LM head, so the predictions of an untrained
+  head equal the LM head's.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
     blocks: number of residual blocks `h + SiLU(W1 h)` per head, in sequence.
-    output: form of W2_k. "own" is a matrix per head. "low_rank" is the LM head
-      plus A_k B_k, with B_k = 0 initially. "shared" is the LM head itself.
-      "auto" is "own" up to 8192 tokens with the default rank, else "low_rank".
-      The LM head is an argument, not a parameter of the heads.
+    output: form of W2_k. "own": a separate matrix per head. "low_rank": the LM
+      head plus A_k B_k, with B_k = 0 initially. "shared": the LM head itself.
+      "auto": "own" for a vocabulary of at most 8192 tokens and the default
+      rank, else "low_rank". The LM head is an argument, not a parameter of the
+      heads.
     rank: number of columns of A_k if `output` is "low_rank".
     bias: True if W1 has a bias, as in the published heads; initially 0.
   """
@@ -111,10 +117,11 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def merged(self, params: Params, target_params: Params
              ) -> tuple["MedusaHeads", dict[str, Any]]:
-    """Returns equal heads with a separate output matrix each.
+    """Returns heads with the same predictions and an output matrix each.
 
-    W2_k is the LM head, plus A_k B_k with `output="low_rank"`. The matrices are
-    K D V numbers; A_k and B_k are K rank (D + V).
+    The output matrix of head k is the LM head, plus A_k B_k with
+    `output="low_rank"`. The K matrices have K D V numbers; all A_k and B_k
+    together have K rank (D + V).
 
     Args:
       params: parameters of the heads.
@@ -161,20 +168,20 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Medusa(_forecasts.HeadsDrafter):
-  """Drafts the same children for all nodes of depth d, from head d + 1.
+  """Drafts a tree whose nodes of depth d have the distribution of head d.
 
   With `trees.medusa_tree` and "top_k" this is the paper's deterministic draft:
   `verifiers.TargetWalk` is exact and `verifiers.Typical` is the paper's lossy
-  rule. Sampled drafts report their q for the rules that use it.
+  rule. Sampled drafts work with any rule for sampled trees.
   `params["drafter"]` contains the parameters of the heads.
 
   Attributes:
     heads: heads of the target, `MedusaHeads` or the same interface.
-    parents: draft tree, at most K deep, see `specjax.trees`; stored
-      breadth-first.
+    parents: draft tree, at most as deep as the number of heads, see
+      `specjax.trees`; stored breadth-first.
     proposal: sampling method of children, see `DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless because q is reported.
+      is lossless, because the verifier gets the distributions after it.
   """
 
   heads: MedusaHeads | BlockwiseHeads
@@ -192,7 +199,11 @@ _RAMPS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaObjective:
-  """Medusa-1: L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1).
+  """Medusa-1: weighted sum of the heads' cross-entropies on the data.
+
+  The loss is L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1 of the
+  paper), where p^(k) is the distribution of head k = 1..K at position t and x_t
+  are the tokens of a row.
 
   Attributes:
     model: target model.
@@ -250,18 +261,22 @@ class MedusaObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaJointObjective:
-  """Medusa-2: L_LM + lambda_0 L1, training the target together with its heads.
+  """Medusa-2: trains the target together with its heads.
 
-  Section 2.2.2 of the paper. As in the published code, lambda_0 is its peak
-  times sin(pi/2 progress), times progress, or times 1.
+  The loss is L_LM + lambda_0 L1 (section 2.2.2 of the paper): the target's
+  next-token loss and a multiple of `MedusaObjective`'s loss. As in the
+  published code, the weight lambda_0 is its peak times sin(pi/2 progress),
+  times progress, or times 1, where progress in [0, 1] is the fraction of the
+  run.
 
   Attributes:
     medusa: objective of L1.
     weight: peak of lambda_0; 0.2 in the paper.
     ramp: shape of lambda_0: "sine", "linear" or "constant".
-    distill: True if L_LM is KL(p_teacher || p), with the target before training
-      as `frozen["teacher"]`; False if it is the cross-entropy of the data. Use
-      True for data that the target sampled itself (section 2.3.2).
+    distill: form of L_LM. True: the KL divergence from the target before
+      training, whose parameters are `frozen["teacher"]`. False: the
+      cross-entropy of the data. Use True for data that the target has generated
+      (section 2.3.2).
   """
 
   medusa: Medusa
@@ -319,8 +334,8 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
            typical: bool = False) -> Strategy:
   """Drafts the most likely tokens of the target's heads as a tree.
 
-  Cai et al. 2024 (arXiv:2401.10774). The paper's typical acceptance is LOSSY.
-  The default rule, the walk of the target, is exact.
+  Cai et al. 2024 (arXiv:2401.10774). The default rule `verifiers.TargetWalk` is
+  exact. The paper's typical acceptance is LOSSY.
 
   >>> from specjax import trees
   >>> from specjax import methods
@@ -344,11 +359,11 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
-  """Samples drafts from the target's heads for a verifier that uses q.
+  """Samples drafts from the distributions of the target's heads.
 
   This variant is not in the Medusa paper (arXiv:2401.10774), which drafts the
-  most likely tokens. The distribution of a head is known, so any rule for
-  sampled drafts is exact.
+  most likely tokens. The distribution of each drafted token is known, so any
+  rule for sampled drafts is exact.
 
   >>> from specjax import methods
   >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)

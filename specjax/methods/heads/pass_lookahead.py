@@ -51,9 +51,10 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSEmbeddings:
-  """Embeddings of [LA]_1..[LA]_L (PaSS, Monea et al. 2023).
+  """Embeddings of the look-ahead tokens [LA]_1..[LA]_L.
 
-  arXiv:2311.13581, section 3. The method has no other parameters: L D numbers.
+  PaSS, Monea et al. 2023 (arXiv:2311.13581, section 3). The embeddings, L
+  vectors of width D, are the only parameters that PaSS trains.
 
   Attributes:
     count: number L of look-ahead tokens; their ids are V..V + L - 1.
@@ -128,12 +129,16 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSObjective:
-  """Loss -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t).
+  """Cross-entropy of the target's predictions at look-ahead tokens.
 
-  Equation 1 of the paper, as the mean over `cuts` random m of every row. One
-  pass reads the row. A second pass reads the look-ahead tokens of all its cuts,
-  cuts * L tokens, as branches of a tree below the row. Only the second pass is
-  differentiated.
+  A row x is cut after a random position m, and the look-ahead tokens [LA]_1,
+  ..., [LA]_L follow. The loss (equation 1 of the paper) is
+
+    -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t),
+
+  averaged over `cuts` positions m of every row. One pass reads the row. A
+  second pass reads the look-ahead tokens of all cuts, cuts * L tokens, as
+  branches of a tree below the row. Only the second pass is differentiated.
 
   Attributes:
     model: target model.
@@ -228,16 +233,17 @@ class PaSSObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSS(Drafter):
-  """Drafts a chain from the target's predictions after [LA]_1..[LA]_L.
+  """Drafts a chain from the target's predictions at look-ahead tokens.
 
-  Look-ahead token k, read k positions after t, predicts token t + 1 + k without
-  reading token t + 1. The decoder's target must contain the embeddings, see
+  The target reads the committed tokens up to position t, then the look-ahead
+  tokens [LA]_1..[LA]_L. At [LA]_k it predicts token t + 1 + k, without reading
+  the tokens between. The decoder's target must contain the embeddings, see
   `methods.with_lookahead`. `params["drafter"]` is unused and may be ().
 
-  As published, a round has two passes. The first reads the root and its
-  look-ahead tokens. Token 1 is drawn from the target's distribution and is in
-  effect accepted; tokens 2..L + 1 are drawn from the look-ahead distributions.
-  The second pass verifies.
+  As published, a round has two passes. The first reads the root and the
+  look-ahead tokens. Drafted token 1 is drawn from the target's distribution, so
+  it is always accepted. Tokens 2..L + 1 are drawn from the distributions at the
+  look-ahead tokens. The second pass verifies.
 
   Folded, a round has one pass. Look-ahead tokens are attached to every verified
   node. Those of the node where the round stops predict the next L tokens. The
@@ -249,7 +255,8 @@ class PaSS(Drafter):
     folded: True for one pass per round, False for two, as published.
     count: number of look-ahead tokens in use, at most L; None: L.
     transform: transform of the look-ahead logits; None: the decoder's. Any
-      transform is lossless because q is reported.
+      transform is lossless, because the verifier gets the distributions after
+      it.
     target: target model; `bind` sets it.
     target_transform: the decoder's transform; `bind` sets it.
   """
@@ -261,10 +268,11 @@ class PaSS(Drafter):
   target: Transformer | None = None
   target_transform: LogitsTransform | None = None
 
-  chain = True  # all other nodes are padding
+  chain = True  # look-ahead nodes are padding for the verifier
   iid = True
   conditional = True
-  autoregressive = False  # q depends on the draft's start
+  # A token's distribution depends on its distance from the draft's start.
+  autoregressive = False
   proposal = "iid"
 
   def __post_init__(self):
@@ -299,7 +307,10 @@ class PaSS(Drafter):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns an unknown forecast because prompts have no look-ahead tokens."""
+    """Returns an unknown forecast, or None with two passes per round.
+
+    The forecast is unknown because prompts are read without look-ahead tokens.
+    """
     del params, prefill_output
     if not self.folded:
       return None
@@ -374,7 +385,7 @@ class PaSS(Drafter):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Returns the forecast at the node where the round stopped."""
+    """Returns the predictions at the node where the round stopped."""
     del params, draft
     if not self.folded:
       return drafter

@@ -32,9 +32,10 @@ _HYDRA = table({
 
 
 def _read_medusa(found: Found) -> MedusaHeads:
-  """Heads on the last hidden state, counted in the tensors.
+  """Returns the heads of a file in the format of the Medusa repository.
 
-  Some published configurations list 2 heads although the file contains 5.
+  The heads are counted in the tensors, because some published configurations
+  list 2 heads although the file contains 5.
   """
   keys = found.keys()
   if keys("model_type"):  # a target's configuration
@@ -53,7 +54,11 @@ def _read_medusa(found: Found) -> MedusaHeads:
 
 
 def _read_medusa_vllm(found: Found) -> MedusaHeads:
-  """Medusa heads in vLLM's format, with the complete vocabulary."""
+  """Returns the Medusa heads of a file in vLLM's format.
+
+  Raises:
+    ValueError: the heads have a reduced vocabulary, or share their outputs.
+  """
   keys = found.keys()
   heads = MedusaHeads(
       heads=found.count(r"lm_heads\.(\d+)\."),
@@ -78,7 +83,11 @@ def _read_medusa_vllm(found: Found) -> MedusaHeads:
 
 
 def _read_hydra(found: Found) -> HydraHeads:
-  """Heads that read the drafted tokens: Hydra's architecture "mlp"."""
+  """Returns the Hydra heads of a file with Hydra's architecture "mlp".
+
+  Raises:
+    ValueError: the file has another architecture.
+  """
   keys = found.keys()
   for name in ("hydra_num_heads", "hydra_num_layers"):
     keys(name)
@@ -100,7 +109,7 @@ def _read_hydra(found: Found) -> HydraHeads:
 
 
 def _own_outputs(heads: MedusaHeads) -> MedusaHeads:
-  """Returns equal heads with a complete output matrix each."""
+  """Returns the heads with a separate output matrix each."""
   return dataclasses.replace(heads, output="own", rank=MedusaHeads.rank)
 
 

@@ -1,4 +1,4 @@
-"""Drafting without a model: from the text itself, or from a datastore."""
+"""Drafting without a model: from the sequence itself, or from a datastore."""
 
 from specjax.methods.model_free import empty
 from specjax.methods.model_free import ngram

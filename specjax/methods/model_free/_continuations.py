@@ -1,9 +1,10 @@
 """Drafting from counts of continuations.
 
-A path in a suffix tree leads to a node. The node is the set of matches (see
-`_matches`) whose following tokens begin with that path, and its children are
-the next tokens of these matches. So a tree with counts needs no pointers: K
-tokens are compared with each other, and a step down the tree narrows the set.
+A node of a suffix tree stands for the matches (see `_matches`) whose following
+tokens begin with the path to the node. Its children are the next tokens of
+these matches. So no tree is stored: a node is a mask over K matches. To count
+its children, the K next tokens are compared with each other. A step down the
+tree removes matches from the mask.
 
   walk              the most frequent path, for many sets of matches
   draw              a path sampled from the counts, with its distributions
@@ -49,15 +50,16 @@ class CountDrafter(_common.ModelFree):
   the row's tokens, `params["drafter"]` and the uniforms.
 
   Attributes:
-    gamma: S, tokens of a path, at least 1.
+    gamma: largest number S of tokens of a path, at least 1.
     proposal: "deterministic", the most frequent tokens, or "sampled", tokens
       drawn from the distribution of the counts.
     parents: sampled tree with different siblings, at most gamma deep, see
       `specjax.trees`; stored breadth-first. None: a chain.
     max_matches: number K of counted matches of a row, 1 to 4095. A drafted
       token costs K^2 comparisons.
-    transform: transform of the log counts; None: the decoder's. Any is lossless
-      because q is reported. Deterministic drafts do not use it.
+    transform: transform of the log counts; None: the decoder's. Any transform
+      is lossless, because the verifier gets the distributions after it.
+      Deterministic drafts do not use it.
     vocab_size: V; `bind` sets it.
   """
 
@@ -69,7 +71,9 @@ class CountDrafter(_common.ModelFree):
   vocab_size: int | None = None
 
   conditional = True
-  autoregressive = False  # the start of a draft decides the match
+  # The matches are searched where the draft begins, so a token's distribution
+  # depends on that place.
+  autoregressive = False
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "max_matches")
@@ -199,8 +203,9 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # One maximum of distinct integers gives the count and the first match. They
-    # are below 2^24, so float32 represents them exactly.
+    # Count and place of a match are packed into one integer, so one maximum
+    # gives both. The integers are below 2^24, so float32 represents them
+    # exactly.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
     # XLA may compile a float division as a product that rounds twice.
     best = best.astype(jnp.int32)
@@ -230,7 +235,7 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
     `[...]` int32, index of the set, and `[...]` float32, its score: the sum of
     the path's probabilities, an estimate of the number of accepted tokens.
   """
-  # The published code adds from left to right, which decides ties.
+  # The sum has the order of the published code, because rounding decides ties.
   score = sum(probs[..., k] for k in range(probs.shape[-1]))
   last = score.shape[-1] - 1
   return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
@@ -298,9 +303,10 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the most frequent prefixes of continuations as a tree.
 
-  REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). A prefix is at
-  least as frequent as its extensions, so the first prefixes by (count,
-  shortness) are a tree.
+  REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). Prefixes are
+  ranked by count, shorter ones first among equal counts. A prefix is at least
+  as frequent as its extensions, so the first N - 1 prefixes and the root are a
+  tree.
 
   Args:
     following: `[K, S]` int32, -1 after an end.

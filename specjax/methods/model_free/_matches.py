@@ -1,7 +1,8 @@
 """Search for earlier occurrences of the last tokens of a row, on the device.
 
-A *match* is a place where a sequence contains the last m tokens of a row. Its
-*following* tokens are the S next tokens, or -1 after the end of the sequence.
+A *match* is a place in a sequence that has the same m tokens as the end of a
+row. Its *following* tokens are the S next tokens, or -1 after the end of the
+sequence.
 
   own_matches       in the row's own tokens, for all m together
   find, spread      in a datastore: two binary searches for each m, and up to K
@@ -30,15 +31,15 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
   Args:
     tokens: token ids `[B, C]` int32.
     lengths: number `[B]` int32 of valid tokens.
-    longest: tokens of the longest match.
-    count: number K of returned matches per row: the longest, and the latest of
-      equally long ones.
+    longest: largest length of a match.
+    count: number K of returned matches per row. The longest matches are
+      returned first, and the latest first among equally long ones.
     size: number S of tokens after a match.
 
   Returns:
-    following: `[B, K, S]` int32, in that order.
-    common: `[B, K]` int32, length of each match, at most `longest`; 0 if there
-      is none.
+    following: `[B, K, S]` int32, tokens after each match.
+    common: `[B, K]` int32, length of each match, at most `longest`; 0 for
+      entries without a match.
   """
   chex.assert_rank([tokens, lengths], [2, 1])
   slots = tokens.shape[1]
@@ -57,7 +58,8 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
       lambda carry: (carry[0] < longest) & jnp.any(carry[1]), extend,
       (jnp.zeros((), jnp.int32), earlier, jnp.zeros_like(tokens)))
   rank = common * slots + jnp.arange(slots, dtype=jnp.int32)
-  # Top-k is fast for floats only, and float32 represents these integers.
+  # Top-k is fast for floats only. float32 represents integers up to 2^24
+  # exactly.
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
@@ -130,8 +132,8 @@ def spread(store: Datastore, first: jax.Array, found: jax.Array,
            ) -> tuple[jax.Array, jax.Array]:
   """Returns up to K evenly spaced matches from the range of `find`.
 
-  The range is sorted by the following tokens, so evenly spaced matches are a
-  representative sample.
+  The matches in the range are sorted by their following tokens. So evenly
+  spaced matches have nearly the same frequencies of following tokens.
 
   Args:
     store: datastore.
@@ -142,7 +144,7 @@ def spread(store: Datastore, first: jax.Array, found: jax.Array,
     size: number S of tokens after a match.
 
   Returns:
-    following: `[..., K, S]` int32, sorted, -1 after a document's end.
+    following: `[..., K, S]` int32, in sorted order; -1 after a document's end.
     alive: `[..., K]` bool, True for real matches.
   """
   rank, found = jnp.arange(count, dtype=jnp.int32), found[..., None]

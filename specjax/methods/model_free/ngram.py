@@ -3,9 +3,9 @@
 `NGram` searches the row's own tokens (prompt lookup, Saxena 2023), `Reference`
 searches documents of the row (LLMA, Yang et al. 2023, arXiv:2304.04487).
 
-A search makes T * max_ngram integer comparisons per row and round. Copies are
-deterministic, so q is one-hot and each rule for chains accepts a token x with
-probability p(x), at any temperature.
+A search in T tokens makes T * max_ngram integer comparisons per row and round.
+Copies are deterministic, so each rule for chains accepts a token with its
+probability under the target, at any temperature.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,8 @@ from specjax.types import Prompt
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
-_STEP = 128  # columns are a multiple of it, so that few shapes are compiled
+# The number of columns is a multiple of this, so that few shapes are compiled.
+_STEP = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class _Lookup(_common.ModelFree):
   iid = True
   conditional = True
   deterministic = True
-  # All tokens follow the match at the start of the draft. A search after a
-  # drafted token could find another match.
+  # All tokens are copied after the match at the start of the draft. A draft
+  # that begins at a later token could have another match and other tokens.
   autoregressive = False
   num_uniforms = 0
   proposal = "deterministic"
@@ -80,11 +81,13 @@ class _Lookup(_common.ModelFree):
 class NGram(_Lookup):
   """Prompt lookup: copies from the row's own prompt and output.
 
-  The longest match is used, from `max_ngram` tokens down to `min_ngram`. It may
-  overlap the searched tokens. After a match d tokens before the end, the d
-  tokens after it are repeated, so a loop of any length is drafted up to gamma.
-  Other implementations stop at the end of the sequence, and therefore take the
-  first match. `params["drafter"]` is not read.
+  The last n tokens of a row are searched at earlier places, for n from
+  `max_ngram` down to `min_ngram`, until there is a match. A match may overlap
+  these n tokens. After a match that ends d tokens before the end of the row,
+  the d tokens after it are copied, repeatedly up to gamma. So a sequence with
+  period d is continued. Other implementations copy only up to the end of the
+  sequence, and therefore prefer the first match. `params["drafter"]` is not
+  read.
 
   Attributes:
     gamma: number of copied tokens, at least 1.
@@ -129,7 +132,8 @@ class Reference(_Lookup):
     _references(prompt.context)
 
   def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    # V may exceed the range of 16-bit ids.
+    # The vocabulary size may exceed the range of 16-bit ids, so ids are
+    # converted before the comparison.
     text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
     after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -181,8 +185,8 @@ def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
 
   Args:
     text: `[B, T]` int32.
-    last: `[B, n]` int32, the row's last tokens, the latest first. n is the
-      maximal length.
+    last: `[B, n]` int32, the row's last n tokens, the latest first. n is the
+      largest length of a match.
   """
   chex.assert_rank([text, last], 2)
   same, count = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -234,7 +238,8 @@ def _best(count: jax.Array, usable: jax.Array, min_ngram: int, prefer: str
   slot = jnp.arange(slots, dtype=jnp.int32)
   order = slot if prefer == "latest" else slots - 1 - slot
   count = jnp.where(usable & (count >= min_ngram), count, 0)
-  # All numbers differ. On CPU a maximum is much cheaper than an argmax.
+  # Length and place of a slot are packed into one integer, because on CPU a
+  # maximum is much cheaper than an argmax.
   best = jnp.max(count * slots + order, axis=1)
   place = best % slots
   return place if prefer == "latest" else slots - 1 - place, best // slots
@@ -276,8 +281,8 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
   Args:
     gamma: number of copied tokens.
     max_ngram: maximal length of the searched suffix.
-    min_ngram: minimal length of the searched suffix. A copy after one matching
-      token seldom pays for its verification.
+    min_ngram: minimal length of the searched suffix. With 1, few copied tokens
+      are accepted, and a draft seldom pays for its verification.
     verifier: rule for chains; all rules treat deterministic chains equally.
   """
   return Strategy(NGram(

@@ -1,15 +1,14 @@
-"""Token recycling: drafts of the target's earlier likely tokens.
+"""Token recycling: drafts from the target's earlier predictions.
 
-Luo et al. 2024 (arXiv:2408.08696). A table M `[V, K]` of every row contains K
-likely successors of each token. A draft is a static tree of them:
+Luo et al. 2024 (arXiv:2408.08696). Every row has a table M `[V, K]` with K
+likely successors of each token. A draft is a static tree of successors: below a
+node with token x, the child of rank r = 0..K-1 has token M[x, r].
 
-  token of the child of rank r below a node of token x:  M[x, r]
-
-After every pass the K likeliest tokens at each node of the draft, accepted or
-not, become the successors of that node's token. A round needs one gather per
-level, one top-K of the target's logits and one scatter. Drafts are
-deterministic, so q is one-hot. A tree is exact with `verifiers.TargetWalk`, and
-a chain with each rule for chains.
+After every pass of the target, its K likeliest tokens at each node of the
+draft, accepted or not, become the successors of that node's token. A round
+needs one gather per level, one top-K of the target's logits and one scatter.
+Drafts are deterministic. A tree is exact with `verifiers.TargetWalk`, and a
+chain with each rule for chains.
 """
 
 from collections.abc import Sequence
@@ -49,8 +48,11 @@ def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
   """Returns the tree of N nodes with the most expected accepted tokens.
 
   `trees.sequoia_tree` computes it from measured acceptance, with at most 6
-  levels and at most 8 children of a node. The paper uses 80 nodes on a GPU. If
-  the cost of a pass grows with its nodes, fewer are better.
+  levels and at most 8 children of a node. The paper uses 80 nodes on a GPU.
+  Fewer nodes are better on devices where the cost of a pass grows with them.
+
+  Args:
+    nodes: number of nodes N, the root included.
   """
   return shapes.sequoia_tree(_ACCEPTANCE, nodes, min(_DEPTH, nodes - 1))
 
@@ -59,22 +61,22 @@ def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
 class Recycling(_common.ModelFree):
   """Drafts a tree of likely successors of each token.
 
-  The table is the drafter's state, `[B, V, K]` int32, where K is the maximal
-  number of children of a node. The id V is an empty entry, which is padding in
-  a draft. The default tree needs 0.8 MB per row for V = 49,152. The initial
-  table of each row is `params["drafter"]`, `[V, K]` int32, such as the table
-  `state.drafter[row]` of an earlier sequence. It is empty without
-  parameters (None, (), or no entry).
+  The drafter's state is the table of successors, `[B, V, K]` int32, where V is
+  the vocabulary size and K the largest number of children of a node. The id V
+  is an empty entry, which is padding in a draft. The default tree needs 0.8 MB
+  per row for V = 49,152. The initial table of each row is `params["drafter"]`,
+  `[V, K]` int32, such as the table `state.drafter[row]` of an earlier sequence.
+  Without parameters (None, (), or no entry) all entries are empty.
 
-  If several nodes of a round have the same token, the last one on the accepted
-  path sets its successors, or the last one if none is on it.
+  If several nodes of a round have the same token, the deepest of them on the
+  accepted path sets its successors. If none is on the path, the last node does.
 
   Attributes:
     parents: draft tree, see `specjax.trees`; stored breadth-first.
       `range(-1, K)` is a chain of K tokens. Default: `recycling_tree()`.
-    from_prompt: True to enter the prompt's pairs of tokens, the latest
-      successor first. The paper enters the target's likeliest tokens there,
-      which the loop does not compute for prompts.
+    from_prompt: True to enter each prompt token's next token as a successor,
+      the latest first. The paper enters the target's likeliest tokens after
+      each prompt token, which the decoder does not compute.
     vocab_size: V; `bind` sets it.
   """
 
@@ -118,7 +120,7 @@ class Recycling(_common.ModelFree):
     return super().bind(target, transform)
 
   def follow(self) -> "Recycling":
-    """Returns itself: it learns from any draft."""
+    """Returns the drafter unchanged, because it learns from any draft."""
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -162,7 +164,7 @@ class Recycling(_common.ModelFree):
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    # N may differ: the root alone, or the draft of a merge.
+    # The draft may be another one: the root alone, or the draft of a merge.
     nodes = draft.tokens.shape[1]
     node = jnp.arange(nodes)
     drafted = jnp.take_along_axis(
@@ -208,7 +210,7 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
 
 
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
-  """Drafts a tree of the target's earlier likely tokens.
+  """Drafts a tree of tokens that the target predicted earlier.
 
   Luo et al. 2024 (arXiv:2408.08696), without parameters.
 

@@ -1,12 +1,12 @@
 """REST: continuations of the last tokens, retrieved from a corpus.
 
-REST, He et al. 2023 (arXiv:2311.08252). The longest suffix of the row, of
-`max_match` down to `min_match` tokens, is searched in a datastore
-(`data.datastores`). The most frequent continuations are drafted, as a tree (as
-published) or as a chain.
+REST, He et al. 2023 (arXiv:2311.08252). The last m tokens of the row are
+searched in a datastore (`data.datastores`), for m from `max_match` down to
+`min_match`, until there is a match. The most frequent continuations are
+drafted, as a tree (as published) or as a chain.
 
-The published datastore has no ends of documents, so a match or a draft may
-cross from one document into the next. Here neither does.
+A match or a draft never crosses from one document of the datastore into the
+next. In the published code it can.
 """
 
 import dataclasses
@@ -45,18 +45,19 @@ class Retrieval(_continuations.CountDrafter):
   temperature, for block verification. With `parents` it is a tree of samples,
   for traversal verification.
 
-  The end of a chain depends on earlier tokens alone, so drafts are
-  `conditional`.
+  The place where a chain ends depends only on the tokens before it, so drafts
+  are `conditional`.
 
   Attributes:
     gamma: maximal length of a path, at least 1.
     proposal: "deterministic" or "sampled".
     parents: sampled tree, at most gamma deep, see `specjax.trees`.
     nodes: number of nodes N of a deterministic tree, the root included, at
-      least 2; None drafts a chain.
+      least 2; None: a chain, or the sampled tree `parents`.
     min_match: minimal length of a match, at least 1.
     max_match: maximal length of a match, at most the datastore's depth.
-    max_matches: number K of counted matches, evenly spaced among all.
+    max_matches: largest number K of counted matches. Of more matches, K evenly
+      spaced ones are counted.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
   """
@@ -146,8 +147,8 @@ def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   """Drafts the frequent continuations of the last tokens in a corpus.
 
   REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
-  see `experiments/build_datastore.py`. 64 evenly spaced matches are counted;
-  the published code counts up to 5000.
+  see `experiments/build_datastore.py`. At most 64 matches are counted; the
+  published code counts up to 5000.
 
   >>> rest().drafter.num_nodes, rest().verifier
   (64, TargetWalk())

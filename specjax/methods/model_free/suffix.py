@@ -11,13 +11,14 @@ the suffix tree of a sequence from the row's last m tokens:
   end          before a probability below `min_token_prob`
   score        the sum of the probabilities
 
-The draft with the highest score is proposed, and the longest match decides
-ties. There are two sources: the row's own tokens, and a datastore that all rows
-share. The row's own draft is taken if its score is at least the other's. The
-datastore does not change. The published server adds outputs of earlier requests
-to its tree; here the datastore has to be built again with them. As in the
-published tree, the end of the row is itself an occurrence of its last tokens,
-so a single earlier match gives the next token probability 1/2.
+The draft with the highest score is proposed. Of equal scores, the draft with
+the longest match is taken. There are two sources: the row's own tokens, and a
+datastore that all rows share. The draft from the row's own tokens is taken if
+its score is at least the other's. The datastore does not change. (The published
+server adds outputs of earlier requests to its tree. Here the datastore has to
+be built again with them.) As in the published tree, the end of the row counts
+as an occurrence of its last tokens. So after a single earlier match the next
+token has probability 1/2.
 
 The published code stores trees on the host. Here a set of matches is a mask
 over K places on the device, see `_continuations`.
@@ -56,8 +57,8 @@ class _Found(NamedTuple):
     score: `[B]` float32.
     tokens: `[B, S]` int32, the most frequent path.
     real: `[B, S]` bool, False for padding.
-    following: `[B, K, S]` int32, tokens after its matches; see
-      `_continuations.walk` for this and the next three.
+    following: `[B, K, S]` int32, tokens after the draft's matches; see
+      `_continuations.walk` for this and the next three attributes.
     alive: `[B, K]` bool.
     ended: `[B]` float32.
     steps: `[B]` int32.
@@ -100,9 +101,9 @@ class Suffix(_continuations.CountDrafter):
     gamma: maximal draft length, at least 1.
     proposal: "deterministic" or "sampled".
     parents: sampled tree, at most gamma deep, see `specjax.trees`.
-    max_matches: number K of counted matches.
-    max_spec_factor: number of drafted tokens per token of a match.
-    max_spec_offset: number of additional drafted tokens.
+    max_matches: largest number K of counted matches.
+    max_spec_factor: largest number of drafted tokens per token of a match.
+    max_spec_offset: number of tokens that is added to this limit.
     min_token_prob: minimal estimated probability of a token, in [0, 1].
     max_depth: maximal length of match and draft together, at least 2.
     transform: transform of the log counts; None: the decoder's.
@@ -160,7 +161,8 @@ class Suffix(_continuations.CountDrafter):
   def _own(self, state: DecodeState) -> _Found:
     """Returns the best draft from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
-    # The search runs while any row matches, so finished rows must not match.
+    # The search takes as many steps as the row with the longest match needs. A
+    # length of 0 excludes finished rows.
     lengths = jnp.where(state.done, 0, state.lengths)
     following, agreeing = matches_lib.own_matches(
         state.tokens, lengths, self.max_depth - 1, self.max_matches,

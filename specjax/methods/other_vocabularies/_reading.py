@@ -1,13 +1,13 @@
 """Copy of the committed tokens in the drafter's vocabulary.
 
-Used by drafters whose model has another vocabulary than the target. A round is
+For drafters whose model has another vocabulary than the target. A round calls
 
-  amended   the new tokens replace the end of the old ones
-  caught_up the model reads unread tokens, a few per pass
-  drafted   the drafted tokens are stored, with the number that was read
+  amended   replaces the end of the copy by the newly committed tokens
+  caught_up reads the tokens that are not in the model's cache, a few per pass
+  drafted   stores the drafted tokens, and the number of them that was read
 
-The next `amended` keeps the cache of the common prefix of new and read tokens.
-So the two tokenizers may split the accepted bytes differently.
+The next `amended` keeps the cache of all tokens up to the first that changed.
+So the drafter's tokens of an accepted string may differ from those drafted.
 
 Rows have room for a fixed number of tokens. A row that exceeds it is lost: it
 drafts nothing any more, even if slots are added later.
@@ -28,19 +28,20 @@ from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import Prompt
 
-_PASS = 2  # tokens of a pass that catches up; one pass is usually enough
+_PASS = 2  # tokens per catch-up pass; one pass is usually enough
 _LOST = 2**30  # length of a lost row, larger than any room
 
 
 @struct.dataclass
 class Reading:
-  """State of the drafter's model; every leaf has the rows B first.
+  """State of the drafter's model; the first axis of every leaf is the batch B.
 
   Attributes:
     tokens: `[B, C]` int32, committed tokens, then the last draft.
     lengths: `[B]` int32, number of committed tokens; 2**30 in a lost row.
     fed: `[B]` int32, number of tokens in the cache.
-    seen: `[B]` int32, number of target tokens that they correspond to.
+    seen: `[B]` int32, number of the target's committed tokens that `tokens`
+      covers.
     cache: cache of the model.
   """
 
@@ -52,13 +53,15 @@ class Reading:
 
   def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
               seen: jax.Array, room: int) -> "Reading":
-    """Returns the reading with another end.
+    """Returns the reading with new tokens at its end.
 
     Args:
-      start: `[B]` int32, start of the new end, at most `lengths`.
+      start: `[B]` int32, place of the first new token, at most `lengths`.
+        Tokens from this place on are replaced.
       ids: `[B, K]` int32, new tokens.
       count: `[B]` int32, number of new tokens.
-      seen: `[B]` int32, number of target tokens that all of them correspond to.
+      seen: `[B]` int32, number of the target's committed tokens that the result
+        covers.
       room: maximal number of tokens; a longer row is lost.
     """
     order = jnp.arange(ids.shape[1], dtype=jnp.int32)
@@ -104,7 +107,7 @@ class Reader(Drafter):
     return min(self.expansion * capacity, self.model.context_length)
 
   def _columns(self, prompt: Prompt) -> int:
-    """Returns the columns for `begun`."""
+    """Returns the number of columns for the tokens of prompts, see `begun`."""
     return padded_length(min(self.expansion * prompt.tokens.shape[1],
                              self._room(prompt.capacity)))
 
@@ -116,7 +119,7 @@ def slots_needed(room: int, gamma: int) -> int:
 
 def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
           seen: jax.Array, room: int, gamma: int) -> Reading:
-  """Reads the prompts.
+  """Returns the reading of prompts.
 
   Args:
     model: draft model.
@@ -124,7 +127,7 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
     ids: `[B, W]` int32, `prefill.padded_length` columns.
     count: `[B]` int32, number of tokens of each row. A row with more than W or
       `room` tokens is lost.
-    seen: `[B]` int32, number of target tokens that they correspond to.
+    seen: `[B]` int32, number of target tokens of each prompt.
     room: maximal number of tokens.
     gamma: draft length.
   """
@@ -142,8 +145,8 @@ def caught_up(model: Model, params: Any, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """Feeds all unread tokens, and the last token in any case.
 
-  The row with the most unread tokens decides the number of passes. Other rows
-  feed their last tokens again, which changes nothing.
+  The row with the most unread tokens decides the number of passes. In the last
+  passes other rows read their last tokens again, which changes nothing.
 
   Args:
     model: draft model.
@@ -152,8 +155,8 @@ def caught_up(model: Model, params: Any, reading: Reading,
     wanted: `[B]` bool, rows that draft; the others count as empty.
 
   Returns:
-    The lengths `[B]`, 0 for rows that do not draft, the logits `[B, D]` of the
-    next token, and the cache of that length.
+    Number of tokens `[B]`, 0 for rows that do not draft; logits `[B, D]` of the
+    next token over the drafter's D tokens; and the cache of all these tokens.
   """
   batch = reading.lengths.shape[0]
   length = jnp.where(wanted, reading.lengths, 0)

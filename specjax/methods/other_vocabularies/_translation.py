@@ -15,10 +15,18 @@ from specjax.sampling import LogitsTransform
 
 
 def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
-  """Returns the probabilities `[..., V]` of target tokens, for `q [..., D]`.
+  """Returns the probabilities of target tokens, from those of draft tokens.
 
-  Gathers the twins and scatters the few doubles. A scatter of all D entries is
-  slow for a large D.
+  A target token's probability is the sum over all draft tokens with its bytes:
+  one twin, and rarely doubles. The twins are gathered and only the doubles are
+  scattered, because a scatter of all D entries is slow.
+
+  Args:
+    q: probabilities `[..., D]` of the draft model's tokens.
+    vocabulary: map between the vocabularies.
+
+  Returns:
+    Probabilities `[..., V]` of the target's tokens.
   """
   doubles = vocabulary.doubles
   moved = q.at[..., vocabulary.twins].get(mode="fill", fill_value=0)
@@ -28,22 +36,24 @@ def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
 def common_law(logits: jax.Array, vocabulary: VocabularyMap,
                transform: LogitsTransform, temperature: jax.Array | float
                ) -> jax.Array:
-  """Returns normalised q' `[..., V]` of the drafter's `logits [..., D]`.
+  """Returns the distribution over target tokens that drafts are sampled from.
 
-  The restriction to common tokens commutes with the temperature. It precedes
-  top-k, top-p and min-p, which then see one token for equal bytes. Otherwise a
-  nucleus without common tokens would leave nothing to draft, and greedy drafts
-  would end at each likeliest token that is not common. Both orders are exact.
+  The draft model's distribution is restricted to the tokens that both
+  vocabularies contain, then cut by top-k, top-p and min-p. In the other order,
+  the cut could leave no common token to draft. Both orders are exact.
 
-  If no common token has a probability above 0, all of the model's common ids
-  get equal probabilities. Rows of zeros would make drafts of different lengths,
-  for which greedy block verification is not exact.
+  If no common token has a probability above 0, all common tokens of the model
+  get equal probabilities. A row of zeros would end the draft, and greedy block
+  verification is not exact for drafts of different lengths.
 
   Args:
-    logits: logits of the draft model.
+    logits: logits `[..., D]` of the draft model.
     vocabulary: map between the vocabularies.
     transform: transform whose banned tokens are the target's.
     temperature: temperatures `[...]` for a transform without a temperature.
+
+  Returns:
+    Probabilities `[..., V]` of the target's tokens.
   """
   common = vocabulary.to_target < vocabulary.target_size
   allowed = common
@@ -63,7 +73,9 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
 
 def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
             width: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the draft ids E of target tokens and their number.
+  """Returns target tokens spelled in the draft model's vocabulary.
+
+  See `token_intersection` for the spelling E of a token.
 
   Args:
     tokens: `[n]` int32, target ids.

@@ -6,8 +6,9 @@ tokens: a byte-level model can draft complete words.
 
 The draft model generates its likeliest tokens, the target's tokenizer splits
 their string, and the result is a deterministic chain. Every rule for chains
-accepts a token x of it with probability p(x). The chain depends on the start of
-the draft, so greedy block verification is refused.
+accepts a token with its probability under the target. How the string is split
+depends on where the draft begins, and greedy block verification is not exact
+for such drafts, so it is refused.
 
   state       tokens of the row, and a cache of a prefix, see
               `methods.other_vocabularies._reading`
@@ -61,7 +62,8 @@ class StringMatch(reading_lib.Reader):
     tokenizers: tokenizers of the draft model and of the target.
     gamma: maximal draft length in target tokens, at least 1.
     length: number of tokens that the model generates per round; default: gamma.
-    lookback: number of tokens before new ones that are split again with them.
+    lookback: number of tokens before new ones that are split again together
+      with them, because a tokenizer may join old and new bytes.
     expansion: maximal number of draft tokens per target token of capacity.
   """
 
@@ -76,7 +78,7 @@ class StringMatch(reading_lib.Reader):
   iid = True
   conditional = True
   deterministic = True
-  autoregressive = False  # a draft depends on its start
+  autoregressive = False  # tokens depend on where the draft begins
   num_uniforms = 0
   proposal = "deterministic"
 
@@ -127,7 +129,8 @@ class StringMatch(reading_lib.Reader):
         _window(state.tokens, start, self.lookback), state.lengths - start,
         written, wanted)
     probs = jax.nn.one_hot(chain, self.tokenizers.target_size)
-    # NaN reports the row, because the chain hides non-finite logits.
+    # A one-hot row would hide non-finite logits. NaN probabilities report the
+    # error to the decoder.
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
@@ -135,7 +138,7 @@ class StringMatch(reading_lib.Reader):
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state: DecodeState, room: int) -> reading_lib.Reading:
-    """Returns the reading with the tokens committed since."""
+    """Returns the reading with the tokens committed since the last round."""
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
     # A lost row reads nothing.
@@ -163,7 +166,8 @@ class StringMatch(reading_lib.Reader):
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
     def best(logits, cache):
-      # Logits beyond the model's context may be non-finite.
+      # Beyond `room` the model's context may be exceeded. Non-finite logits
+      # there are no error, because such a row drafts nothing.
       finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
       return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
 

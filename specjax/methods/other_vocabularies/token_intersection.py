@@ -2,23 +2,26 @@
 
 Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
 
-Let I be the common tokens and q the distribution of the draft model over its
-own tokens d. The proposal distribution over the target's tokens x is
+Let q be the distribution of the draft model over its tokens d, and I the tokens
+whose bytes are also a token of the target. Drafts are sampled from the
+distribution q' over the target's tokens x,
 
   q'(x) = sum over d with the bytes of x of q(d) / q(I) for x in I, else 0.
 
-Several d can have the bytes of one x. To sample d and report the q of that d
-alone is biased. Here x is sampled from q' itself.
+Several draft tokens can have the bytes of one x. To sample a draft token d and
+report q(d) alone would be biased. Here x is sampled from q' itself.
 
 The input of the draft model is a function of the target's tokens t_1..t_n,
 
   E(t) = pieces(t_1) ... pieces(t_n),
 
-where a common token has one piece, its twin. The pieces of any other token are
-its bytes, split by the draft model's tokenizer. Drafted tokens are common, so
-drafting feeds E as well, and the drafter is `autoregressive`. E differs from a
-split of the complete string if the target splits a word more finely. This makes
-drafts worse, but not the output.
+where a common token has one piece, its twin: a draft token with the same bytes.
+The pieces of any other token are its bytes, split by the draft model's
+tokenizer. Drafted tokens are common tokens, so while drafting the model also
+reads E of the tokens so far. So the draft distribution of a token depends only
+on the tokens before it (`autoregressive`). If the target splits a word more
+finely than the draft model would, E differs from the draft model's split of the
+complete string. This lowers the acceptance rate, but the output is exact.
 
   state       tokens E(t), and a cache of a prefix, see `_reading`
   propose     E grows by the pieces of new tokens, most of which are in the
@@ -70,9 +73,10 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
     model: draft model over its own vocabulary.
     gamma: draft length, at least 1.
     target_size: vocabulary size V of the target.
-    transform: transform of the draft logits; None: the decoder's. Any is
-      lossless because q is reported.
-    expansion: maximal number of draft tokens per target token of capacity.
+    transform: transform of the draft logits; None: the decoder's. Any transform
+      is lossless, because the verifier gets the distributions after it.
+    expansion: maximal number of draft tokens per slot of a row. A slot is a
+      place for a target token.
   """
 
   model: Model
@@ -124,7 +128,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
       fits = (length > 0) & (length + place <= room + 1)
       return jnp.where(fits[:, None], probs, 0)
 
-    # Padding has token 0, which need not have a twin.
+    # Padding has token 0. It may have no twin, so the index is bounded.
     twin = lambda token: jnp.minimum(
         vocabulary.twins[token], vocabulary.draft_size - 1)
 
@@ -140,10 +144,10 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
-    """Spells the committed tokens in the drafter's vocabulary.
+    """Spells all committed tokens again in the drafter's vocabulary.
 
-    All tokens are spelled again. The cache of the common prefix is kept, and
-    `propose` reads the other tokens. A lost row that now fits drafts again.
+    The cache keeps the tokens up to the first that changed, and `propose` reads
+    the others. A lost row that now fits drafts again.
     """
     del since
     room = self._room(state.tokens.shape[1])
@@ -207,8 +211,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 def _constrained(constraints: Any, memory: Any, law: jax.Array) -> jax.Array:
   """Returns the distribution `law [B, V]` under the constraints.
 
-  Its logarithms replace the logits, which changes a repetition penalty. Any
-  penalty of a draft is exact.
+  The constraints get log-probabilities instead of logits. This changes the
+  effect of a repetition penalty on drafts, but the output stays exact.
   """
   return jax.nn.softmax(constraints_lib.constrained(
       constraints, memory, jnp.log(law), drafted=True), axis=-1)
