@@ -214,19 +214,19 @@ def _decoder(drafter, **config):
     (lambda: _decoder(Eagle(heads=heads_of(Eagle3Heads), parents=_CHAIN)),
      "reads (1,) first"),
     (lambda: _decoder(Eagle(heads=heads_of(Eagle1Heads), parents=_CHAIN),
-                      width=24), "width 16 and this one has 24"),
+                      width=24), "width 16, but the target has 24"),
     (lambda: heads_of(Eagle1Heads).attach(Transformer(dataclasses.replace(
         pair().target.config, vocab_size=9)), {}, {}), "vocab_size 5"),
     (lambda: _decoder(Eagle(heads=heads_of(MTPHeads), parents=_CHAIN)),
      "drafters.MTP"),
-    (lambda: heads_of(Eagle3Heads, taps="0,5"), "taps holds 5"),
-    (lambda: heads_of(Eagle3Heads, taps="low"), "taps holds 'low'"),
+    (lambda: heads_of(Eagle3Heads, taps="0,5"), "taps contains 5"),
+    (lambda: heads_of(Eagle3Heads, taps="low"), "taps contains 'low'"),
     (lambda: MTP(heads=heads_of(Eagle1Heads)), "drafters.Eagle"),
     (lambda: MTP(heads=heads_of(MTPHeads), gamma=4), "gamma is 4"),
     (lambda: MTP(heads=heads_of(MTPHeads), gamma=0), "gamma is 0"),
     (lambda: _decoder(Eagle(heads=heads_of(
         Eagle3Heads, taps=("final",), ids=(0, 1)), parents=(-1, 0, 0, 0))),
-     "3 children and the drafter knows 2"),
+     "3 children, but the drafter has 2"),
     (lambda: DynamicEagle(heads=heads_of(Eagle1Heads), depth=2, top_k=2,
                           num_nodes=9), "num_nodes is 9"),
     (lambda: SampledEagle(heads=heads_of(Eagle1Heads), depth=2, expanded=0,
@@ -237,14 +237,14 @@ def _decoder(drafter, **config):
     (lambda: MTPTree(heads=heads_of(Eagle1Heads), parents=_CHAIN),
      "drafters.Eagle"),
     (lambda: MTPTree(heads=heads_of(MTPHeads, 2), parents=_CHAIN),
-     "3 levels deep and there are 2 modules"),
+     "3 levels deep, but there are 2 modules"),
     (lambda: MTPTree(heads=heads_of(MTPHeads), parents=(-1,)), "is 0"),
     (lambda: _decoder(MTPTree(heads=heads_of(
         MTPHeads, ids=(0, 1), own_head=True, taps="final"),
                               parents=(-1, 0, 0, 0))),
-     "3 children and the drafter knows 2"),
+     "3 children, but the drafter has 2"),
     (lambda: sj.strategies.mtp(heads_of(MTPHeads), 2, parents=_CHAIN),
-     "gamma is 2 and parents")])
+     "gamma is 2, and parents")])
 def test_what_does_not_fit_is_refused(make, words):
   # Broken: a layer reads other hidden states than it was made for.
   with pytest.raises(ValueError) as caught:

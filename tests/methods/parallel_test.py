@@ -383,7 +383,7 @@ def test_a_deterministic_tree_follows_the_markov_head():
     (lambda: methods.ParallelHeads.for_target(
         _pair().target, 2, taps="1,x"), "taps is '1,x'"),
     (lambda: methods.ParallelHeads.for_target(
-        _pair().target, 2, taps="3"), "taps holds 3"),
+        _pair().target, 2, taps="3"), "taps contains 3"),
     (lambda: _objective("plain", ce_share=2.0), "ce_share is 2.0"),
     (lambda: _objective("plain", position_weights="x"), "position_weights is"),
     (lambda: _objective("plain", position_decay=0.0), "position_decay is 0"),
@@ -393,19 +393,19 @@ def test_a_deterministic_tree_follows_the_markov_head():
      "a tree; leave one"),
     (lambda: sj.drafters.Parallel(
         heads=_HEADS, parents=(-1, 0), stop=stop_rules.Threshold()),
-     "heads have none"),
+     "confidence of the heads is .none."),
     (lambda: sj.drafters.Parallel(
         heads=_HEADS, parents=(-1, 0), stop=stop_rules.AcceptanceHead()),
-     "parameters of its own"),
+     "which has trained parameters"),
     (lambda: sj.drafters.ParallelTree(heads=_HEADS, num_nodes=500),
-     "allow 400"),
+     "at most 400 nodes"),
     (lambda: dataclasses.replace(_HEADS, ids=(3, 1)), "ids must be sorted"),
     (lambda: sj.Decoder(
         target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Recursive(),
         drafter=sj.drafters.Parallel(
             heads=dataclasses.replace(_HEADS, ids=(1, 3)),
             parents=(-1, 0, 0, 0), proposal="without_replacement")),
-     "the drafter knows 2 tokens"),
+     "but the drafter has 2 tokens"),
     (lambda: sj.drafters.ParallelTree(heads=_CASES["plain"], top_k=8),
      "top_k is 8"),
     (lambda: sj.Decoder(
@@ -415,7 +415,7 @@ def test_a_deterministic_tree_follows_the_markov_head():
     (lambda: sj.Decoder(
         target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Token(),
         drafter=sj.drafters.Parallel(heads=_HEADS, parents=range(-1, 4))),
-     "a block forecasts 3"),
+     "a block predicts 3"),
 ])
 def test_what_does_not_fit_is_refused_in_one_line(make, words):
   # Broken: a mistake shows as a traceback of shapes, or not at all.

@@ -177,7 +177,7 @@ def test_layers_that_are_assumed_are_told(tmp_path, capsys):
       rf"has \(1, 4, 7\) for eagle_config.{_IDS} and \(3, 5, 8\) for {_IDS}")):
     _drafter(tmp_path, "eagle3", **{
         "eagle_config": {_IDS: [1, 4, 7]}, _IDS: [3, 5, 8]})
-  with pytest.raises(ValueError, match="does not name the 5 states"):
+  with pytest.raises(ValueError, match="does not name the 5 hidden states"):
     _drafter(tmp_path, "eagle3_deepspec", drop=("target_layer_ids",))
 
 

@@ -269,7 +269,7 @@ def test_two_meanings_of_norm_output(changed):
   assert not heads.feed_normed and heads.final_norm is None
   assert "final_norm" not in params["module_0"]
   for said in (True, False):  # nobody's: either meaning would be a guess
-    with pytest.raises(ValueError, match=f"has {said} for norm_output, by whi"):
+    with pytest.raises(ValueError, match=f"has {said} for norm_output, a key"):
       changed("eagle3", norm_output=said)
 
 

@@ -262,7 +262,7 @@ def test_a_layer_on_features_drafts_what_the_text_has(tmp_path, target_dir):
       "the heads of --method=mtp draft with the target's own LM head",
       "--draft_vocabulary is 263; the target has 262 tokens",
       "--depth_decay is 0.5 and --method=eagle3 has no such setting",
-      "taps holds 9; the target has the hidden states 0 to 1"), strict=True):
+      "taps contains 9; the target has the hidden states 0 to 1"), strict=True):
     assert found["code"].startswith("error: ") and words in found["code"]
   assert not (tmp_path / "other").exists()
 

@@ -1,18 +1,20 @@
 """Markov heads of DSpark: each slot is conditioned on the token before it.
 
-arXiv:2607.05147. One pass computes all slots of a block, so their distributions
-form a product. A *Markov head* adds to the logits of slot k a bias of low rank
-r, computed from the embedding W1[x_(k-1)] of the previous token. Then q_k is a
-conditional distribution. Tokens are drawn from left to right; each needs one
-product of r numbers with W2.
+arXiv:2607.05147. One pass computes the logits of all slots of a block, so their
+tokens would be independent. A *Markov head* adds to the logits of slot k a bias
+of low rank r, computed from the embedding W1[x_(k-1)] of the previous token. So
+the draft distribution q_k of the slot is conditional on that token. Tokens are
+drawn from left to right. Each costs one product of r numbers with W2.
 
   plain   bias = W1[x] W2
   gated   bias = (sigmoid([h; W1[x]] G + b) * W1[x]) W2
   rnn     g, c, o = split([s; W1[x]; h] J + b), s' = sigmoid(g) s + (1 -
           sigmoid(g)) tanh(c), bias = tanh(o) W2, from s = 0
 
-h is the hidden state of the slot; for the first slot, x is the anchor. W2 is
-initially 0, so the distributions are a product until it is trained.
+x is the token before the slot, h the hidden state of the slot, and s the state
+that the recurrent head passes from slot to slot. * is elementwise. For the
+first slot, x is the block's anchor, the last committed token. W2 is initially
+0, so all biases are 0 until it is trained.
 """
 
 from typing import Any
@@ -89,10 +91,10 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
 
 def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
           ) -> jax.Array:
-  """Returns the biases of the K slots of blocks with known tokens.
+  """Returns the biases of the K slots of blocks whose tokens are known.
 
   Args:
-    kind: type of the head, see `step`.
+    kind: type of the head, one of `KINDS` except "none".
     params: parameters, see `init`.
     hidden: hidden states `[..., K, D]`.
     before: token before each slot, `[..., K]` int32.
@@ -114,7 +116,7 @@ def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
 
 
 def _linear(params, *parts):
-  """Applies a linear layer to the concatenated parts."""
+  """Applies a linear layer to the concatenation of `parts`."""
   kernel = params["kernel"]
   x = jnp.concatenate([part.astype(kernel.dtype) for part in parts], axis=-1)
   return (project(x, kernel) + params["bias"]).astype(kernel.dtype)

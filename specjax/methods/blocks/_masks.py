@@ -1,23 +1,24 @@
 """Attention masks for training drafters that predict several positions.
 
-Every query and key is an *element*. Its *anchor* is the last true token that it
-has read, and its *depth* is the number of positions after the anchor. All
-methods share one rule:
+A *row* is a training sequence. Every query and key is an *element*, either a
+true token of the row or a drafted position. Its *anchor* is the position of the
+last true token that it has read. Its *depth* is the number of positions after
+the anchor. All methods follow one rule: an element attends to the true tokens
+up to its anchor, and to the drafted positions with the same anchor. Elements of
+the methods as (anchor, depth):
 
-  an element sees the true tokens up to its anchor, and the drafted
-  positions with the same anchor.
+  training-time test   position t at step i is (t, i)
+  P-EAGLE              the same, with all steps in one pass
+  PARD                 position r of copy i of the row is (r - i, i)
+  DFlash, DSpark       the slots of a block that begins at position `first` are
+                       (first - 1, 1..size), and attend to each other in both
+                       directions
 
-  training-time test   row t at step i is (anchor t, depth i)
-  P-EAGLE              the same, all depths in one pass
-  PARD                 copy i at place r is (anchor r - i, depth i)
-  DFlash, DSpark       a block is (anchor first - 1, depths 1..size), and its
-                       slots see each other in both directions
-
-The objective `Parallel` uses this mask. `Eagle3` needs no mask because each
+`ParallelObjective` uses this mask. `Eagle3Objective` needs no mask because each
 step reads the complete row (`FeatureHeads.step` with `keys`). Tests apply the
-rule to its steps, to PARD's copies and to P-EAGLE's depths. The objectives of
-specjax train on rows with one document each; masks for several documents are
-for other objectives.
+rule to the steps of EAGLE-3, the copies of PARD and the steps of P-EAGLE. The
+objectives of specjax train on rows with one document each. Masks for several
+documents are for other objectives.
 
 EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
 DFlash (arXiv:2602.06036). All functions take one row; use `jax.vmap` for a
@@ -33,14 +34,14 @@ from jax.typing import ArrayLike
 
 @struct.dataclass
 class Elements:
-  """Queries or keys of a row, N in number.
+  """N queries or keys of a row.
 
   Attributes:
     anchor: position of the last true token that is read, `[N]` int32; -1: none.
     depth: position after the anchor, `[N]` int32. 0 is the true token at the
       anchor; d > 0 is the d-th drafted position after it.
-    document: index of the document, `[N]` int32. An element does not see other
-      documents.
+    document: index of the document, `[N]` int32. An element does not attend to
+      other documents.
   """
 
   anchor: jax.Array
@@ -54,7 +55,11 @@ class Elements:
 
 
 def text(documents: ArrayLike) -> Elements:
-  """Returns the true tokens of a row with documents `[T]`."""
+  """Returns the true tokens of a row.
+
+  Args:
+    documents: document of each token, `[T]` int32.
+  """
   return steps(documents, 0)
 
 
@@ -63,7 +68,7 @@ def steps(documents: ArrayLike, depth: int) -> Elements:
 
   Args:
     documents: document of each token, `[T]` int32.
-    depth: step i of the training-time test, or number i of a copy.
+    depth: step of the training-time test, or number of PARD's copy.
   """
   documents = jnp.asarray(documents, jnp.int32)
   return Elements(
@@ -75,8 +80,8 @@ def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
   """Returns the slots of blocks, block by block.
 
   Args:
-    first: position of slot 0 of each block, `[n]` int32. All must differ
-      because slots see every slot with their anchor.
+    first: position of slot 0 of each block, `[n]` int32. The positions must
+      differ, because slots attend to all slots with the same anchor.
     size: number of slots of a block.
     documents: document of each token, `[T]` int32.
 
@@ -103,8 +108,8 @@ def visible(queries: Elements, keys: Elements, causal: bool = True
   Args:
     queries: Q elements.
     keys: K elements.
-    causal: True if a drafted position attends to positions up to its own depth,
-      False (DFlash) if it attends to all positions with its anchor.
+    causal: True if a drafted position attends only to drafted positions up to
+      its own depth, False (DFlash) if it attends to all with its anchor.
   """
   chex.assert_rank([queries.anchor, keys.anchor], 1)
   column = lambda x: x[:, None]

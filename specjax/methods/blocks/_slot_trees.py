@@ -1,14 +1,16 @@
 """DDTree: the best tree of a product distribution (arXiv:2604.12989).
 
-A block-parallel drafter predicts K distributions q_1..q_K at once, independent
-of the drafted tokens. The probability of a path is the product of its entries.
-The best tree of N nodes consists of the N - 1 most likely paths, because a path
-is never more likely than its parent.
+A block-parallel drafter predicts K distributions q_1..q_K in one pass,
+independent of the drafted tokens. The probability of a path is the product of
+the probabilities of its tokens. It never exceeds the probability of the path
+without its last token. So the N - 1 most likely paths form a tree, the best one
+of N nodes.
 
 The paper finds the paths with a heap. This module computes each level from the
-level above. In a level sorted by probability, the token of rank r below node p
-has at least (p + 1)(r + 1) - 1 paths before it. So only a few pairs (p, r) can
-be among the best n.
+level above. Let the nodes p = 0, 1, ... of a level and the tokens r = 0, 1, ...
+of the next level be sorted by probability. At least (p + 1)(r + 1) - 1 paths
+are at least as likely as the path of token r below node p. So only pairs (p, r)
+with (p + 1)(r + 1) <= n can be among the best n.
 """
 
 import functools
@@ -27,18 +29,25 @@ def most_nodes(depth: int, vocab_size: int) -> int:
 
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises a `ValueError` if `best_tree` cannot find a tree of this size."""
+  """Raises `ValueError` if there is no tree of this size."""
   fields.check_at_least("depth", depth, 1)
   fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)
   if num_nodes > most:
-    raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and "
-                     f"{vocab_size} tokens allow {most}: draft fewer nodes")
+    raise ValueError(f"num_nodes is {num_nodes}; a tree of depth {depth} and "
+                     f"{vocab_size} tokens has at most {most} nodes: reduce "
+                     "num_nodes")
 
 
 @functools.cache
 def _pairs(above: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns pairs (parent index, rank) that can be among the best `size`."""
+  """Returns the pairs (p, r) that can be among the best `size` of a level.
+
+  Args:
+    above: number of nodes p in the level above.
+    ranks: number of tokens r.
+    size: number of paths that are selected.
+  """
   place, rank = np.divmod(np.arange(above * ranks), ranks)
   few = (place + 1) * (rank + 1) <= size
   return place[few], rank[few]
@@ -52,20 +61,20 @@ def best_tree(log_probs: jax.Array, num_nodes: int
   lowest token id.
 
   Args:
-    log_probs: log probabilities `[K, V]` of the levels; -inf excludes a token
-      unless no others remain.
+    log_probs: log probabilities `[K, V]` of the levels. A token with -inf is
+      selected only if too few others remain.
     num_nodes: number of nodes N, at most `most_nodes(K, V)`.
 
   Returns:
-    Tokens `[N - 1]` int32, parents `[N]` int32 and log probabilities `[N - 1]`
-    of the paths. Levels are contiguous.
+    Tokens `[N - 1]` int32, parents `[N]` int32, and log probabilities `[N - 1]`
+    of the paths, level by level.
   """
   chex.assert_rank(log_probs, 2)
   size = num_nodes - 1
   likeliest, ids = jax.lax.top_k(log_probs, min(size, log_probs.shape[1]))
   ids = ids.astype(jnp.int32)
-  # A rounded probability can exceed 1. Clip it so that no path is more likely
-  # than its parent.
+  # By rounding, a probability can exceed 1, and a path could be more likely
+  # than its parent. So log probabilities are clipped to 0.
   likeliest = jnp.minimum(likeliest, 0)
   values, first = jnp.zeros((1,), log_probs.dtype), 0  # root
   levels = []
@@ -78,7 +87,8 @@ def best_tree(log_probs: jax.Array, num_nodes: int
     levels.append((new, tokens[chosen_rank], first + chosen_place))
     first, values = first + values.shape[0], new
   values, tokens, parents = (jnp.concatenate(x) for x in zip(*levels))
-  # Among ties, `top_k` prefers ancestors, so the selected nodes form a tree.
+  # `top_k` prefers lower indices among equal values, and ancestors have lower
+  # indices. So the parent of a selected node is selected.
   _, best = jax.lax.top_k(values, size)
   best = jnp.sort(best)
   nodes = jnp.append(jnp.zeros_like(best[:1]), best + 1)

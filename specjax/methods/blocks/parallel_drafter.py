@@ -1,8 +1,9 @@
 """Drafting from the distributions of a block: DFlash, DSpark, DDTree.
 
 DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
-In a round a few layers run one pass over a block. A Markov head adds a product
-of rank r per token, drawn from left to right.
+In a round a few draft layers run one pass over a block, which predicts K
+tokens. With a Markov head the tokens are drawn from left to right, with one
+product of rank r per token. See `parallel_network`.
 """
 
 from collections.abc import Sequence
@@ -50,8 +51,8 @@ class ParallelState:
 
   Attributes:
     cache: keys and values of the draft layers for all committed tokens except
-      the root. They are computed from the target's features, which do not yet
-      exist at the root.
+      the last. They are computed from the target's features, and the target has
+      not read the last token yet.
     rule: state of the stop rule; () without one.
   """
 
@@ -64,27 +65,27 @@ class BlockDrafter(Drafter):
 
   Subclasses are frozen dataclasses with `heads`, `cache`, `transform`, `target`
   (set by `bind`), `depth` and `num_nodes`. `params["drafter"]` contains the
-  parameters of the heads. `commit` computes keys and values of accepted tokens
-  from the target's features in the verifying pass. Keys and values of the draft
-  block are dropped.
+  parameters of the heads. Keys and values of a draft block are dropped after
+  the round. `commit` computes those of the accepted tokens from the target's
+  features in the verifying pass.
   """
 
   conditional = True
-  autoregressive = False  # q depends on the start of the block
+  autoregressive = False  # q depends on the position where the block began
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """Returns the drafter specialised to a target."""
     self.heads.check_fits(target)
     if self.depth > self.heads.num_forecasts:
       raise ValueError(
-          f"the draft is {self.depth} tokens deep and a block forecasts "
-          f"{self.heads.num_forecasts}; draft less deep, or train heads of a "
-          "longer block")
+          f"the draft is {self.depth} tokens deep, but a block predicts "
+          f"{self.heads.num_forecasts}: reduce the depth, or train heads with "
+          "a larger block_size")
     return _common.with_transform(self, transform, target=target)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:
-    """Returns the keys and values of the prompts without the last token."""
+    """Returns the state with all tokens of the prompts except the last."""
     batch, columns = prompt.tokens.shape
     empty = self.heads.init_cache(
         params["drafter"], batch, prompt.capacity, self.cache)
@@ -95,7 +96,10 @@ class BlockDrafter(Drafter):
     return ParallelState(cache=cache.rollback(prompt.lengths - 1))
 
   def _extended(self, params, cache, hidden, positions):
-    """Returns the cache after a block of tokens that the target read."""
+    """Returns the cache with the keys and values of tokens as its block.
+
+    They are computed from the hidden states `[B, S, ...]` of the target.
+    """
     heads = self.heads
     context = heads.context(params, heads.tap(self.target, hidden))
     return heads.with_context(params, cache, context, positions)
@@ -109,10 +113,10 @@ class BlockDrafter(Drafter):
 
   def steps(self, params: Any, state: DecodeState, hidden: jax.Array,
             logits: jax.Array):
-    """Returns a step of `_trees`, its carry and the logits after the root.
+    """Returns the `step`, `carry` and `logits` of `_trees.grow` for a block.
 
     The carry contains the states of the Markov head at the nodes of a level.
-    The logits are `[B, V]`.
+    The logits `[B, V]` are those of the token after the root.
     """
     heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
 
@@ -168,19 +172,20 @@ class BlockDrafter(Drafter):
 class Parallel(BlockDrafter, _trees.StaticTree):
   """Samples a static tree or a chain from the distributions of a block.
 
-  Without a Markov head all nodes of a depth share one distribution (DFlash).
-  With a Markov head the distribution of a node depends on its parent's token
-  (DSpark). Then q is conditional, and block and traversal verification use it.
+  Without a Markov head all nodes of a depth have the same draft distribution
+  (DFlash). With a Markov head the distribution of a node depends on its
+  parent's token (DSpark).
 
-  A stop rule shortens a chain after it is drawn, at little cost. The decision
-  to drop a token uses only earlier tokens. Rules with parameters use the
-  parameters of the confidence head, and its input as `hidden`.
+  A stop rule shortens a chain after it is drawn, because all its distributions
+  come from one pass. The decision to drop a token uses only earlier tokens.
+  Rules with parameters use the parameters of the confidence head, and its input
+  as `hidden`.
 
   Attributes:
-    heads: heads of the target.
+    heads: block-parallel network of the target, which predicts K tokens.
     parents: draft tree, at most K deep, see `specjax.trees`, stored
       breadth-first; `range(-1, K)` is a chain of K tokens.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless, because the verifier gets the distributions after it.
     stop: stop rule for chains; None: all chains have K tokens.
@@ -202,16 +207,17 @@ class Parallel(BlockDrafter, _trees.StaticTree):
       return
     name = type(self.stop).__name__
     if not self.chain:
-      raise ValueError(f"the stop rule {name} ends chains and parents is "
+      raise ValueError(f"stop is {name}, a rule for chains, and parents is "
                        f"{self.parents}, a tree; leave one of the two out")
     if self.stop.has_params and not getattr(self.stop, "learned", False):
-      raise ValueError(f"the stop rule {name} has parameters of its own; of "
-                       "learned rules a block takes stop_rules.Scheduler and "
-                       "stop_rules.Threshold, with its confidence head")
+      raise ValueError(f"stop is {name}, which has trained parameters; a block "
+                       "supports two rules with parameters, the confidence "
+                       "head's: use stop_rules.Scheduler or "
+                       "stop_rules.Threshold")
     if self.stop.has_params and self.heads.confidence == "none":
-      raise ValueError(f"the stop rule {name} asks the confidence head and the "
-                       "heads have none; train them with one, or take a rule "
-                       "without parameters")
+      raise ValueError(f"stop is {name}, which needs a confidence head, and "
+                       "confidence of the heads is 'none'; train heads with "
+                       "one, or use a rule without parameters")
 
   @property
   def deterministic(self) -> bool:
@@ -231,7 +237,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ParallelState:
-    """Returns the keys and values of the prompts and the state of the rule."""
+    """Returns the state after the prompts, with the stop rule's state."""
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
       return state
@@ -254,7 +260,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
         rule=stop_rules.record_chains(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
-    """Returns distributions `[B, K, V]` of chains, 0 after a rule's stop."""
+    """Returns `probs [B, K, V]` of chains, with 0 after the rule's stop."""
     own, roots = params["drafter"], rounds.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
@@ -269,7 +275,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def commit(self, params: Any, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """Adds the keys and values of committed tokens and updates the rule."""
+    """Adds the committed tokens and updates the stop rule's state."""
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
@@ -281,20 +287,20 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 class ParallelTree(BlockDrafter):
   """Drafts the most likely paths of a block deterministically.
 
-  Without a Markov head, the draft is DDTree's tree of the K distributions, the
-  best tree of N nodes (`slot_trees`). With a Markov head or under constraints,
-  a distribution depends on the path. Then each level expands its `top_k` most
-  likely nodes, as in EAGLE-2 (`expansion`). The tree is a function of the
-  context, so the walk of the target is exact.
+  Without a Markov head, the draft is DDTree's tree, the N - 1 most likely paths
+  under the K distributions (`_slot_trees`). With a Markov head or under
+  constraints, a distribution depends on the path. Then each level expands its
+  `top_k` most likely nodes, as in EAGLE-2 (`_dynamic_trees.expand`). The tree
+  is a deterministic function of the context, so `TargetWalk` is exact.
 
   Attributes:
-    heads: heads of the target.
+    heads: block-parallel network of the target, which predicts K tokens.
     num_nodes: number of nodes N, including the root.
     depth: number of tokens of the longest path, at most K; None: K.
     top_k: number of expanded nodes per level, and of children of each.
-    transform: transform of logits to the probabilities of paths. It differs
-      from the decoder's because temperature 0 would leave no second most likely
-      token.
+    transform: transform of logits to the probabilities of paths. It is separate
+      from the decoder's, because at temperature 0 all but one probability would
+      be 0.
     cache: class of the draft layers' cache.
     target: target model; `bind` sets it.
   """
@@ -345,7 +351,8 @@ class ParallelTree(BlockDrafter):
     tokens, parents, values = _slot_trees.best_tree(
         jnp.log(self.transform(logits)), self.num_nodes)
     probs = jax.nn.one_hot(tokens, logits.shape[-1])
-    # A deterministic proposal must not hide NaN probabilities.
+    # `probs` is one-hot, also if the network's output is NaN. NaN is copied to
+    # it, so that the decoding loop reports the error.
     probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
     return Draft.tree(root, parents, tokens, probs)
 
@@ -356,9 +363,9 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
              stop: stop_rules.StopRule | None = None) -> Strategy:
   """Samples a chain or a tree from the distributions of a block.
 
-  DSpark (arXiv:2607.05147) has a Markov head with conditional distributions;
-  DFlash (arXiv:2602.06036) does not. Both papers use chains and token
-  verification.
+  DSpark (arXiv:2607.05147) has a Markov head, which conditions each token on
+  the previous one; DFlash (arXiv:2602.06036) does not. Both papers use chains
+  and token verification.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -368,12 +375,12 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
   ((-1, 0, 1, 2), Block())
 
   Args:
-    heads: heads of the target.
+    heads: block-parallel network of the target, which predicts K tokens.
     gamma: drafted tokens of a chain, at most K; None: K.
     parents: draft tree of N nodes; None: a chain.
-    proposal: sampling method of children, see `drafters.Parallel`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
     verifier: verification rule for these drafts.
-    stop: stop rule of a chain.
+    stop: stop rule of a chain; None: all chains have gamma tokens.
   """
   if parents is None:
     most = heads.num_forecasts
@@ -384,10 +391,10 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 
 
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
-  """Drafts the most likely paths of a block for the target's walk.
+  """Drafts the most likely paths of a block, verified by `TargetWalk`.
 
-  DDTree (arXiv:2604.12989). Without a Markov head, it is the best tree of the
-  distributions.
+  DDTree (arXiv:2604.12989). Without a Markov head, the draft consists of the
+  N - 1 most likely paths under the block's distributions.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -397,7 +404,7 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   TargetWalk()
 
   Args:
-    heads: heads of the target.
+    heads: block-parallel network of the target.
     num_nodes: number of nodes N, including the root.
   """
   drafter = ParallelTree(

@@ -1,18 +1,18 @@
 """A network that drafts a block of tokens in one pass: DFlash and DSpark.
 
 DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block is the last
-committed token, its *anchor*, followed by masks. The draft layers see all of
-the block in both directions. They see earlier committed tokens through the
-target's features of these tokens:
+committed token, its *anchor*, followed by mask tokens. In the draft layers all
+slots of the block attend to each other. They attend to earlier committed tokens
+through the target's features, its hidden states h_l after layers l:
 
   H = norm(W [h_l1; ..; h_lm])                      once a token, `context`
   k, v of layer i = keys and values that layer i computes from H
                                                            `with_context`
   block -> draft layers over (H's k, v; the block) -> norm -> LM head
 
-The layers do not change H, so the keys and values of a token are a product with
-its features and are written once. The embedding and the LM head are the
-target's.
+The layers do not change H. So the keys and values of a committed token need
+only a product with H, and are written once. The embedding and the LM head are
+the target's.
 """
 
 from collections.abc import Sequence
@@ -51,25 +51,23 @@ _SHARED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelHeads(TransformerConfig):
-  """Block-parallel network of a target.
-
-  An untrained network does not yet predict, because all its masks are almost
-  equal.
+  """Block-parallel network of a target, which predicts K tokens.
 
   Attributes:
     block_size: number of slots of a block, including the anchor's.
-    taps: fused hidden states of the target, see `TransformerConfig.features`; a
-      "target layer id" i of published files is i + 1 here.
-    from_anchor: True if the anchor's slot predicts the next token, so
-      K = block_size (DSpark). False if only the masks predict, each its own
-      token, so K = block_size - 1 (DFlash).
-    markov: type of the Markov head, one of `coupling.KINDS`; "none": the draft
-      has a product distribution.
+    taps: hidden states of the target that are fused to H, by the names of
+      `TransformerConfig.features`. A "target layer id" i of published files is
+      i + 1 here.
+    from_anchor: True if each slot predicts the token after it, the anchor's
+      included, so K = block_size (DSpark). False if each mask predicts the
+      token at its own position, so K = block_size - 1 (DFlash).
+    markov: type of the Markov head, one of `_coupling.KINDS`; "none": the
+      tokens of a block are independent.
     markov_rank: rank r of the Markov head.
-    confidence: input of the head that predicts acceptance: "hidden", the slot's
-      hidden state h; "markov", [h; W1[x]] with the Markov head's embedding of
-      the token before; "none", no such head.
-    ids: sorted draft tokens; empty: all. Logits have Vd columns, see `whole`.
+    confidence: input of the confidence head, which predicts the acceptance of a
+      token. "hidden": the slot's hidden state h. "markov": [h; W1[x]] with the
+      Markov head's embedding of the previous token x. "none": no such head.
+    ids: sorted tokens that can be drafted, Vd in number; empty: all.
     mask_token: token id whose target embedding is the mask; None: the mask is a
       trained vector.
 
@@ -105,20 +103,20 @@ class ParallelHeads(TransformerConfig):
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
                          f"of {', '.join(choices)}")
     if self.confidence == "markov" and self.markov == "none":
-      raise ValueError("confidence is 'markov' and markov 'none'; without a "
-                       "Markov head there is no embedding to read: give "
-                       "confidence='hidden'")
+      raise ValueError("confidence is 'markov' and markov is 'none'; the "
+                       "confidence head would read the Markov head's "
+                       "embedding: set confidence='hidden'")
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one hidden state "
                        "of the target, and each once")
     if any(self.windows):
       raise ValueError(f"windows is {self.windows}; draft layers of a block "
-                       "see all of the text: leave windows out")
+                       "attend to the complete sequence: leave windows out")
     if self.mask_token is not None and not (
         0 <= self.mask_token < self.vocab_size):
       raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
-                       f"id in [0, {self.vocab_size}), or None: a mask of its "
-                       "own is learned")
+                       f"id in [0, {self.vocab_size}), or None for a trained "
+                       "mask")
 
   @property
   def draft_size(self) -> int:
@@ -134,15 +132,16 @@ class ParallelHeads(TransformerConfig):
   def for_target(cls, target: Transformer, count: int, layers: int = 1,
                  mlp_width: int | None = None,
                  taps: str | Sequence[int | str] = (), **options: Any) -> Self:
-    """Returns heads of the target's sizes that predict `count` tokens.
+    """Returns heads with the target's sizes that predict `count` tokens.
 
     Args:
       target: target model.
-      count: number of predicted tokens K.
+      count: number K of predicted tokens.
       layers: number of draft layers.
       mlp_width: width of the layers' MLPs; None: the target's.
-      taps: hidden states of the target, or a string like "2,4,final"; empty:
-        three, evenly spread up to the input of the last layer.
+      taps: hidden states of the target that are read, or a string such as
+        "2,4,final". Empty: three, evenly spread up to the input of the last
+        layer.
       **options: other fields of the class.
     """
     config = target.config
@@ -161,12 +160,13 @@ class ParallelHeads(TransformerConfig):
     return heads
 
   def check_taps(self, target: Transformer) -> None:
-    """Raises `ValueError` unless the target has the tapped hidden states."""
+    """Raises `ValueError` unless the target has the states named in `taps`."""
     for tap in self.taps:
       if tap != FINAL and tap not in range(target.config.layers + 1):
         raise ValueError(
-            f"taps holds {tap}; it must be {FINAL!r} or a whole number from 0 "
-            f"to the {target.config.layers} layers of the target")
+            f"taps contains {tap}; the target has the hidden states 0 to "
+            f"{target.config.layers} and {FINAL!r}: use these names, such as "
+            f"1,{FINAL}")
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
     """Returns float32 parameters, partly with the names of a `Transformer`.
@@ -177,8 +177,8 @@ class ParallelHeads(TransformerConfig):
 
     Returns:
       The draft layers and `final_norm`; `fc` and `hidden_norm`, which compute
-      H; `mask [D]` if it is trained; `markov`, see `coupling.init`; and
-      `confidence`, a `kernel` and a `bias []`.
+      H; `mask [D]` if it is trained; `markov`, see `_coupling.init`; and
+      `confidence`, the `kernel` and `bias []` of the confidence head.
     """
     stack, fusion, mask, markov = jax.random.split(key, 4)
     x = jnp.zeros((1, 1, self.width))
@@ -204,7 +204,7 @@ class ParallelHeads(TransformerConfig):
     return params
 
   def tapped(self, target: Transformer) -> Transformer:
-    """Returns the target with the tapped hidden states as features.
+    """Returns a target that outputs the hidden states named in `taps`.
 
     Its other outputs are unchanged.
     """
@@ -216,28 +216,39 @@ class ParallelHeads(TransformerConfig):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target with features, {"target", "drafter"})`."""
+    """Returns the target and the parameters for decoding with these heads.
+
+    Args:
+      target: target model.
+      target_params: parameters of the target.
+      params: parameters of the heads.
+
+    Returns:
+      `(target, {"target", "drafter"})`; the target outputs the hidden states
+      named in `taps`.
+    """
     return self.tapped(target), {"target": target_params, "drafter": params}
 
   def check_fits(self, target: Model) -> None:
-    """Checks that a target returns the features, in the same sizes.
+    """Checks that a target has our sizes and outputs the hidden states.
 
     Raises:
-      ValueError: the features are missing or a size differs.
+      ValueError: a size differs, or the target does not output the hidden
+        states named in `taps`.
     """
     features = networks.check_sizes_match(self, target).features
     if not set(self.taps) <= set(features):
       raise ValueError(
-          f"the target returns features {features} and the heads read "
-          f"{self.taps}; take the target that heads.attach returns")
+          f"the target returns the hidden states {features}, but the heads "
+          f"read {self.taps}: use the target that `heads.attach` returns")
 
   def tap(self, target: Transformer, hidden: jax.Array) -> jax.Array:
-    """Returns the taps `[..., m D]` in the target's features."""
+    """Returns the m tapped states `[..., m D]` in the target's output."""
     return jnp.concatenate(
         [target.feature(hidden, tap) for tap in self.taps], axis=-1)
 
   def context(self, params: Params, features: jax.Array) -> jax.Array:
-    """Fuses features: `[B, S, m D] -> [B, S, D]`."""
+    """Fuses m hidden states `[B, S, m D]` of tokens to H `[B, S, D]`."""
     kernel = params["fc"]["kernel"]
     fused = layers_lib.product(features.astype(kernel.dtype), kernel)
     return layers_lib.Norm(self).apply(
@@ -253,13 +264,14 @@ class ParallelHeads(TransformerConfig):
 
   def with_context(self, params: Params, cache: Cache, context: jax.Array,
                    positions: jax.Array) -> Cache:
-    """Returns the cache with keys and values of committed tokens as its block.
+    """Returns the cache with the keys and values of S tokens as its block.
+
+    `rollback` or `commit` of the result adds tokens of the block to the cache.
 
     Args:
       params: parameters of the network.
-      cache: cache of the draft layers; `rollback` or `commit` of the result
-        sets the number of tokens in it.
-      context: fused features H `[B, S, D]`.
+      cache: cache of the draft layers.
+      context: fused features H `[B, S, D]` of the tokens.
       positions: positions `[B, S]` int32.
     """
     alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
@@ -273,7 +285,7 @@ class ParallelHeads(TransformerConfig):
 
   def slots(self, params: Params, target_params: Params, anchors: jax.Array
             ) -> jax.Array:
-    """Returns inputs `[..., block_size, D]` of blocks after `anchors [...]`."""
+    """Returns inputs `[..., block_size, D]` of blocks with `anchors [...]`."""
     table = target_params["embedding"]
     dtype = params["fc"]["kernel"].dtype
     mask = (params["mask"] if self.mask_token is None
@@ -291,10 +303,10 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      slots: slots `[B, S, D]` of one or several blocks.
+      slots: inputs `[B, S, D]` of the slots of one or several blocks.
       positions: positions `[B, S]` int32.
-      visible: mask `[B, S, T]` bool, see `ancestors` of `Cache.attend`; all
-        slots see the cache's committed tokens.
+      visible: mask `[B, S, T]` bool over the T tokens that follow the cache's
+        committed ones. All slots attend to committed tokens.
       cache: cache of the draft layers; it is not changed.
 
     Returns:
@@ -305,7 +317,7 @@ class ParallelHeads(TransformerConfig):
 
   def block(self, params: Params, target_params: Params, anchors: jax.Array,
             cache: Cache) -> jax.Array:
-    """Returns the predicting slots `[B, K, D]` of the block of each row.
+    """Returns hidden states `[B, K, D]` of the slots that predict, per row.
 
     Args:
       params: parameters of the network.
@@ -321,13 +333,14 @@ class ParallelHeads(TransformerConfig):
     return self.predicting(hidden)
 
   def predicting(self, hidden: jax.Array) -> jax.Array:
-    """Returns the predicting slots `[..., K, D]` of `[..., block_size, D]`."""
+    """Selects from `[..., block_size, D]` the slots that predict, K in number.
+    """
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns logits `[..., K, Vd]` without the Markov head.
+    """Returns the slots' logits `[..., K, Vd]` without the Markov head's bias.
 
-    They are at least float32.
+    They are in float32 or a wider dtype.
     """
     head = networks.lm_head(target_params)
     if self.ids:
@@ -338,24 +351,27 @@ class ParallelHeads(TransformerConfig):
 
   def coupled(self, params: Params, hidden: jax.Array, before: jax.Array
               ) -> jax.Array:
-    """Returns the Markov head's biases `[..., K, Vd]` along known tokens.
+    """Returns the Markov head's biases `[..., K, Vd]` for known tokens.
 
     Args:
       params: parameters of the network.
-      hidden: hidden states `[..., K, D]` of the predicting slots.
+      hidden: hidden states `[..., K, D]` of the slots that predict.
       before: token before each predicted token, `[..., K]` int32.
     """
     return _coupling.along(self.markov, params["markov"], hidden, before)
 
   def whole(self, logits: jax.Array) -> jax.Array:
-    """Expands `[..., Vd]` to `[..., V]`; other tokens have q = 0."""
+    """Expands logits `[..., Vd]` to `[..., V]`; other tokens get -inf."""
     return networks.whole(logits, self.ids, self.vocab_size)
 
   def evidence(self, params: Params, hidden: jax.Array, before: jax.Array
                ) -> jax.Array:
     """Returns the input of the confidence head, `[..., D]` or `[..., D + r]`.
 
-    The arguments equal those of `coupled`.
+    Args:
+      params: parameters of the network.
+      hidden: hidden states `[..., D]` of slots that predict.
+      before: token before each predicted token, `[...]` int32.
     """
     if self.confidence != "markov":
       return hidden
@@ -364,7 +380,7 @@ class ParallelHeads(TransformerConfig):
 
   def confidences(self, params: Params, hidden: jax.Array, before: jax.Array
                   ) -> jax.Array:
-    """Returns the acceptance logits `[..., K]`, see `coupled`."""
+    """Returns the logits `[..., K]` of acceptance; arguments as `coupled`."""
     own = params["confidence"]
     evidence = self.evidence(params, hidden, before).astype(jnp.float32)
     return evidence @ own["kernel"] + own["bias"]
@@ -375,8 +391,8 @@ def _states(text):
     parts = (part.strip() for part in text.split(","))
     return tuple(part if part == FINAL else int(part) for part in parts if part)
   except ValueError:
-    raise ValueError(f"taps is {text!r}; give whole numbers, or {FINAL}, with "
-                     "commas between them, such as 2,4") from None
+    raise ValueError(f"taps is {text!r}; separate numbers of hidden states, or "
+                     f"{FINAL}, by commas, such as 2,4") from None
 
 
 class _Layers(nn.Module):
@@ -394,7 +410,7 @@ class _Layers(nn.Module):
 
 
 class _Kept(NamedTuple):
-  """Cache that records the keys and values of a pass."""
+  """Cache view that stores the keys and values of a pass, without attention."""
 
   cache: Any
 

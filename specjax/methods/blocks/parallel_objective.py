@@ -1,9 +1,10 @@
 """Training objective of block-parallel networks: DFlash, D-PACE and DSpark.
 
-DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). Some positions of every
-row are sampled as anchors. The target reads the row once. The draft layers then
-process the blocks of all anchors in one pass over its features, and each block
-sees the tokens before its anchor. The target is frozen.
+DFlash (arXiv:2602.06036), D-PACE and DSpark (arXiv:2607.05147) train a network
+that predicts a block of K tokens after an *anchor*. In every training row some
+positions are sampled as anchors. The target, which is frozen, reads the row
+once. Then the draft layers process the blocks of all anchors in one pass. Each
+block attends to the target's features of the tokens before its anchor.
 """
 
 import dataclasses
@@ -52,10 +53,10 @@ POSITION_WEIGHTS = ("decay", "dpace")
 
 @struct.dataclass
 class Blocks:
-  """The n blocks of every row, with the tokens of the row.
+  """Predictions and labels of the n blocks of every row.
 
   Attributes:
-    hidden: hidden states `[B, n, K, D]` of the predicting slots.
+    hidden: hidden states `[B, n, K, D]` of the slots that predict.
     logits: logits `[B, n, K, V]` with the Markov head's bias.
     before: true token before each predicted token, `[B, n, K]` int32.
     labels: true tokens to predict, `[B, n, K]` int32.
@@ -71,26 +72,29 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelObjective:
-  """Loss of block-parallel heads, a mean over the slots of blocks.
+  """Loss of block-parallel heads, a weighted mean over the slots of blocks.
 
   The slots k = 1..K have weights w_k. The loss of a slot is
 
-    c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(c_k, 1 - TV(q_k, p_k))
+    c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(s_k, 1 - TV(q_k, p_k))
 
-  where x is the true token and p the target's distribution. The last term
-  trains the confidence head, if there is one. DSpark has c = 0.1 and a = 1.
-  DFlash has c = 1 and no confidence head. A Markov head reads the true previous
-  token. Tokens that the heads cannot draft have q_k = 0 and no cross-entropy.
+  where x_k is the true token, q_k the drafter's and p_k the target's
+  distribution, and s_k the confidence head's output. The binary cross-entropy
+  BCE is absent without a confidence head. TV is the total variation distance,
+  and 1 - TV the acceptance probability of token verification. DSpark has
+  c = 0.1 and a = 1. DFlash has c = 1 and no confidence head. A Markov head
+  reads the true previous token. Tokens that the heads cannot draft have q_k = 0
+  and no cross-entropy.
 
   Attributes:
     model: target model.
-    heads: heads of the target.
+    heads: block-parallel network of the target.
     anchors: largest number of blocks per row.
-    position_weights: form of the weights. "decay": w_k = exp(-(k - 1) / gamma),
+    position_weights: form of the weights. "decay": w_k = exp(-(k - 1) / d),
       divided by the sum of all weights. "dpace": w_k = sum_{j>=k} prod_{i<=j}
       (q_i(x_i) + 1) / 2, divided by the number of slots, without gradient
       (D-PACE, with its constant 1/2).
-    position_decay: constant gamma of "decay".
+    position_decay: constant d of "decay".
     ce_share: weight c of the cross-entropy.
     confidence_weight: weight a of the confidence loss.
   """
@@ -109,27 +113,28 @@ class ParallelObjective:
     check_sizes_match(self.heads, self.model)
     self.heads.check_taps(self.model)
     if self.anchors < 1:
-      raise ValueError(f"anchors is {self.anchors}; a row needs at least one")
+      raise ValueError(f"anchors is {self.anchors}; it must be at least 1")
     if self.position_weights not in POSITION_WEIGHTS:
       raise ValueError(f"position_weights is {self.position_weights!r}; it "
                        f"must be one of {', '.join(POSITION_WEIGHTS)}")
     if self.position_decay <= 0:
       raise ValueError(f"position_decay is {self.position_decay}; it must be "
-                       "above 0: a large one weighs all positions alike")
+                       "above 0. The larger it is, the more equal are the "
+                       "weights of the positions")
     if not 0 <= self.ce_share <= 1:
-      raise ValueError(f"ce_share is {self.ce_share}; it must lie in [0, 1]")
+      raise ValueError(f"ce_share is {self.ce_share}; it must be in [0, 1]")
     if self.confidence_weight < 0:
       raise ValueError(f"confidence_weight is {self.confidence_weight}; it "
                        "must be at least 0")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and each slot's cross-entropy as `head_<k>/train_loss`.
+    """Returns the loss and metrics.
 
-    The cross-entropy is a mean over the tokens that the heads can draft.
-    `acceptance` is the mean of 1 - TV. `accepted` is the number of tokens that
-    token verification accepts on the data: the mean of sum_k prod_{i<=k}
-    (1 - TV_i).
+    The metric `head_<k>/train_loss` is the cross-entropy of slot k, a mean over
+    the tokens that the heads can draft. `acceptance` is the mean of 1 - TV.
+    `accepted` is the expected number of tokens that token verification accepts
+    on the data, the mean of sum_k prod_{i<=k} (1 - TV_i).
     """
     chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
@@ -160,13 +165,17 @@ class ParallelObjective:
     return loss, metrics
 
   def _known(self, labels):
-    """Returns True for tokens that can be drafted, else False."""
+    """Returns True for labels that the heads can draft, else False."""
     ids = self.heads.ids or range(self.heads.vocab_size)
     known = np.isin(np.arange(self.heads.vocab_size), ids)
     return jnp.asarray(known)[labels]
 
   def weights(self, nats: jax.Array) -> jax.Array:
-    """Returns slot weights w_k `[..., K]` for `-log q_k(x_k) [..., K]`."""
+    """Returns the slot weights w_k `[..., K]`.
+
+    Args:
+      nats: cross-entropies -log q_k(x_k) `[..., K]`, which "dpace" uses.
+    """
     if self.position_weights == "dpace":
       reach = jnp.cumprod(
           (jnp.exp(-jax.lax.stop_gradient(nats)) + 1) / 2, axis=-1)
@@ -176,16 +185,21 @@ class ParallelObjective:
         jnp.exp(-place / self.position_decay), nats.shape)
 
   def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
-    """Samples different anchors `[B, n]` int32 whose block is within the row.
+    """Samples distinct anchors `[B, n]` int32 whose block is within the row.
 
     The first token of a row is never an anchor because no token precedes it.
+
+    Args:
+      key: PRNG key.
+      rows: number B of rows.
+      size: number of tokens of a row.
     """
     count = size - 1 - self.heads.num_forecasts
     if count < 1:
       raise ValueError(
-          f"a row predicts {size - 1} tokens and a block forecasts "
+          f"a row predicts {size - 1} tokens, but a block predicts "
           f"{self.heads.num_forecasts} after its anchor; give longer rows or "
-          "shorter blocks")
+          "reduce block_size")
     order = jax.random.uniform(key, (rows, count))
     return 1 + jax.lax.top_k(order, min(self.anchors, count))[1]
 
@@ -244,12 +258,12 @@ class ParallelObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns `score(k, logits [B, n, V], positions [B, n])` stacked along K.
+    """Returns `score(k, logits [B, n, V], positions [B, n])` of all k, stacked.
 
-    A Markov head reads the true tokens of the row. `positions` are one before
-    the anchors, so slot k predicts the token at `positions + 1 + k`.
-    Probabilities are at least e^-20, also for tokens that the heads cannot
-    draft.
+    A Markov head reads the true tokens of the row. The positions are one before
+    the anchors, because slot k of the K slots predicts the token at
+    `positions + 1 + k`. If the heads have a draft vocabulary, probabilities are
+    at least e^-20, also of tokens that they cannot draft.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
@@ -263,8 +277,8 @@ class ParallelObjective:
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
   """Returns the mask of one row's blocks, `[n size, length + n size]` bool.
 
-  A slot sees the tokens before its anchor and its own block; slot 0 of the
-  block is the anchor.
+  A slot attends to the tokens before its block's anchor, which is slot 0 of the
+  block, and to all slots of its block.
 
   Args:
     anchors: positions of the anchors, `[n]` int32.
@@ -290,7 +304,7 @@ _SHORT = 4  # tokens of a short chain, the draft length of other methods
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
                        ) -> Strategy:
-  """Returns a sampled chain or tree, or the most likely paths, for a rule."""
+  """Returns a strategy whose drafts have the form that a rule requires."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: parallel(heads, gamma, verifier=rule),
@@ -333,20 +347,20 @@ PARALLEL = Method(
     head_options=(
         Option("layers", 1, "parallel: number of draft layers"),
         MLP_WIDTH, TAPS,
-        Option("from_anchor", True, "parallel: predict a token at the last "
-               "known token too (DSpark); with --nofrom_anchor only at the "
-               "mask tokens (DFlash)"),
+        Option("from_anchor", True, "parallel: predict the next token also at "
+               "the last committed token (DSpark). With --nofrom_anchor only "
+               "mask tokens predict (DFlash)"),
         Option("markov", "plain", "parallel: type of the Markov head, which "
                "conditions a token on the token before it; none: tokens of a "
                "block are independent", ("none", "plain", "gated", "rnn")),
         Option("markov_rank", 32, "parallel: rank of the Markov head"),
         Option("confidence", "markov", "parallel: input of the head that "
-               "predicts acceptance: hidden, the hidden state; markov, also "
-               "the token before; none: no such head",
+               "predicts whether a token is accepted: hidden, the hidden "
+               "state; markov, also the previous token; none, no such head",
                ("none", "hidden", "markov"))),
     options=(
-        Option("anchors", 32, "parallel: blocks drawn per training row, at "
-               "most"),
+        Option("anchors", 32, "parallel: largest number of blocks that are "
+               "sampled per training row"),
         Option("position_weights", "decay", "parallel: loss weights of the "
                "tokens of a block: decay, exponential; dpace, from the "
                "drafter's probabilities (D-PACE)", ("decay", "dpace")),
@@ -356,4 +370,4 @@ PARALLEL = Method(
                "data in the loss, in [0, 1]; the rest is the L1 distance to "
                "the target's distribution"),
         Option("confidence_weight", 1.0, "parallel: loss weight of the "
-               "confidence head, with --confidence")))
+               "confidence head; unused with --confidence=none")))

@@ -43,7 +43,7 @@ class Row(Stored):
 
 
 def input_size(heads: ParallelHeads) -> int:
-  """Returns the number of input tokens: the vocabulary and a trained mask."""
+  """Returns the number of input ids: the vocabulary, and a trained mask's."""
   return heads.vocab_size + (heads.mask_token is None)
 
 
@@ -65,9 +65,10 @@ class MaskRow(Stored):
 
 
 class InputRows(Stored):
-  """Rows of tokens; a file has a further row of zeros for a trained mask.
+  """A table with a row per token, and a row of zeros for a trained mask.
 
-  No token follows a mask, so this row is never read.
+  Only the file has the last row. It is never read, because no token follows a
+  mask.
   """
 
   def shapes(self, config, shape):
@@ -95,18 +96,22 @@ _PARALLEL_SPECULATORS = _PARALLEL | {
 
 
 def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """DFlash of z-lab and SpecForge, DSpark of SpecForge and DeepSpec.
+  """Reads DFlash of z-lab and SpecForge, and DSpark of SpecForge and DeepSpec.
 
-  Their layer ids refer to layer outputs, and `from_anchor` follows their
-  convention. Keys are in `dflash_config`, at the top level, or in both places.
+  Keys are in `dflash_config`, at the top level, or in both places. Layer ids
+  refer to layer outputs.
+
+  Args:
+    found: files of the drafter.
+    from_anchor: see `ParallelHeads`; fixed by the layout.
   """
   keys = found.keys()
   own = found.keys(keys, "dflash_config")
   for name, plain in (("projector_type", "dspark" if from_anchor else "dflash"),
                       ("sample_from_anchor", from_anchor)):
     if own(name, plain) != plain:
-      found.fail(f"has {own(name)!r} for {name}, and drafters of this layout "
-                 f"{plain!r}; specjax does not know what is meant")
+      found.fail(f"has {own(name)!r} for {name}, but drafters of this layout "
+                 f"have {plain!r}; correct the configuration")
   taps = named_taps(found, keys, own, "dflash_config")
   heads = _parallel(found, keys, own, taps, own("block_size"), from_anchor,
                     True)
@@ -116,14 +121,18 @@ def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
 
 
 def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """DFlash and DSpark of speculators.
+  """Reads DFlash and DSpark of speculators.
 
   The mask is trained if its id is the first id after the target's vocabulary.
+
+  Args:
+    found: files of the drafter.
+    from_anchor: default of the key `sample_from_anchor`.
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
   found.used.update(OF_VERIFIER)
-  outer("sliding_window_non_causal")  # there are no windows
+  outer("sliding_window_non_causal")  # no effect, because there are no windows
   size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
           else outer.size("draft_vocab_size"))
   from_anchor = outer.switch("sample_from_anchor", from_anchor)
@@ -133,9 +142,9 @@ def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
       outer("block_size"), from_anchor, False,
       reduced_vocabulary(found, outer, size))
   if heads.markov == "rnn" and not from_anchor:
-    found.fail("has markov_head_type 'rnn' and sample_from_anchor False; there "
-               "the recurrence begins at the anchor's slot, and here after it: "
-               "take another drafter")
+    found.fail("has markov_head_type 'rnn' and sample_from_anchor False, which "
+               "specjax does not support, because its recurrence begins after "
+               "the anchor's slot: take another drafter")
   for given in (keys, outer, part):
     given.refuse_others()
   return heads
@@ -158,7 +167,7 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
   rank = own("markov_rank", 0)
   kind = own("markov_head_type", "vanilla")
   if kind not in _MARKOV_READ:
-    found.fail(f"has markov_head_type {kind!r}; specjax knows "
+    found.fail(f"has markov_head_type {kind!r}; specjax supports "
                f"{', '.join(_MARKOV_READ)}")
   with_markov = own("confidence_head_with_markov")
   confident = own("enable_confidence_head")
@@ -224,7 +233,7 @@ _writer = functools.partial(
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, from_anchor=True)
-# vLLM reads the files of speculators.
+# The layouts of speculators have a writer, because vLLM reads them.
 LAYOUTS = {
     "dspark of deepspec": _parallel_layout(
         read=_dspark, architectures=("Qwen3DSparkModel",)),

@@ -1,9 +1,11 @@
 """Base of drafters with a layer on the target's features.
 
-At position t a feature layer reads (g_t, x_{t+1}), see `models.features`. After
-n committed tokens its cache contains n - 1 positions, all computed from the
-target's features. Positions drafted in a round are not committed to the cache.
-Accepted tokens are read again with the features that the target computed.
+At position t a feature layer reads g_t, the target's feature at t, and x_{t+1},
+the next token (`models.features`). After n committed tokens the layer's cache
+contains n - 1 positions, all computed from the target's features. While
+drafting, the layer continues from its own output; these positions are not
+committed to the cache. After verification the layer reads the accepted tokens
+again, with the features that the target computed.
 """
 
 from typing import Any
@@ -28,12 +30,14 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class FeatureState:
-  """State of the layer after the committed tokens.
+  """State of a feature layer after the committed tokens.
 
   Attributes:
     cache: cache of the layer for all positions except the last token's.
-    hidden: output `[B, D]` at the last position, input of the next step.
-    read: input `[B, D]` of the head there, for the token after the root.
+    hidden: layer's output `[B, D]` at the last position, input of the next
+      draft step.
+    read: input `[B, D]` of the LM head at the last position, for the logits of
+      the token after the root.
     known: `[B]` bool, False if the sequence has one token and thus no feature.
     rule: state of the stop rule; () without one.
   """
@@ -48,13 +52,14 @@ class FeatureState:
 class LayerDrafter(Drafter):
   """Base of drafters whose `heads` continue from the target's features.
 
-  Every device stores all of the heads. `commit` reads or stores the tokens of
-  every round, drafted or not, so `catch_up` has nothing to read.
+  Every device stores all parameters of the heads. `commit` reads or stores the
+  tokens of every round, also of rounds without a draft. So `catch_up` has
+  nothing to read.
   """
 
   heads: FeatureHeads
-  # Features below the root come from the heads, not from the target, so q
-  # depends on the start of the draft.
+  # Below the root the features come from the heads, not from the target. So the
+  # draft distribution depends on the position where the draft began.
   autoregressive = False
 
   @property
@@ -73,25 +78,29 @@ class LayerDrafter(Drafter):
 
 
 def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
-  """Raises a `ValueError` if the siblings cannot all differ.
+  """Raises `ValueError` if the heads have too few tokens for the siblings.
 
   Args:
     heads: heads that draft.
-    width: largest number of children of a node that must differ.
+    width: largest number of distinct children of a node.
   """
   if width > heads.draft_size:
     raise ValueError(
-        f"a node has {width} children and the drafter knows {heads.draft_size} "
+        f"a node has {width} children, but the drafter has {heads.draft_size} "
         "tokens; siblings must differ: use a narrower tree")
 
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput
             ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-  """Splits a prompt into K chunks of S columns.
+  """Splits prompts into K chunks of S columns, which a scan reads in order.
+
+  Args:
+    prompt: prompts.
+    prefill_output: target's output for the prompts, with features of width F.
 
   Returns:
-    `(hidden [K, B, S, F], places [K, S])` of the chunks, and a causal mask
-    `[B, S, S]` within a chunk.
+    `(hidden [K, B, S, F], places [K, S])`: features and positions of the
+    chunks; and a causal mask `[B, S, S]` within a chunk.
   """
   batch, columns = prompt.tokens.shape
   size = prefill.chunk_size(columns)
@@ -103,7 +112,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
 
 def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
                 prefill_output: ModelOutput) -> FeatureState:
-  """Returns the state after the prompts."""
+  """Returns the state after a feature layer read the prompts in chunks."""
   own, target = params["drafter"], params["target"]
   chunks, causal = chunked(prompt, prefill_output)
   after = jnp.roll(prompt.tokens, -1, axis=1)
@@ -117,7 +126,8 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
     return cache, (out.hidden, out.read)
 
   cache = heads.init_cache(own, prompt.lengths.shape[0], prompt.capacity)
-  # XLA must not know that the cache is empty, see `prefill.empty_cache`.
+  # With constant lengths, XLA would evaluate attention over the empty slots at
+  # compile time. So the lengths, all 0, are computed from the prompt.
   cache, found = jax.lax.scan(
       read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
   last = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
@@ -129,7 +139,7 @@ def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
 
 
 def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
-  """Returns `x [B, N, ...]` along the path, `[B, size, ...]`."""
+  """Gathers `x [B, N, ...]` at the first `size` nodes of the accepted path."""
   path = verdict.path[:, :size]
   return jnp.take_along_axis(
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
@@ -138,7 +148,7 @@ def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
 def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
                draft: Draft, verdict: Verdict, target_output: ModelOutput,
                count: jax.Array, depth: int) -> FeatureState:
-  """Returns the state after a round, from the features of accepted tokens.
+  """Returns the state after the layer read a round's accepted tokens.
 
   Args:
     heads: feature layer.
@@ -146,9 +156,9 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
     state: state before the round.
     draft: batched drafts.
     verdict: batched verdicts.
-    target_output: output of the verifying pass.
+    target_output: output of the target's verifying pass.
     count: number `[B]` int32 of committed tokens.
-    depth: depth of the deepest node.
+    depth: depth of the deepest draft node.
   """
   own, target = params["drafter"], params["target"]
   size = min(depth + 1, draft.tokens.shape[1])
@@ -169,11 +179,12 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
 
 
 def growing(heads: FeatureHeads, params: Any, state: FeatureState):
-  """Returns a step of `_trees` for the layer, with its initial values.
+  """Returns the `step`, `carry` and `logits` of `_trees.grow` for the layer.
 
   Returns:
-    The step; its carry, a cache and the hidden states `[B, S, D]` of the
-    previous step's nodes; and the logits `[B, V]` of the token after the root.
+    The step; its initial carry, a cache and the hidden states `[B, S, D]` of
+    the previous level's nodes; and the logits `[B, V]` of the token after the
+    root.
   """
   own, target = params["drafter"], params["target"]
   laws = lambda read: heads.whole(heads.logits(own, target, read))
@@ -194,8 +205,10 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
   """Returns the inputs of `stop_rules.draw_until` for the layer.
 
   Returns:
-    The first forecast; `read`; and its carry, a cache with room for the tokens
-    of the chain and the hidden state `[B, 1, D]` of the last one.
+    The forecast after the root, logits `[B, V]` and hidden states `[B, D]`; the
+    function `read(token, carry)`, which returns the forecast after a drafted
+    token; and its carry, a cache with room for the tokens of the chain and the
+    hidden state `[B, 1, D]` of the last token.
   """
   own, target = params["drafter"], params["target"]
 
@@ -216,6 +229,6 @@ def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:
-  """Returns the drafts, with padding in rows that are not `known [B]`."""
+  """Returns the drafts, all padding in rows where `known [B]` is False."""
   return draft.replace(
       probs=jnp.where(known[:, None, None], draft.probs, 0))

@@ -17,18 +17,21 @@ from specjax.models.features import FeatureConfig
 class Keys:
   """Keys and values of passes without a cache, for later passes.
 
-  In training, one pass reads a sequence of T rows. Later steps read the
-  sequence again from the layer's own output. In a later step each row sees the
-  same keys of the first pass as before, and only its own key of each later
-  step.
+  Training unrolls the draft steps of all positions of a sequence in parallel.
+  The first pass reads T positions from the target's features. Each later pass
+  reads the positions again from the layer's own output. In it a position
+  attends to the keys that it saw in the first pass, and of each later pass only
+  to its own key.
 
   Attributes:
-    k: keys `[B, T, H, D]` of the block; None before the first pass.
-    v: values, like `k`.
-    visible: mask `[B or 1, S, T]` bool of the block's keys that each row sees.
-    own_k: keys `[B, S, I, H, D]` that only their own row sees, or None.
-    own_v: values, like `own_k`.
-    own: True if the next `append` adds keys that only their own row sees.
+    k: keys `[B, T, H, D]` of the first pass; None before it.
+    v: values, with the shape of `k`.
+    visible: mask `[B or 1, S, T]` bool of the keys of the first pass that each
+      position sees.
+    own_k: keys `[B, S, I, H, D]` of I later passes, each seen only by its own
+      position, or None.
+    own_v: values, with the shape of `own_k`.
+    own: True if the next `append` adds keys of a later pass.
   """
 
   k: jax.Array | None
@@ -53,7 +56,7 @@ class Keys:
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              softcap: float = 0.0) -> jax.Array:
-    """Returns the attention of `query [B, S, G * H, D]`, one row per key."""
+    """Returns the attention `[B, S, G * H, D]` of queries of this shape."""
     del layer
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
@@ -65,7 +68,12 @@ class Keys:
 
 
 def _own_part(query, k, v, softcap):
-  """Returns the attention of each row over its `k`, `v [B, S, I, H, D]`."""
+  """Returns each position's attention over its own `k`, `v [B, S, I, H, D]`.
+
+  Returns:
+    Output `[B, S, G * H, D]`, and log of the sum of exp(scores)
+    `[B, S, G * H]`.
+  """
   wide = jnp.promote_types(query.dtype, jnp.float32)
   shape, heads = query.shape, k.shape[3]
   query = (query * shape[3]**-0.5).reshape(*shape[:2], heads, -1, shape[3])
@@ -82,11 +90,11 @@ def _own_part(query, k, v, softcap):
 
 @dataclasses.dataclass(frozen=True)
 class LayerOf:
-  """One layer of a cache, for a module that counts its layers from 0.
+  """View of one cache layer, for a module that counts its layers from 0.
 
   Attributes:
     cache: cache with `append` and `attend` of `interfaces.Cache`.
-    layer: index of the layer.
+    layer: index in the cache of the module's layer 0.
   """
 
   cache: Any
@@ -105,7 +113,10 @@ class LayerOf:
 
 
 class Entry(nn.Module):
-  """Maps taps `[B, S, F]` to features `[B, S, D]` of the layer's width."""
+  """Maps taps, hidden states of the target, to the layer's input features.
+
+  The taps `[B, S, F]` are concatenated; the features are `[B, S, D]`.
+  """
 
   config: FeatureConfig
 
@@ -123,7 +134,10 @@ class Entry(nn.Module):
 
 
 class FeatureModule(nn.Module):
-  """Module that maps features `[B, S, D]` and embeddings to new features."""
+  """Maps features `[B, S, D]` and token embeddings to new features.
+
+  It returns the residual stream, the input of the LM head and the cache.
+  """
 
   config: FeatureConfig
 

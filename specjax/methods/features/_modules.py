@@ -1,8 +1,9 @@
 """Base of drafters with one module per depth.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.2): at position t, module k reads the
-output of module k - 1 and token t + k, and predicts token t + k + 1. The layers
-of Gloeckle et al. 2024 (arXiv:2404.19737) do not read tokens.
+DeepSeek-V3 (arXiv:2412.19437, section 2.2): at position t, module k = 1, 2, ...
+reads the output of module k - 1 and token t + k, and predicts token t + k + 1.
+Module 0 is the target. The layers of Gloeckle et al. 2024 (arXiv:2404.19737) do
+not read tokens.
 """
 
 from typing import Any
@@ -24,15 +25,16 @@ from specjax.types import Verdict
 class ModulesState:
   """State of the modules after the committed tokens.
 
-  Module k reads k tokens ahead, so after n tokens its final positions end at
-  n - 1 - k. The cache contains the positions final for all modules. The
-  features of later positions are stored here and read again with the drafted
-  tokens.
+  A position of module k is final once token t + k is committed, because the
+  module reads that token. After n tokens, numbered from 0, the last final
+  position of module k is n - 1 - k. The cache contains the positions that are
+  final for all modules. The target's features of later positions are stored
+  here, and the modules read them again with the drafted tokens.
 
   Attributes:
     cache: cache with a layer for each module.
-    hidden: features `[B, W, D]` of the last positions, valid in the first
-      `held`. They begin at the end of the cache and end at position n - 2.
+    hidden: target's features `[B, W, D]` of the positions that follow the
+      cache, up to position n - 2. The first `held` of the W are valid.
     after: token after each of these positions, `[B, W]` int32.
     held: number of valid positions, `[B]` int32; 0 if the sequence has one
       token.
@@ -45,26 +47,26 @@ class ModulesState:
 
 
 class ModulesDrafter(_drafter.LayerDrafter):
-  """Base of drafters with one module per depth.
+  """Base of drafters with one module per depth of the draft.
 
   Subclasses are frozen dataclasses with four fields: `heads`; `transform`;
   `depth`, the number of levels below the root; and `readers`, the number R of
   modules that read the sequence, at least `depth`.
 
-  The target comes from `heads.attach`. `params["drafter"]` contains the
-  parameters of the modules. In a round each of the R modules runs one pass over
-  the last 2 R positions. After a prompt of one token there are no features, and
-  the first draft is padding.
+  Decode with the target that `heads.attach` returns. `params["drafter"]`
+  contains the parameters of the modules. In a round each of the R modules runs
+  one pass over the last 2 R positions. After a prompt of one token there are no
+  features, and the first draft is padding.
   """
 
   @property
   def window(self) -> int:
-    """Number W of positions: those read again and those of a round."""
+    """Number W of stored positions: R not final yet and R of one round."""
     return 2 * self.readers
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the caches and the last features after the prompt."""
+    """Returns the state after the prompts, a `ModulesState`."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
     chunks, causal = _drafter.chunked(prompt, prefill_output)
@@ -82,7 +84,8 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
     cache = heads.init_cache(
         own, batch, prompt.capacity + self.window, self.readers)
-    # XLA must not know that the cache is empty, see `prefill.empty_cache`.
+    # With constant lengths, XLA would evaluate attention over the empty slots
+    # at compile time. So the lengths, all 0, are computed from the prompt.
     cache, entered = jax.lax.scan(
         read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
     entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
@@ -96,7 +99,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   def run(self, params, module, entered, before, tokens, visible, cache,
           positions=None):
-    """Runs a module and returns its output, the head's input and the cache.
+    """Runs a module; returns its output, the LM head's input and the cache.
 
     Args:
       params: parameters `{"target", "drafter"}`.
@@ -116,14 +119,19 @@ class ModulesDrafter(_drafter.LayerDrafter):
     return out.hidden, out.read, out.cache
 
   def read(self, params, own, draw=None):
-    """Returns the state with all final positions in the cache.
+    """Runs all modules and moves positions that are now final to the cache.
+
+    Each module reads the stored positions of the state in one pass.
 
     Args:
       params: parameters `{"target", "drafter"}`.
-      own: state, a `ModulesState`; each module reads its stored positions in
-        one pass.
-      draw: function `(module, head input) -> tokens [B]` that drafts a token
-        for later modules; None: no draft.
+      own: state, a `ModulesState`.
+      draw: function `(module, input of the LM head) -> tokens [B]`, which
+        drafts the next token from a module's output; later modules read it.
+        None: no draft.
+
+    Returns:
+      The new state.
     """
     size, readers = self.window, self.readers
     _, causal = topology.causal(len(own.held), size)
@@ -165,6 +173,6 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
 
 def at(x, places):
-  """Gathers `[B, S, ...]` from `x [B, T, ...]` at `places [B, S]`."""
+  """Gathers `[B, S, ...]` from `x [B, T, ...]` at indices `places [B, S]`."""
   return jnp.take_along_axis(
       x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -1,10 +1,10 @@
 """Training of feature layers: unrolled steps, and parts of records.
 
-Row t of a pass contains the target's features at t and token t + 1. Step
-k = 1..K predicts token t + 1 + k from the output of step k - 1 and the true
-token between. The target runs in the same program, and its output is not
-stored. If a row contains several documents, the layer reads across them as the
-target does.
+A pass reads at position t the target's features at t and token t + 1. Step
+k = 1..K predicts token t + 1 + k. It reads token t + k and the output of step
+k - 1; step 1 reads the target's features instead. The target runs in the same
+program, and its output is not stored. If a row of the batch contains several
+documents, the layer attends across them as the target does.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ class Read(NamedTuple):
   """Output of a target for S tokens.
 
   Attributes:
-    features: taps `[B, S, F]` of the heads.
-    final: input `[B, S, D]` of the LM head.
+    features: hidden states `[B, S, F]` that the heads read (`heads.taps`).
+    final: input `[B, S, D]` of the target's LM head.
     logits: logits `[B, S, V]`.
   """
 
@@ -50,10 +50,14 @@ class Read(NamedTuple):
 
 
 def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
-  """Checks that some position has the labels of all steps.
+  """Checks that the rows are long enough to have labels for all steps.
+
+  Args:
+    tokens: token ids `[B, S + 1]` int32.
+    heads: feature layer.
 
   Raises:
-    ValueError: rows `[B, S + 1]` are too short.
+    ValueError: the rows are too short.
   """
   size, count = tokens.shape[1] - 1, heads.num_forecasts
   if size <= count:
@@ -67,7 +71,7 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
 
   Args:
     model: target model.
-    heads: feature layer with the taps.
+    heads: feature layer, which selects the hidden states.
     params: parameters `{"target", "drafter"}`.
     tokens: token ids `[B, S]` int32.
   """
@@ -79,26 +83,28 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
 
 
 def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
-  """Returns `[B, size]` with token t + by at place t, or 0 after the end."""
+  """Returns `[B, size]` with token t + `by` at index t, or 0 after the end."""
   rest = tokens[:, by:by + size]
   return jnp.pad(rest, ((0, 0), (0, size - rest.shape[1])))
 
 
 def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
               tokens: jax.Array, count: int) -> Iterator[Any]:
-  """Yields the `FeatureOutput` of steps 1..count at every row.
+  """Yields the `FeatureOutput` of steps 1..count at every position.
 
-  With one reused module, a row at step k sees the keys of the true features up
-  to the row, and its own keys of later steps. This is the training-time test of
-  EAGLE-3 (arXiv:2503.01840, figure 6). With several modules, each sees its own
-  keys up to the row (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+  With one reused module, a position at step k attends to the keys of step 1 up
+  to the position, and to its own keys of later steps. This is the training-time
+  test of EAGLE-3 (arXiv:2503.01840, figure 6). With several modules, each
+  attends to its own keys up to the position (DeepSeek-V3, arXiv:2412.19437,
+  section 2.2).
 
   Args:
     heads: feature layer.
     params: parameters `{"target", "drafter"}`.
-    features: features `[B, S, F]` of the target; the gradient includes them.
+    features: features `[B, S, F]` of the target; gradients flow into them.
     tokens: token ids of the sequence, `[B, >= S]` int32.
-    count: number of steps, at most `heads.num_forecasts` if each has a module.
+    count: number of steps; at most `heads.num_forecasts` unless
+      `heads.reuse`.
   """
   chex.assert_rank([features, tokens], [3, 2])
   own, target = params["drafter"], params["target"]
@@ -128,19 +134,19 @@ def floored(logits: jax.Array) -> jax.Array:
 
 def score(model: Transformer, heads: FeatureHeads, params: Params,
           tokens: jax.Array, score: Score) -> Any:
-  """Returns the stacked scores of all steps.
+  """Evaluates `score` for the logits of every step, and stacks the results.
 
-  The score of step k is `score(k, logits [B, P, V], positions [B, P])`. The
-  layer reads the true tokens, so the prediction at k equals that in a draft
-  with k - 1 correct tokens. Probabilities are at least e^-20, also for tokens
-  that the heads cannot draft.
+  The layer reads the true tokens. So the prediction of step k equals the
+  prediction in a draft whose first k - 1 tokens are correct. Probabilities are
+  at least e^-20, also of tokens that the heads cannot draft.
 
   Args:
     model: target model.
     heads: feature layer.
     params: parameters `{"target", "drafter"}`.
     tokens: token ids `[B, S + 1]` int32.
-    score: score function, see `DrafterObjective`.
+    score: function `(k, logits [B, P, V], positions [B, P]) -> tree`, see
+      `DrafterObjective.score`.
   """
   chex.assert_rank(tokens, 2)
   check_rows(tokens, heads)
@@ -176,14 +182,14 @@ def _layer_tree(heads, parents, proposal, rule) -> Strategy:
 
 
 def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
-  """Returns a sampled chain of one reused module or of several modules."""
+  """Returns a strategy with a sampled chain, at most one token per module."""
   if gamma and not heads.reuse:
     gamma = min(gamma, heads.modules)
   return mtp.mtp(heads, gamma, rule)
 
 
 def _layer_strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
-  """Returns a sampled chain, a sampled tree or a top-k tree to suit a rule."""
+  """Returns a strategy whose drafts have the form that a rule requires."""
   rule = verifier or BLOCK
   return suited(
       rule, lambda: _layer_chain(heads, rule, gamma),

@@ -1,8 +1,8 @@
 """EAGLE drafters and strategies: chains, static trees and dynamic trees.
 
 A draft starts from the target's features of the committed tokens. It continues
-from the output of the layer. The layer is configured by `models.features`; the
-classes of heads differ in its defaults.
+from the output of a feature layer (`models.features.FeatureConfig`). The
+classes of heads differ only in the defaults of that configuration.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1Heads(FeatureHeads):
-  """Heads of EAGLE-1 and 2: no norm before attention or before the LM head."""
+  """Heads of EAGLE-1 and 2: no norm before attention or the LM head."""
 
   fusion_bias: bool = True
 
@@ -48,7 +48,11 @@ class Eagle1Heads(FeatureHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Heads(FeatureHeads):
-  """Heads of EAGLE-3: three taps, attention on [e; g], separate LM head."""
+  """Heads of EAGLE-3, with attention on [e; g] and a separate LM head.
+
+  e is the token embedding, and g is a projection of three hidden states of the
+  target.
+  """
 
   entry: bool = True
   fusion: str = "attention"
@@ -60,7 +64,7 @@ class Eagle3Heads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns 2, L // 2 and L - 3, or spread layers of a shallow target."""
+    """Returns 2, L // 2 and L - 3 for L layers, or 1, (L + 1) // 2 and L."""
     taps = (2, layers // 2, layers - 3)
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
@@ -71,9 +75,9 @@ class FeatureDrafter(_drafter.LayerDrafter):
   """Base of drafters that continue from a layer's own output.
 
   Subclasses are frozen dataclasses with `heads`, `transform`, `depth` and
-  `grow`. The target comes from `heads.attach`. `params["drafter"]` contains the
-  parameters of the layer, which may also use the embedding and head of
-  `params["target"]`.
+  `grow`. Decode with the target that `heads.attach` returns.
+  `params["drafter"]` contains the parameters of the layer, which may also use
+  the embedding and head of `params["target"]`.
 
   In a round the layer runs one pass over the accepted tokens with the target's
   features, and one pass over each level of the draft except the last. After a
@@ -87,7 +91,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
     Args:
       target: target model.
-      width: largest number of children of a node that must differ.
+      width: largest number of distinct children of a node.
 
     Raises:
       ValueError: the layer has several modules, belongs to another target, or
@@ -95,8 +99,8 @@ class FeatureDrafter(_drafter.LayerDrafter):
     """
     if self.heads.modules > 1:
       raise ValueError(
-          f"the heads have {self.heads.modules} modules, one for each token of "
-          "a chain; draft with them by drafters.MTP")
+          f"the heads have {self.heads.modules} modules; this drafter uses one "
+          "module: use drafters.MTP or drafters.MTPTree")
     self.heads.check_target(target)
     _drafter.check_children(self.heads, width)
 
@@ -126,7 +130,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(_common.DrawnChain, FeatureDrafter):
-  """Samples a chain; a controller can choose its length.
+  """Samples a chain, whose length a controller can choose.
 
   Attributes:
     heads: feature layer with one module.
@@ -210,7 +214,7 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
     heads: feature layer with one module.
     parents: draft tree, see `specjax.trees`, stored breadth-first;
       `range(-1, gamma)` is a chain.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless, because the verifier gets the distributions after it.
   """
@@ -235,15 +239,17 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
 class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
   """Drafts EAGLE-2's deterministic tree of the most likely candidates.
 
-  The tree grows from a feature layer, as `DynamicTree` does from a draft model.
+  Every level expands its `top_k` best nodes by their `top_k` most likely
+  tokens. A node's score is the product of the confidences on its path. The
+  draft is the root and the N - 1 best candidates.
 
   Attributes:
     heads: feature layer with one module.
-    depth: number of levels below the root, one pass each.
+    depth: number of levels below the root.
     top_k: number of expanded nodes per level, and of children of each.
     num_nodes: number of nodes N, including the root.
-    transform: transform of logits to confidences. It differs from the decoder's
-      because temperature 0 would leave no second most likely token.
+    transform: transform of logits to confidences. It is separate from the
+      decoder's, because at temperature 0 all but one confidence would be 0.
   """
 
   heads: FeatureHeads
@@ -272,18 +278,19 @@ class SampledEagle(FeatureDrafter):
 
   This variant is not in the EAGLE papers, whose dynamic trees are
   deterministic. A score selects the nodes of a level that get children. It
-  never removes nodes, see `drawn_trees`. So q is the distribution from which
-  tokens were sampled, and rules for sampled trees are exact.
+  never removes sampled nodes. So q, the stored draft distribution, is the
+  distribution from which the tokens were sampled, and rules for sampled trees
+  are exact.
 
   Attributes:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    expanded: number of nodes per level that get children, by best score.
+    expanded: number of nodes per level, of the best scores, that get children.
     children: number of children of each expanded node, and of the root.
-    proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the layer's logits; None: the decoder's.
-    confidence: transform of logits to confidences; a node's score is their
-      product along the path.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
+    transform: transform of the layer's logits to q; None: the decoder's.
+    confidence: transform of logits to confidences. A node's score is the
+      product of the confidences on its path.
   """
 
   heads: FeatureHeads
@@ -334,8 +341,8 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           verifier: Verifier | None = None) -> Strategy:
   """Samples a chain or a tree from a layer on the target's features.
 
-  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840). Use
-  the target returned by `heads.attach`.
+  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840).
+  Decode with the target that `heads.attach` returns.
 
   >>> import jax
   >>> import specjax as sj
@@ -354,10 +361,10 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
   Args:
     heads: feature layer with one module.
     parents: draft tree of N nodes; None: a sampled chain.
-    proposal: sampling method of children, see `drafters.DraftModelTree`;
-      EAGLE's own trees are "top_k".
-    verifier: verification rule; None: block verification of a chain, traversal
-      of a sampled tree, the target's walk through a deterministic tree.
+    proposal: sampling method of children, see `drafters.DraftModelTree`. The
+      EAGLE papers use "top_k".
+    verifier: verification rule; None: `Block` for a chain, `Traversal` for a
+      sampled tree, `TargetWalk` for a deterministic tree.
   """
   if parents is None:
     drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
@@ -370,7 +377,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
   """Drafts EAGLE-2's tree, whose shape follows the layer's confidence.
 
-  EAGLE-2 (Li et al. 2024, arXiv:2406.16858), also used with EAGLE-3 layers.
+  EAGLE-2 (Li et al. 2024, arXiv:2406.16858). EAGLE-3 layers use the same tree.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -393,9 +400,9 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = TRAVERSAL) -> Strategy:
   """Samples a tree that is expanded at nodes of high confidence.
 
-  This variant is not in the EAGLE papers, whose trees are deterministic. The
-  score of a node only decides its expansion and never removes it, so rules for
-  sampled trees are exact.
+  This variant is not in the EAGLE papers, whose trees are deterministic. A
+  node's score decides only whether it gets children; sampled nodes are never
+  removed. So rules for sampled trees are exact.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -415,7 +422,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 
 def _tree(drafter, verifier: Verifier | None) -> Strategy:
-  """Returns a static tree and its default rule."""
+  """Returns a static tree with `verifier` or its default rule."""
   return Strategy(drafter, verifier or (
       verifiers.TargetWalk() if drafter.proposal == "top_k" else
       BLOCK if drafter.chain else TRAVERSAL))

@@ -39,44 +39,51 @@ _NORMALIZERS = ("rows", "mask")
 
 def uniform_noise(key: jax.Array, features: jax.Array, width: float
                   ) -> jax.Array:
-  """Returns noise for `features [B, S, F]`, +- width / 2 for 512 tokens.
+  """Returns uniform noise in +-(width / 2) * 512 / S for `features [B, S, F]`.
 
-  As in the published code, it is scaled by 512 / S.
+  The factor 512 / S is from the published code, whose rows have 512 tokens.
   """
   return width * _NOISE_TOKENS / features.shape[1] * jax.random.uniform(
       key, features.shape, features.dtype, -0.5, 0.5)
 
 
 class _Unrolled:
-  """Base of both losses, with checks, target passes and scores."""
+  """Base of the losses of EAGLE-1 and EAGLE-3, with the target's passes."""
 
   needs = ("target", "drafter")
 
   def __post_init__(self):
     self.heads.check_sizes(self.model)
     if not self.heads.reuse:
-      raise ValueError("the heads have a module for every step (reuse is "
-                       "False); EAGLE has one that is used again: train them "
-                       "as MTP")
+      raise ValueError("reuse is False, so the heads have a module for every "
+                       "step; EAGLE applies one module repeatedly: set "
+                       "reuse=True, or train these heads as MTP")
 
   def _target(self, params, tokens):
-    """Returns the target's output for all but the last token, as a constant."""
+    """Returns the target's output for all tokens but the last; no gradient."""
     _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
         _training.read(self.model, self.heads, params, tokens[:, :-1]))
 
   def _law(self, logits):
-    """Returns the target's distribution `[..., Vd]` over draft tokens."""
+    """Returns the target's distribution `[..., Vd]` over the Vd draft tokens.
+
+    The probabilities of other tokens are dropped, and the rest is normalised.
+    """
     return jax.nn.softmax(
         logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
 
   def read(self, params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns the target's output for a batch, for storage with the batch.
+    """Returns the target's output for a batch, to be stored with the batch.
+
+    Args:
+      params: parameters `{"target", "drafter"}`.
+      tokens: token ids `[B, S + 1]` int32.
 
     Returns:
-      `features [B, S, F]`; `final [B, S, D]`, the input of the target's head,
-      if it differs from the features; and the weights `counts [B, S]` of
-      positions.
+      `features [B, S, F]`; `final [B, S, D]`, the input of the target's LM
+      head, if it differs from the features; and `counts [B, S]`, 1 at positions
+      that the loss counts, else 0.
     """
     seen = self._target(params, tokens)
     found = {"features": seen.features, "counts": self._counts(seen.logits)}
@@ -84,11 +91,14 @@ class _Unrolled:
         **found, "final": seen.final}
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions with a counted label, else 0."""
+    """Returns `[B, S]`, 1 at positions that the loss counts, else 0."""
     return jnp.ones(logits.shape[:2], jnp.float32)
 
   def _seen(self, params, batch):
-    """Returns `(features, law, counts)` from a pass or from stored values."""
+    """Returns the target's features, distribution over draft tokens and counts.
+
+    They come from a pass, or from values that `read` stored in the batch.
+    """
     if "features" not in batch:
       seen = self._target(params, batch["tokens"])
       return seen.features, self._law(seen.logits), self._counts(seen.logits)
@@ -102,25 +112,25 @@ class _Unrolled:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns `score(k, logits, positions)` of every step, stacked along K."""
+    """Returns the results of `score` for the K steps, stacked."""
     del key
     return _training.score(self.model, self.heads, params, tokens, score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle1Objective(_Unrolled):
-  """SmoothL1(f, f^) + w CE(p, p^) of the next feature and distribution.
+  """EAGLE-1's loss SmoothL1(f, f^) + w CE(p, p^) of the next position.
 
-  Li et al. 2024 (arXiv:2401.15077, section 4.2). As in the published code, the
-  first term is averaged over tokens and over the dimensions of the features.
-  Uniform noise is added to the input features, not to the labels. Its width is
-  `noise` for rows of 512 tokens and is scaled for other lengths, see
-  `uniform_noise`.
+  f is the target's feature and p its distribution of the next token. f^ and p^
+  are the layer's predictions of them, and CE is the cross-entropy. Li et al.
+  2024 (arXiv:2401.15077, section 4.2). As in the published code, the first term
+  is averaged over tokens and over the dimensions of the features. Uniform noise
+  is added to the input features, not to the labels (`uniform_noise`).
 
   Attributes:
     model: target model.
-    heads: `methods.Eagle1Heads`, or other heads whose state is a feature.
-    noise: width of the noise; 0.2 in the paper.
+    heads: `methods.Eagle1Heads`, or other heads that predict a feature.
+    noise: width of the noise for rows of 512 tokens; 0.2 in the paper.
     law_weight: weight w of the second term; 0.1 in the paper.
   """
 
@@ -132,13 +142,14 @@ class Eagle1Objective(_Unrolled):
   def __post_init__(self):
     super().__post_init__()
     if self.heads.entry or len(self.heads.taps) != 1:
-      raise ValueError(f"the heads read {self.heads.taps} through a layer of "
-                       "their own; EAGLE-1's state is the feature that it "
-                       "reads: give one tap and no entry, or train as EAGLE-3")
+      raise ValueError(f"taps is {self.heads.taps} and entry is "
+                       f"{self.heads.entry}; EAGLE-1 predicts the feature that "
+                       "it reads: give one tap and entry=False, or train as "
+                       "EAGLE-3")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, `feature_loss` and `law_loss`.
+    """Returns the loss, and its terms `feature_loss` and `law_loss`.
 
     If the batch contains the output of `read`, the target is not run.
     """
@@ -149,7 +160,7 @@ class Eagle1Objective(_Unrolled):
     counts = weights_of(batch)[:, 1:]
     noisy = features + uniform_noise(key, features, self.noise)
     out = next(_training.forecasts(self.heads, params, noisy, tokens, 1))
-    # The feature after the last one is unknown.
+    # The label of a position is the next feature. The last position has none.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
     feature_loss = weighted_mean(jnp.mean(optax.huber_loss(
@@ -162,22 +173,22 @@ class Eagle1Objective(_Unrolled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Objective(_Unrolled):
-  """Training-time test: -sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v).
+  """EAGLE-3's loss -sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v).
 
-  Li et al. 2025 (arXiv:2503.01840, section 3.2). The layer runs K =
-  `heads.num_forecasts` steps on its own states, as in drafting. At each step
-  its label is the target's distribution two or more tokens ahead, restricted to
-  the draft vocabulary.
+  Training-time test of Li et al. 2025 (arXiv:2503.01840, section 3.2). The
+  layer runs K = `heads.num_forecasts` steps i on its own output, as in
+  drafting. q_i is its distribution at step i and position t. The label p is the
+  target's distribution of the same token, restricted to the draft vocabulary.
 
   Attributes:
     model: target model.
     heads: `methods.Eagle3Heads`, or other heads with one module.
     decay: weight ratio of consecutive steps; 0.8 in the published code.
-    normalizer: divisor of a step's sum: "rows", the weights of all positions
-      (SafeAILab/EAGLE), or "mask", the weights of counted positions (vLLM's
-      speculators).
-    drop_outside: True to drop positions whose most likely token is outside the
-      draft vocabulary (SafeAILab/EAGLE).
+    normalizer: divisor of a step's sum over positions. "rows": total weight of
+      all positions (SafeAILab/EAGLE). "mask": total weight of the positions
+      that `drop_outside` leaves (vLLM's speculators).
+    drop_outside: True to drop positions where the target's most likely token is
+      outside the draft vocabulary (SafeAILab/EAGLE).
   """
 
   model: Transformer
@@ -225,7 +236,7 @@ class Eagle3Objective(_Unrolled):
                         jnp.ones_like(counts), tokens)
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions with a counted label, else 0."""
+    """Returns `[B, S]`, 1 at positions that the loss counts, else 0."""
     if not (self.heads.ids and self.drop_outside):
       return super()._counts(logits)
     drafted = np.zeros(logits.shape[-1], np.float32)
@@ -237,7 +248,8 @@ class Eagle3Objective(_Unrolled):
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
-      # Row t predicts token t + 1 + k. Its target distribution is at t + k.
+      # Position t predicts token t + 1 + k. The target's distribution of this
+      # token is at position t + k.
       log_q = jax.nn.log_softmax(heads.logits(
           params["drafter"], params["target"], out.read[:, :-k]))
       nats = -jnp.sum(law[:, k:] * log_q, axis=-1)
@@ -261,13 +273,14 @@ EAGLE_1 = Method(
     chain=_layer_chain, strategy=_layer_strategy, compared=_layer_compared,
     head_options=(MLP_WIDTH, Option(
         "fusion_norms", False, "eagle1: normalise the token embedding and "
-        "the feature before they are joined (DeepSeek-V3)")),
+        "the target's feature before they are concatenated (DeepSeek-V3)")),
     options=(
         Option("noise", 0.2, "eagle1: width of the uniform noise added to the "
                "features that the layer reads, for rows of 512 tokens; it is "
                "scaled by 512 / row length"),
         Option("law_weight", 0.1, "eagle1: weight of the cross-entropy with "
-               "the target's distribution; the feature loss has weight 1")))
+               "the target's distribution; the loss of the predicted feature "
+               "has weight 1")))
 
 
 EAGLE_3 = dataclasses.replace(
@@ -286,8 +299,8 @@ EAGLE_3 = dataclasses.replace(
         Option("step_decay", 0.8, "eagle3: factor by which the loss weight "
                "falls from one draft step to the next"),
         Option("normalizer", "rows", "eagle3: number by which each step's loss "
-               "is divided: rows, all positions; mask, only the positions that "
-               "contribute", ("rows", "mask")),
+               "is divided: rows, the number of all positions; mask, the "
+               "number of positions left by drop_outside", ("rows", "mask")),
         Option("drop_outside", True, "eagle3: exclude positions whose most "
                "likely token under the target is not in the draft "
                "vocabulary")))

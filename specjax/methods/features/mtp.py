@@ -1,7 +1,8 @@
 """Multi-token prediction: heads, drafters of chains and trees, and strategies.
 
-A draft starts from the target's features of the committed tokens. The layer is
-configured by `models.features`; the classes of heads differ in its defaults.
+A draft starts from the target's features of the committed tokens. The layers
+are configured by `models.features.FeatureConfig`. The classes of heads differ
+only in the defaults of that configuration.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPHeads(FeatureHeads):
-  """Heads of multi-token prediction, in sequence (DeepSeek-V3)."""
+  """Heads of multi-token prediction, one module after another (DeepSeek-V3)."""
 
   fusion_norms: bool = True
   attention_norm: bool = True
@@ -57,8 +58,8 @@ class MTPHeads(FeatureHeads):
 class ParallelLayers(FeatureHeads):
   """Layers parallel to the target's last layer, as heads (Gloeckle et al.).
 
-  They do not read tokens, so a draft has a product distribution. They share the
-  target's final norm and head.
+  They do not read tokens, so the drafted tokens are independent of each other.
+  They share the target's final norm and LM head.
   """
 
   fusion: str = "none"
@@ -83,12 +84,13 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
   Attributes:
     heads: heads with a module for every token.
-    gamma: drafted tokens per round, at most the number of modules, the default.
+    gamma: drafted tokens per round, at most the number of modules; None: the
+      number of modules.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless, because the verifier gets the distributions after it.
     readers: number R of modules that read the sequence, at least gamma; None:
-      gamma. If a controller shortens chains, all R modules still read every
-      round, so none has to catch up later.
+      gamma. If a controller shortens chains, all R modules still run in every
+      round, so no module lacks committed tokens later.
   """
 
   heads: FeatureHeads
@@ -103,14 +105,14 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     fields.check_at_least("gamma", self.gamma, 1)
     if self.gamma > self.heads.modules:
       raise ValueError(
-          f"gamma is {self.gamma} and there are {self.heads.modules} modules; "
-          "each token needs one: draft fewer or train more modules")
+          f"gamma is {self.gamma}, but there are {self.heads.modules} modules; "
+          "each token needs a module: reduce gamma or train more modules")
     if self.readers is None:
       object.__setattr__(self, "readers", self.gamma)
     if not self.gamma <= self.readers <= self.heads.modules:
       raise ValueError(
-          f"readers is {self.readers}; gamma is {self.gamma} and there are "
-          f"{self.heads.modules} modules: give a number between, or None")
+          f"readers is {self.readers}; it must be at least gamma, "
+          f"{self.gamma}, and at most the {self.heads.modules} modules")
 
   @property
   def depth(self) -> int:
@@ -150,14 +152,14 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
 
 class _Paths(NamedTuple):
-  """Inputs of later modules, for S nodes of a level.
+  """Inputs of the next module, for the S nodes of a tree level.
 
   Attributes:
-    module: index of the module of these nodes, from 0.
-    text: tokens after the stored positions (`ModulesState.after`), followed by
-      the tokens on the path to the node, `[B, S, W + R]` int32.
-    before: output `[B, S, W, D]` of the module at these positions, on the paths
-      to the parents of the nodes.
+    module: index of the module that drafted these nodes, from 0.
+    text: tokens after the W stored positions (`ModulesState.after`), followed
+      by the tokens on the path to the node, `[B, S, W + R]` int32.
+    before: output `[B, S, W, D]` of the module at these positions, computed on
+      the paths to the parents of the nodes.
   """
 
   module: int
@@ -169,14 +171,15 @@ class _Paths(NamedTuple):
 class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   """Samples a tree whose nodes of depth k come from module k.
 
-  A module reads tokens ahead of its position, including drafted tokens. So on
-  each path of the tree it must run again over the positions that are not final.
-  With S nodes of a level that have children, it runs over 2 R S positions.
+  A module reads tokens ahead of its position, also drafted ones. So it must run
+  again, on each path of the tree, over the positions whose tokens ahead are not
+  all committed. For a level with S nodes that have children, it runs over 2 R S
+  positions, where R is the depth of the tree.
 
   Attributes:
     heads: heads with a module for every depth.
     parents: draft tree, see `specjax.trees`, stored breadth-first.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless, because the verifier gets the distributions after it.
   """
@@ -192,8 +195,8 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     fields.check_at_least("the depth of `parents`", self.depth, 1)
     if self.depth > self.heads.modules:
       raise ValueError(
-          f"parents is {self.depth} levels deep and there are "
-          f"{self.heads.modules} modules; each level needs one: give a "
+          f"parents is {self.depth} levels deep, but there are "
+          f"{self.heads.modules} modules; each level needs a module: give a "
           "shallower tree or train more modules")
 
   @property
@@ -218,14 +221,14 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     return _drafter.known_only(draft, own.held > 0), self.read(params, own)
 
   def _growing(self, params, own):
-    """Returns a step of `_trees` over the modules, with its initial values."""
+    """Returns the `step`, `carry` and `logits` of `_trees.grow`."""
     heads, size = self.heads, self.window
     causal = np.tril(np.ones((size, size), bool))
     order = jnp.arange(size + self.readers, dtype=jnp.int32)
     last = jnp.maximum(own.held - 1, 0)
 
     def run(module, text, before):
-      """Returns the logits `[B, S, V]` after S paths, and the module output."""
+      """Runs a module on S paths; returns logits `[B, S, V]` and its output."""
       batch, ways = text.shape[:2]
       flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
       each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
@@ -257,8 +260,9 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
 
 def _check_not_reused(heads):
   if heads.reuse:
-    raise ValueError("the heads have one module, which is used again and "
-                     "again; draft with them by drafters.Eagle")
+    raise ValueError("reuse is True, so the heads have one module for all "
+                     "tokens; this drafter needs a module per token: use "
+                     "drafters.EagleChain or drafters.Eagle")
 
 
 def mtp(heads: FeatureHeads, gamma: int | None = None,
@@ -268,8 +272,8 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   """Samples a chain or a tree from modules of multi-token prediction.
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
-  (arXiv:2404.19737). One reused module (FastMTP, arXiv:2509.18362) drafts as
-  EAGLE does.
+  (arXiv:2404.19737). Heads with one reused module (FastMTP, arXiv:2509.18362)
+  draft as EAGLE does.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -287,17 +291,18 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     heads: modules of multi-token prediction.
     gamma: drafted tokens of a chain, at most the number of modules unless one
       is reused; None: the number that the heads predict.
-    verifier: verification rule; None: block verification of a chain, traversal
-      of a sampled tree, the target's walk through a deterministic tree.
+    verifier: verification rule; None: `Block` for a chain, `Traversal` for a
+      sampled tree, `TargetWalk` for a deterministic tree.
     parents: draft tree of N nodes; None: a sampled chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
 
   Raises:
-    ValueError: both a tree and the length of a chain are given.
+    ValueError: both `gamma` and `parents` are given.
   """
   if parents is not None and gamma is not None:
-    raise ValueError(f"gamma is {gamma} and parents is given as well; a tree "
-                     "has its own depth: give one of the two")
+    raise ValueError(f"gamma is {gamma}, and parents is given as well; the "
+                     "depth of `parents` is the draft length: give one of the "
+                     "two")
   if parents is not None:
     kind = Eagle if heads.reuse else MTPTree
     return _tree(kind(heads=heads, parents=tuple(parents), proposal=proposal),

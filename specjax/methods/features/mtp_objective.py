@@ -28,10 +28,12 @@ from specjax.training.objective import weights_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPObjective:
-  """Loss -sum_k w_k mean_t log p^(k)(x_{t+1+k}), w_k = decay^(k-1) / their sum.
+  """Loss -sum_k w_k mean_t log p^(k)(x_{t+1+k}) with a frozen target.
 
-  FastMTP, Cai et al. 2025 (arXiv:2509.18362, equation 2), for one reused
-  module. Several modules use the same loss. The target is frozen.
+  p^(k) is the prediction at depth k = 1..K from position t. The weights w_k are
+  proportional to decay^(k-1) and sum to 1. FastMTP, Cai et al. 2025
+  (arXiv:2509.18362, equation 2), for one reused module. Several modules use the
+  same loss.
 
   Attributes:
     model: target model.
@@ -48,9 +50,10 @@ class MTPObjective:
   def __post_init__(self):
     self.heads.check_sizes(self.model)
     if self.heads.ids:
-      raise ValueError(f"the heads draft {len(self.heads.ids)} of the "
-                       f"{self.model.vocab_size} tokens, and the text has "
-                       "others; give heads of all tokens, or train as EAGLE-3")
+      raise ValueError(f"ids has {len(self.heads.ids)} of the "
+                       f"{self.model.vocab_size} tokens, so other tokens of "
+                       "the training data have no probability: give heads of "
+                       "all tokens, or train as EAGLE-3")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
@@ -79,7 +82,8 @@ class MTPObjective:
     found = []
     for k, out in enumerate(_training.forecasts(
         self.heads, params, features, tokens, self.heads.num_forecasts), 1):
-      # Row t predicts token t + 1 + k, and the sequence has S + 1 tokens.
+      # Position t predicts token t + 1 + k, so the last k of the S positions
+      # have no label.
       labels = tokens[:, 1 + k:]
       logits = self.heads.logits(params["drafter"], params["target"],
                                  out.read[:, :labels.shape[1]])
@@ -98,13 +102,15 @@ class MTPObjective:
 class MTPJointObjective:
   """Loss L_LM + weight mean_k CE_k of a target and its modules.
 
-  DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25) uses `MTPHeads` and weight
-  lambda, initially 0.3. Gloeckle et al. 2024 (arXiv:2404.19737, equation 2) use
-  `ParallelLayers` and weight K, so each head has the weight of the next token.
+  L_LM is the target's next-token loss, and CE_k is the cross-entropy of the
+  prediction at depth k = 1..K. DeepSeek-V3 (arXiv:2412.19437, equations 24 and
+  25) uses `MTPHeads` and weight lambda, initially 0.3. Gloeckle et al. 2024
+  (arXiv:2404.19737, equation 2) use `ParallelLayers` and weight K, so that
+  every CE_k has the weight of L_LM.
 
   Attributes:
     mtp: losses of the modules; its `decay` is not used.
-    weight: weight of the mean.
+    weight: weight of the mean of CE_k.
   """
 
   mtp: MTPObjective
@@ -153,10 +159,12 @@ MTP = dataclasses.replace(
         model=target, heads=heads),
     head_options=(
         MLP_WIDTH, TAPS, _FEED_NORMED,
-        Option("reuse", False, "mtp: train one module that is applied again to "
-               "its own output (FastMTP). Default: one module per draft token"),
+        Option("reuse", False, "mtp: train one module that is applied "
+               "repeatedly to its own output (FastMTP). Default: one module "
+               "per draft token"),
         Option("chained", True, "mtp: each module reads the output of the "
-               "module before it; with --nochained all read the target")),
+               "previous module. With --nochained all modules read the "
+               "target's hidden states")),
     options=(Option("depth_decay", 0.6,
                     "mtp, parallel_layers: factor by which the loss weight "
                     "falls from one draft token to the next"),))

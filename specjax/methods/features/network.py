@@ -1,7 +1,8 @@
 """Feature layers with which a target drafts for itself.
 
-The layer is configured by `models.features`. A draft starts from the target's
-features of the committed tokens and continues from the output of the layer.
+A draft starts from the target's features, its hidden states of the committed
+tokens, and continues from the output of the layer. The layer is configured by
+`models.features.FeatureConfig`.
 """
 
 import dataclasses
@@ -34,9 +35,9 @@ class FeatureOutput:
   """Output of a pass of a feature layer.
 
   Attributes:
-    hidden: input `[B, S, D]` of the next step.
-    read: input `[B, S, D]` of the head.
-    keys: keys of a pass without a cache, for later passes.
+    hidden: input `[B, S, D]` of the next draft step.
+    read: input `[B, S, D]` of the LM head.
+    keys: keys of a pass without a cache, for later passes; None with a cache.
     cache: cache with the keys and values of the pass, not committed.
   """
 
@@ -50,37 +51,42 @@ class FeatureOutput:
 class FeatureHeads(FeatureConfig):
   """Feature layer with which a target drafts for itself.
 
-  The parameters are a tree: `module_{m}` of every module, `entry` and its
-  norms, and `embedding [V, D]` and `head [D, Vd]` if the layer does not share
-  the target's. Vd is `draft_size`. `attach` adds the `head` of `narrow_head`.
+  The parameters are a dict: `module_{m}` for module m, `entry` and its norms,
+  and `embedding [V, D]` and `head [D, Vd]` unless the layer shares the target's
+  matrices. Vd is `draft_size`. With `narrow_head`, `attach` adds the columns of
+  the target's head for the draft tokens as `head`.
   """
 
   kind: ClassVar[str] = "features"
 
   @property
   def num_forecasts(self) -> int:
-    """Default number K of drafted tokens."""
+    """Number K of forecasts, the default draft length."""
     return self.forecasts
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns the default taps of a target with `layers` layers."""
+    """Returns the hidden states that are read by default.
+
+    Args:
+      layers: number of layers of the target.
+    """
     del layers
     return (FINAL,)
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """Returns a layer of the target's sizes.
+    """Returns a layer with the sizes of the target.
 
     Args:
       target: target model.
-      count: number of heads K.
+      count: number K of forecasts.
       **options: other fields of the class. `taps` may be a string, such as
         "2,4,final"; the empty string means `default_taps`.
 
     Raises:
-      ValueError: the target does not have such a hidden state, or the fields do
-        not fit together.
+      ValueError: the target does not have a named hidden state, or the fields
+        exclude each other.
     """
     c = target.config
     like = {field.name: getattr(c, field.name)
@@ -94,9 +100,9 @@ class FeatureHeads(FeatureConfig):
               for name in taps.replace(",", " ").split()]
     for name in taps:
       if name != FINAL and name not in range(c.layers + 1):
-        raise ValueError(f"taps holds {name!r}; the target has the hidden "
-                         f"states 0 to {c.layers} and {FINAL!r}: name some of "
-                         "these, such as 1,final")
+        raise ValueError(f"taps contains {name!r}; the target has the hidden "
+                         f"states 0 to {c.layers} and {FINAL!r}: use these "
+                         "names, such as 1,final")
     return cls(**{**like, "target_width": c.width, "forecasts": count,
                   "taps": tuple(taps) or cls.default_taps(c.layers),
                   **options})
@@ -136,10 +142,19 @@ class FeatureHeads(FeatureConfig):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})`; the target returns the taps.
+    """Returns a target that outputs the hidden states which this layer reads.
+
+    Args:
+      target: target model.
+      target_params: parameters of the target.
+      params: parameters of the layer.
+
+    Returns:
+      `(target, {"target", "drafter"})`: the target, and the parameters for
+      decoding with it.
 
     Raises:
-      ValueError: the layer belongs to another target.
+      ValueError: the layer was made for another target.
     """
     self.check_sizes(target)
     taps = self.taps if FINAL in self.taps else (*self.taps, FINAL)
@@ -150,7 +165,11 @@ class FeatureHeads(FeatureConfig):
         "target": target_params, "drafter": params}
 
   def columns(self, target_params: Params) -> jax.Array:
-    """Returns the columns `[D, Vd]` of the target's head for draft tokens."""
+    """Returns the columns `[D, Vd]` of the target's head for draft tokens.
+
+    Args:
+      target_params: parameters of the target.
+    """
     whole = lm_head(target_params)
     return whole[:, np.array(self.ids)] if self.ids else whole
 
@@ -158,43 +177,57 @@ class FeatureHeads(FeatureConfig):
     """Raises a `ValueError` if the target has another width or vocabulary."""
     config = getattr(target, "config", None)
     if config is None:
-      raise ValueError(f"the target is a {type(target).__name__}, of which no "
-                       "hidden states are known; a feature layer needs a "
+      raise ValueError(f"the target is a {type(target).__name__}; a feature "
+                       "layer reads hidden states of the target: give a "
                        "models.Transformer")
     for name, wants in (("width", self.target_width),
                         ("vocab_size", self.vocab_size)):
       if getattr(config, name) != wants:
         raise ValueError(
-            f"the feature layer is for a target of {name} {wants} and this one "
-            f"has {getattr(config, name)}; both must be equal: make one for "
-            "this target by for_target")
+            f"the feature layer needs a target with {name} {wants}, but the "
+            f"target has {getattr(config, name)}: make a layer for this target "
+            "with for_target")
 
   def check_target(self, target: Model) -> None:
     """Checks that the target's output contains the taps of the layer.
 
     Raises:
-      ValueError: the width or the vocabulary differs, or the taps are missing.
+      ValueError: the width or the vocabulary differs, or the target does not
+        output the hidden states that the layer reads.
     """
     self.check_sizes(target)
     names = target.config.features or (FINAL,)
     if names[:len(self.taps)] != self.taps:
       raise ValueError(
-          f"the target returns the hidden states {names} and the feature layer "
-          f"reads {self.taps} first; take the target that its `attach` returns")
+          f"the target returns the hidden states {names}, but the feature "
+          f"layer reads {self.taps} first: use the target that `heads.attach` "
+          "returns")
 
   def init_cache(self, params: Params, batch: int, capacity: int,
                  modules: int | None = None) -> KVCache:
-    """Returns an empty cache in the parameters' dtype."""
+    """Returns an empty cache in the parameters' dtype.
+
+    Args:
+      params: parameters of the layer.
+      batch: number of rows.
+      capacity: slots per row.
+      modules: number of modules with a cache layer; None: all.
+    """
     return KVCache.empty(
         layers=modules or self.modules, batch=batch, heads=self.kv_heads,
         capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
 
   def taps_of(self, hidden: jax.Array) -> jax.Array:
-    """Returns the taps `[..., F]` in the target's features."""
+    """Returns the part `[..., F]` of the target's output that `taps` names."""
     return hidden[..., :len(self.taps) * self.target_width]
 
   def enter(self, params: Params, taps: jax.Array) -> jax.Array:
-    """Returns the input `[B, S, D]` of the first step, for `taps [B, S, F]`."""
+    """Returns the input `[B, S, D]` of the first draft step.
+
+    Args:
+      params: parameters of the layer.
+      taps: hidden states `[B, S, F]` of the target that the layer reads.
+    """
     chex.assert_rank(taps, 3)
     taps = taps.astype(_dtype(params))
     if not self.entry:
@@ -206,12 +239,13 @@ class FeatureHeads(FeatureConfig):
            tokens: jax.Array, *, positions: jax.Array | None = None,
            visible: jax.Array | None = None, keys: Keys | None = None,
            cache: Any = None, module: int = 0) -> FeatureOutput:
-    """Runs one pass of a module.
+    """Runs one pass of a module over S positions.
 
-    Without a cache the pass is causal over its own rows, or uses `visible`.
-    Given the `keys` of an earlier pass, each row sees the keys that it saw
-    there and its own later keys. With `keys` and `visible [B or 1, S, T + S]`,
-    the mask covers the block of T keys and the S new keys.
+    Without a cache, attention is causal over the S positions unless `visible`
+    is given. With the `keys` of an earlier pass, each position attends to the
+    keys that it saw in the first pass and to its own later keys. With `keys`
+    and `visible [B or 1, S, T + S]`, the mask covers the T keys of the first
+    pass and the S new keys.
 
     Args:
       params: parameters of the layer.
@@ -220,8 +254,9 @@ class FeatureHeads(FeatureConfig):
       tokens: token after each position, `[B, S]` int32.
       positions: positions `[B, S]` int32; None: consecutive, from 0 without a
         cache and after the committed tokens with one.
-      visible: mask `[B or 1, S, S]` bool; with a cache a mask `[B, S, T]` over
-        the block.
+      visible: mask `[B or 1, S, S]` bool of the positions that each position
+        sees. With a cache it is `[B, S, T]`, over the T tokens that follow the
+        committed ones.
       keys: keys of an earlier `FeatureOutput`.
       cache: cache with `append` and `attend` of `interfaces.Cache`.
       module: index of the module.
@@ -265,13 +300,13 @@ class FeatureHeads(FeatureConfig):
 
   def logits(self, params: Params, target_params: Params, read: jax.Array
              ) -> jax.Array:
-    """Returns the logits `[B, S, Vd]`, at least float32."""
+    """Returns the logits `[B, S, Vd]` in float32 or a wider dtype."""
     head = (params["head"] if "head" in params  # trained, or from `attach`
             else self.columns(target_params))
     return layers.logits(read.astype(head.dtype), head, self)
 
   def whole(self, logits: jax.Array) -> jax.Array:
-    """Expands `[..., Vd]` to `[..., V]`; other tokens have q = 0."""
+    """Expands logits `[..., Vd]` to `[..., V]`; other tokens get -inf."""
     return networks.whole(logits, self.ids, self.vocab_size)
 
 

@@ -1,7 +1,8 @@
 """Published EAGLE and multi-token-prediction layers: tables, readers, writers.
 
-Architecture details come from the tensors if the configuration omits them. A
-configuration key that contradicts the tensors is an error.
+A reader returns the heads that a file's configuration describes. If the
+configuration omits a detail of the architecture, the reader derives it from the
+tensors. A configuration key that contradicts the tensors is an error.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ _MTP_DEEPSEEK_COPIES = {
 
 def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
             final_norm: str) -> Table:
-  """Returns the table of a multi-token-prediction module."""
+  """Returns the names of a multi-token-prediction module's tensors."""
   return decoder_layer(layer, "module_{i}.", "{j}") | table({
       "module_{i}.embedding_norm": embedding_norm,
       "module_{i}.hidden_norm": hidden_norm,
@@ -76,22 +77,23 @@ def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
   """Returns the fields of a feature layer that describe its decoder layer."""
   layers = max(1, found.count(r"layers\.(\d+)\."))
   if layers != 1:
-    found.fail(f"has {layers} layers; a feature layer is one here: take a "
-               "drafter of one layer")
+    found.fail(f"has {layers} layers; specjax reads feature layers of one "
+               "decoder layer: take a drafter with one layer")
   return found.layer(keys, layers) | dict(
       target_width=found.target.config.width)
 
 
 def _read_eagle1(found: Found) -> FeatureHeads:
-  """EAGLE-1 and 2: input of the target's head, and no norm at either end."""
+  """Reads EAGLE-1 and 2, which use the input of the target's LM head."""
   keys = found.keys()
   fields = _one_layer(found, keys)
   for name in ("qkv_bias", "eagle_fc_bias"):
     keys(name)
   bias = "fc.bias" in found.tensors
   if keys("bias") is not None and bool(keys("bias")) != bias:
-    found.fail(f"has {keys('bias')!r} for bias and {'a' if bias else 'no'} "
-               "tensor fc.bias; correct the configuration")
+    found.fail(f"has the value {keys('bias')!r} for bias, but "
+               f"{'a' if bias else 'no'} tensor fc.bias; correct the "
+               "configuration")
   depth = keys.size("num_lookahead_tokens", DEPTH)
   keys.refuse_others()
   return Eagle1Heads(
@@ -100,21 +102,22 @@ def _read_eagle1(found: Found) -> FeatureHeads:
 
 
 def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
-  """EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
+  """Reads EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
 
-  In all of them the next step reads the state before the final norm.
+  In all of them the next draft step reads the hidden state before the final
+  norm.
 
   Args:
     found: files of the drafter.
-    bare: True if the configuration may have the key `norm_output`. If the key
-      is false, the head reads a state without the final norm.
+    bare: True if the configuration may have SpecForge's key `norm_output`. If
+      the key is false, there is no norm before the LM head.
   """
   keys = found.keys()
   head_norm = keys("norm_output", True)
   if not bare and keys("norm_output") is not None:
-    found.fail(f"has {keys('norm_output')!r} for norm_output, by which "
-               "projects mean different things; say that it is SpecForge's by "
-               "layout='eagle3 of specforge'")
+    found.fail(f"has {keys('norm_output')!r} for norm_output, a key with "
+               "different meanings in different projects; if the drafter is "
+               "from SpecForge, pass layout='eagle3 of specforge'")
   if not head_norm:
     found.used.add("norm.weight")
   fields = _eagle3_fields(found, keys, keys)
@@ -130,15 +133,15 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
   norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
                                   ) if outer(key)]
   if len(norms) > 1:
-    found.fail("has both fc_norm and norm_before_fc; one of them is meant")
+    found.fail("has both fc_norm and norm_before_fc; remove one of them")
   target = found.target.config
   columns = found.columns("fc.weight")
   taps = _eagle3_taps(found, outer, columns // target.width)
   if columns != len(taps) * target.width:
     found.fail(f"has {columns} columns in fc.weight; {len(taps)} hidden states "
                f"of a target of width {target.width} have "
-               f"{len(taps) * target.width}: give the target that it was made "
-               "for, or correct the number of layers in its config.json")
+               f"{len(taps) * target.width}: give the target that the drafter "
+               "was made for, or correct the number of layers in config.json")
   check_taps(found, taps)
   return fields | dict(
       taps=taps, entry_norm=norms[0] if norms else None,
@@ -147,7 +150,11 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
 
 
 def _read_eagle3_speculators(found: Found) -> FeatureHeads:
-  """EAGLE-3 and 3.1 of speculators; `norm_output` selects the next input."""
+  """Reads EAGLE-3 and 3.1 of speculators.
+
+  `norm_output` selects the next draft step's input: the hidden state after the
+  final norm if true, else before it.
+  """
   outer = found.keys()
   found.used.update(OF_VERIFIER)
   keys = found.keys(outer, "transformer_layer_config")
@@ -162,13 +169,14 @@ def _read_eagle3_speculators(found: Found) -> FeatureHeads:
 
 
 def _read_mtp_deepseek(found: Found) -> FeatureHeads:
-  """Modules after the target's layers, each with copies of its matrices.
+  """Reads DeepSeek's modules, which are stored after the target's layers.
 
-  The first module reads the input of the target's head, after the final norm.
-  Each further step reads the input of the module's own head, as in vLLM, SGLang
-  and Megatron. A single module is reused on its own output. Several modules are
-  chained, as in DeepSeek's training. If each module reads the target's state
-  (MiMo-V2), set `chained=False` with `dataclasses.replace`.
+  Each module has copies of the target's embedding and LM head. The first module
+  reads the input of the target's LM head, after the final norm. Each further
+  step reads the input of the previous module's LM head, as in vLLM, SGLang and
+  Megatron. A single module is reused on its own output. Several modules are
+  chained, as in DeepSeek's training. If each module reads the target's hidden
+  state (MiMo-V2), set `chained=False` with `dataclasses.replace`.
   """
   first = found.target.config.layers
   modules = found.count(r"model\.layers\.(\d+)\.") - first
@@ -179,20 +187,20 @@ def _read_mtp_deepseek(found: Found) -> FeatureHeads:
 
 
 def _read_mtp_qwen(found: Found) -> FeatureHeads:
-  """The module in the files of a Qwen model, with the inputs of DeepSeek's."""
+  """Reads the module in a Qwen model's files; its inputs are as DeepSeek's."""
   modules = found.count(r"mtp\.layers\.(\d+)\.")
   if modules != 1:
-    found.fail(f"has {modules} modules with one final norm; specjax reads one "
-               "such module")
+    found.fail(f"has {modules} modules that share a final norm; specjax reads "
+               "files with one module")
   return _mtp_of_target(found, modules)
 
 
 def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
-  """Modules with the target's architecture and configuration keys."""
+  """Returns `modules` modules with the target's architecture and settings."""
   keys, config = found.keys(), found.target.config
   if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
     found.fail("has attention with an output gate, which specjax does not "
-               "have; take a drafter without it")
+               "support; take a drafter without it")
   fields = found.layer(keys)
   keys.refuse_others()
   found.check_sizes(fields)
@@ -202,9 +210,10 @@ def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
 
 
 def _read_mtp_speculators(found: Found) -> FeatureHeads:
-  """The single module of speculators; its next step reads its normed state.
+  """Reads the single module of speculators.
 
-  The first step is trained on the target's state before the final norm.
+  The first step reads the target's hidden state before the final norm. Later
+  steps read the module's hidden state after its final norm.
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
@@ -221,37 +230,37 @@ def _read_mtp_speculators(found: Found) -> FeatureHeads:
 
 
 def _eagle3_taps(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
-  """Returns the layers of the target that EAGLE-3 reads, in our numbering.
+  """Returns the hidden states of the target that EAGLE-3 reads.
 
-  If the files do not list them, the defaults of the authors' code are used and
-  printed on stderr.
+  They are numbered as in `TransformerConfig.features`. If the files do not list
+  them, the defaults of the authors' code are used and printed on stderr.
 
   Args:
     found: files of the drafter.
     keys: keys of the configuration.
-    count: number of states that the tensors require.
+    count: number of hidden states that the tensors require.
 
   Raises:
-    ValueError: the files contradict each other, or list no states and the
-      number of states is not three.
+    ValueError: the files contradict each other, or they list no hidden states
+      and `count` is not 3.
   """
   inner = found.keys(keys, "eagle_config")
   for name in ("use_aux_hidden_state", "use_last_layernorm",
                "use_input_layernorm_in_first_layer"):
     if not inner(name, True):
-      found.fail(f"has {inner(name)!r} for {name}; specjax reads EAGLE-3 with "
-                 "it: take another drafter")
+      found.fail(f"has {inner(name)!r} for {name}; specjax supports only "
+                 "True: take another drafter")
   taps = named_taps(found, keys, inner, "eagle_config")
   inner.refuse_others()
   if taps:
     return taps
   if count != 3:
-    found.fail(f"does not name the {count} states of the target that it reads; "
-               f"{NAME_THEM}")
+    found.fail(f"does not name the {count} hidden states of the target that "
+               f"it reads; {NAME_THEM}")
   taps = Eagle3Heads.default_taps(found.target.config.layers)
   print(f"{found.source} does not name the target's layers whose input it "
-        f"reads; {taps[0]}, {taps[1]} and {taps[2]} are assumed, as in the "
-        f"authors' code. If it was trained on others, {NAME_THEM}",
+        f"reads. As in the authors' code, {taps[0]}, {taps[1]} and {taps[2]} "
+        f"are assumed. If it was trained on other layers, {NAME_THEM}",
         file=sys.stderr)
   return taps
 
@@ -305,8 +314,10 @@ def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
 _eagle3 = functools.partial(
     Writer, form=_with_own_head, params=_own_head_params,
     ids=lambda heads: heads.ids)
-# vLLM reads EAGLE-1 and speculators, SGLang reads SpecForge. EAGLE-1 is the
-# last of all layouts, because others have its tensor as well.
+# The layouts with a writer can be read by servers: vLLM reads "eagle1" and
+# speculators' layouts, SGLang reads SpecForge's. A file's layout is the first
+# whose `sign` matches. "eagle1" is the last, because its tensor fc.weight also
+# occurs in other layouts.
 LAYOUTS = {
     "eagle3 of speculators": Layout(
         kind="eagle3", read=_read_eagle3_speculators, names=_EAGLE_3_LAYERS,
