@@ -208,7 +208,7 @@ def test_a_cascade_refuses_what_reads_its_cache(inner):
             _PAIR.target.config, windows=(3, 0))),
         verifier=sj.verifiers.Block(),
         drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),
-     "has layers with windows"),
+     "windows of the target is"),
 ], ids=["budget", "window", "chunk", "cache", "windows"])
 def test_what_has_no_view_is_refused(make, message):
   # Broken: a drafter reads slots that are not what it takes them for.

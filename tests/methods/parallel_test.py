@@ -376,7 +376,7 @@ def test_a_deterministic_tree_follows_the_markov_head():
      "at least 2"),
     (lambda: dataclasses.replace(_HEADS, markov="lstm"), "markov is 'lstm'"),
     (lambda: dataclasses.replace(_HEADS, confidence="markov"),
-     "give confidence='hidden'"),
+     "set confidence='hidden'"),
     (lambda: dataclasses.replace(_HEADS, taps=()), "at least one hidden"),
     (lambda: dataclasses.replace(_HEADS, mask_token=_V), "mask_token is 7"),
     (lambda: dataclasses.replace(_HEADS, windows=(0, 4)), "windows is"),

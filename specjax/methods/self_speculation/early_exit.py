@@ -1,9 +1,9 @@
 """LayerSkip: the target's first layers draft, and the other layers verify.
 
 LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
-L layers, with the target's norm and LM head, draft token after token. Their
-keys and values are the target's, so nothing is stored twice. The verifying pass
-continues from their residual stream at every drafted token. A round of gamma
+L layers, with the target's norm and LM head, draft token after token. They
+store their keys and values in the target's cache. The verifying pass starts at
+layer E, from the residual stream of every drafted token. A round of gamma
 tokens costs
 
   (gamma + 1) E + (gamma + 1) (L - E)
@@ -11,8 +11,9 @@ tokens costs
 layers per row. A separate draft model of E layers would cost gamma E for the
 draft and (gamma + 1) L for the target.
 
-The keys and values of the first E layers depend only on the tokens, so the
-drafter is autoregressive.
+The keys and values of the first E layers depend only on the tokens, not on the
+position where the draft began. So the drafter is autoregressive
+(`interfaces.CAPABILITIES`).
 """
 
 from collections.abc import Mapping
@@ -52,11 +53,11 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Begun:
-  """Partial pass of the target over a draft.
+  """Partial pass of the target over a draft: layers 0 to E - 1 of L.
 
   Attributes:
-    cache: cache of the target. Its block has all N nodes in the first E layers
-      and none in the others.
+    cache: cache of the target. The N draft nodes are in its block for the first
+      E layers only.
     hidden: residual stream `[B, N, D]` of every node before layer E.
   """
 
@@ -66,12 +67,12 @@ class Begun:
 
 @struct.dataclass
 class ExitState:
-  """State of an `EarlyExit`.
+  """State of a drafter that runs the target's first layers.
 
   Attributes:
-    own: state of an exit that has a model.
-    rule: state of the stop rule.
-    begun: partial pass `Begun` between `propose` and `commit`, else None.
+    own: state of a model after the exit, such as Kangaroo's adapter, or None.
+    rule: state of the stop rule; () without one.
+    begun: target's partial pass between `propose` and `commit`, else None.
   """
 
   own: Any = None
@@ -81,7 +82,7 @@ class ExitState:
 
 @struct.dataclass
 class _Settling(Cache):
-  """Cache with a reserved block that is written at commit or rollback."""
+  """Cache whose reserved block is written back at `commit` or `rollback`."""
 
   cache: Any
 
@@ -98,10 +99,10 @@ class _Settling(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit(_common.DrawnChain):
-  """Base of drafters that run the first layers of the target.
+  """Base of drafters that run the first layers of the target, the *exit*.
 
-  The first layers read a drafted token once. The verifying pass runs the other
-  layers.
+  The first layers read every drafted token once, while drafting. The verifying
+  pass runs only the other layers.
 
   Attributes:
     exit: number E of layers that draft, at least 1 and less than all.
@@ -109,9 +110,9 @@ class Exit(_common.DrawnChain):
     transform: transform of the exit's logits; None: the decoder's.
     stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. The
       parameters of a rule are `params["drafter"]["stop"]`.
-    shares_pass: True if the verifying pass continues the draft's computation.
-      If False, all layers of the target read the draft, as controllers and
-      combined drafters require. The drafts are equal.
+    shares_pass: True if the verifying pass continues after the exit. If False,
+      it runs all layers of the target, as controllers and combined drafters
+      require. The drafts are the same.
     model: target model; `bind` sets it.
   """
 
@@ -129,7 +130,8 @@ class Exit(_common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule, padding depends on the tokens before it.
+    # With a stop rule, the padding of a chain depends on its drafted tokens. An
+    # autoregressive drafter must not have such padding.
     return self.stop is None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
@@ -139,7 +141,7 @@ class Exit(_common.DrawnChain):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ExitState:
-    """Returns the state of the stop rule."""
+    """Returns the state after the prompts, which has only the stop rule's."""
     del params, prefill_output
     return ExitState(rule=() if self.stop is None else stop_rules.init_state(
         self.stop, len(prompt.lengths)))
@@ -194,7 +196,8 @@ class Exit(_common.DrawnChain):
         lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,
         (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
             before.own), tokens, probs, state.constraints, going, memory))
-    # The last token has no child and was not read yet.
+    # The loop reads a token when it drafts the next one. So the last drafted
+    # token is read here, for the verifying pass.
     _, own, begun = self._read(params, node, tokens, begun, own)
     begun = begun.replace(
         cache=begun.cache.rollback(state.target_cache.lengths))
@@ -207,7 +210,7 @@ class Exit(_common.DrawnChain):
 
   def _read(self, params: Any, node: jax.Array, tokens: jax.Array, begun: Begun,
             own: Any) -> tuple[ModelOutput, Any, Begun]:
-    """Returns the exit's output at a node, its state and the partial pass."""
+    """Reads a node's token; returns the exit's output, state and `Begun`."""
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
     out = self.first_layers(params, last, begun.cache)
     begun = Begun(
@@ -222,7 +225,7 @@ class Exit(_common.DrawnChain):
       return None
     drafter = params.get("drafter")
     if not (isinstance(drafter, Mapping) and "stop" in drafter):
-      raise ValueError(f"the stop rule {type(self.stop).__name__} has "
+      raise ValueError(f"stop is {type(self.stop).__name__}, a rule with "
                        "parameters; give params['drafter'] = {'stop': ...}")
     return drafter["stop"]
 
@@ -237,7 +240,7 @@ class Exit(_common.DrawnChain):
   def _begin(self, params: Any, state: DecodeState) -> Begun:
     """Returns the empty partial pass, with room for all nodes."""
     cache = state.target_cache
-    if cache.held is None:  # a cascade has already reserved a block
+    if cache.held is None:  # else a cascade has reserved a block already
       cache = cache.reserve(self.num_nodes)
     c = self.model.config
     return Begun(cache=cache, hidden=jnp.zeros(
@@ -256,7 +259,7 @@ class Exit(_common.DrawnChain):
   def target_pass(self, target: Model, params: Any, drafter: ExitState,
                   draft: Draft, depths: jax.Array, ancestors: jax.Array,
                   cache: Any) -> ModelOutput:
-    """Runs the rest of the target's pass."""
+    """Runs the target's other layers, or all if the pass is not shared."""
     if drafter.begun is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)
@@ -271,7 +274,7 @@ class Exit(_common.DrawnChain):
   def commit(self, params: Any, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """Updates the stop rule; the target commits the cache."""
+    """Updates the stop rule's state. The decoder commits the target's cache."""
     del params, target_output
     rule = drafter.rule if self.stop is None else stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count)
@@ -284,13 +287,13 @@ class Exit(_common.DrawnChain):
 
 
 class EarlyExit(Exit):
-  """Drafts a chain with the first layers of the target.
+  """Drafts a chain with the first layers of the target, see the module.
 
-  Its keys and values are in the target's cache.
+  The keys and values of the draft are in the target's cache.
   """
 
   def follow(self) -> "EarlyExit":
-    """Returns the drafter without a shared verifying pass."""
+    """Returns the drafter with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
@@ -308,7 +311,8 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
   """Drafts with the target's first layers; verification continues their pass.
 
   LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). The target
-  must be trained for it, for example by `train_lm.py --exit_scale`.
+  must be trained so that its first layers predict, for example by `train_lm.py
+  --exit_scale`.
 
   >>> drafter, _ = early_exit(exit=2, gamma=4)
   >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
@@ -317,9 +321,9 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
   Args:
     exit: number of layers that draft.
     gamma: maximal draft length.
-    stop: stop rule, or None.
-    verifier: verification rule for chains; not greedy block verification if
-      there is a stop rule.
+    stop: stop rule; None: all chains have gamma tokens.
+    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
+      not possible.
   """
   return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
                   verifier)

@@ -1,9 +1,9 @@
 """LayerSkip with static trees: the first layers draft, the others verify.
 
-As in `early_exit`, the first layers read every node once. They read inner nodes
-level by level and then all leaves together. So the target's cache block has a
-different order than the draft. The verifying pass uses the order of the block,
-and its output is reordered.
+As in `early_exit`, the first layers read every node once. They read the nodes
+with children level by level, and then all leaves together. So the nodes are in
+another order in the target's cache block than in the draft. The verifying pass
+uses the order of the block, and its output is put into the draft's order.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ from specjax.utils import fields
 
 @struct.dataclass
 class _Reordered(Cache):
-  """Cache whose block has the nodes of a draft in another order.
+  """View of a cache whose block has the draft's nodes in another order.
 
   Attributes:
-    cache: the reordered cache.
-    places: place of each node in the block, `[N]` int32.
+    cache: cache with the block.
+    places: index in the block of each of the N draft nodes, `[N]` int32.
   """
 
   cache: Any
@@ -67,9 +67,10 @@ class EarlyExitTree(_trees.StaticTree):
   Attributes:
     exit: number E of layers that draft, at least 1 and less than all.
     parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.DraftModelTree`.
     transform: transform of the exit's logits; None: the decoder's.
-    shares_pass: True if the verifying pass continues, see `EarlyExit`.
+    shares_pass: True if the verifying pass continues after layer E. If False,
+      it runs all layers of the target.
     model: target model; `bind` sets it.
   """
 
@@ -88,7 +89,8 @@ class EarlyExitTree(_trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Otherwise a row also depends on the earlier siblings.
+    # Without replacement, the distribution of a node depends on its earlier
+    # siblings, not only on its path.
     return self.iid
 
   def bind(self, target: Model, transform: LogitsTransform
@@ -100,7 +102,7 @@ class EarlyExitTree(_trees.StaticTree):
   slack = math.inf  # it reads the target's cache
 
   def follow(self) -> "EarlyExitTree":
-    """Returns the drafter without a shared verifying pass."""
+    """Returns the drafter with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
@@ -116,7 +118,7 @@ class EarlyExitTree(_trees.StaticTree):
 
   @property
   def _order(self) -> np.ndarray:
-    """Order `[N]` in which the first layers read the nodes."""
+    """Nodes `[N]` in the order in which the first layers read them."""
     slots, _ = _trees.fed_slots(self.parents)
     counts = np.bincount(np.array(self.parents[1:]), minlength=self.num_nodes)
     nodes = np.arange(1, self.num_nodes)
@@ -137,7 +139,8 @@ class EarlyExitTree(_trees.StaticTree):
     def step(tokens, depths, ancestors, above, carry):
       del above
       cache, states = carry
-      # The root is the first node of this block.
+      # The block of the cache begins with the root, which all nodes see. The
+      # mask does not contain the root.
       ancestors = jnp.pad(
           ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
       out = read(tokens, depths + 1, ancestors, cache)
@@ -166,7 +169,7 @@ class EarlyExitTree(_trees.StaticTree):
   def target_pass(self, target: Model, params: Any, drafter: Any,
                   draft: Draft, depths: jax.Array, ancestors: jax.Array,
                   cache: Any) -> ModelOutput:
-    """Runs the rest of the target's pass."""
+    """Runs the target's other layers, or all if the pass is not shared."""
     if drafter is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)

@@ -1,7 +1,8 @@
 """TriForce: the target drafts with part of its cache and a second drafter.
 
-TriForce (Sun et al. 2024, arXiv:2404.11912) is for long contexts, in which the
-cache costs more time per pass than the weights:
+TriForce (Sun et al. 2024, arXiv:2404.11912) is for long contexts, in which
+reading the cache takes more time per pass than reading the weights. In this
+picture each model verifies the drafts of the model to its right:
 
   target, full cache  <-  its weights, part of the cache  <-  tiny drafter
 
@@ -35,22 +36,23 @@ from specjax.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchy(Cascade):
-  """`Cascade` whose small model is the target with a view of its cache.
+  """`Cascade` whose middle model is the target with part of its cache.
 
-  Every stage is exact with respect to the next one, as in any cascade. After a
-  rejection the middle stage samples from its *residual* distribution.
-  TriForce's released code samples from its full distribution instead, which is
+  The middle model verifies the inner drafter's tokens and drafts for the
+  target. Both stages are lossless, as in any cascade. After a rejection the
+  middle stage samples from the *residual* distribution. TriForce's released
+  code samples from the middle model's complete distribution instead, which is
   biased; `tests/methods/hierarchy_test.py` measures the bias.
 
-  `params["drafter"]` is `{"target": ..., "drafter": ...}`: the target's
-  parameters, or a copy such as from `models.quantize`, and the parameters of
-  the inner drafter.
+  `params["drafter"]` is `{"target": ..., "drafter": ...}`: the parameters of
+  the middle model (the target's, or a copy such as from `models.quantize`), and
+  the parameters of the inner drafter.
 
   Attributes:
     model: target model; `bind` sets it.
-    view: part of the cache that drafts read, see `specjax.models.cache_views`.
-    drafter: drafter of the middle stage, such as a tiny model with a
-      `Streaming` cache, or `Empty`.
+    view: selection of the cache that drafts read, see `models.cache_views`.
+    drafter: inner drafter, such as a tiny model with a `Streaming` cache, or
+      `Empty`.
     gamma: draft length.
   """
 
@@ -61,32 +63,32 @@ class Hierarchy(Cascade):
 
   @property
   def autoregressive(self) -> bool:
-    return False  # the view depends on the start of the round
+    return False  # the view depends on the position where the round began
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
     """Returns the drafter specialised to a target."""
     interfaces.bind(self.drafter, target, transform)  # checks the vocabulary
     name = type(target).__name__
     if not isinstance(target, Transformer) or target.cache is not KVCache:
-      raise ValueError(f"the target is a {name} without a KVCache; give a "
-                       "models.Transformer with cache=KVCache")
+      raise ValueError(f"the target is a {name} without a KVCache; a view "
+                       "needs a models.Transformer with cache=KVCache")
     if any(target.config.windows):
-      raise ValueError(f"the target has layers with windows "
-                       f"{target.config.windows}, which already read a part of "
-                       "the cache; give a target without windows")
+      raise ValueError(f"windows of the target is {target.config.windows}; a "
+                       "view selects from the complete cache: give a target "
+                       "without windows")
     drafter = dataclasses.replace(self, model=target)
     return super(Hierarchy, drafter).bind(target, transform)
 
   def _read(self, own: Mapping[str, Any], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
-    """Returns the view of the prompt instead of a cache."""
+    """Returns the prefill's output with a view of the prompt as its cache."""
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
     return prefill_output.replace(cache=self.view.choose(
         self.model, own["target"], root, prefill_output.cache))
 
   def _cache(self, own: Mapping[str, Any], state: DecodeState) -> Any:
-    """Returns the view of the committed tokens without the root."""
+    """Returns the view of all committed tokens except the last."""
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
 
@@ -100,7 +102,7 @@ class Hierarchy(Cascade):
 def triforce(view: CacheView, drafter: Drafter, gamma: int,
              inner: Verifier = BLOCK, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """Drafts with the target and a part of its cache, and an inner drafter.
+  """Drafts with the target on part of its cache, and with an inner drafter.
 
   TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts. With
   `drafters.Empty()` it is MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
@@ -113,12 +115,12 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   7
 
   Args:
-    view: part of the cache that drafts read, see `cache_views`.
-    drafter: drafter of the middle stage, such as a tiny model with a
-      `Streaming` cache.
+    view: selection of the cache that drafts read, see `models.cache_views`.
+    drafter: inner drafter, such as a tiny model with a `Streaming` cache.
     gamma: draft length.
-    inner: lossless rule between the two models.
-    verifier: verification rule for chains.
+    inner: lossless rule by which the target on part of its cache verifies the
+      inner drafter's tokens.
+    verifier: rule by which the target verifies the draft, for chains.
   """
   return Strategy(Hierarchy(
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)

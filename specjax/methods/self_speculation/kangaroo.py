@@ -51,17 +51,19 @@ _SHARED = ("embedding", "head")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooAdapter:
-  """Decoder layer and norm on the target's stream before layer `exit`.
+  """Decoder layer and norm that continue the target's first `exit` layers.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target's LM head reads
-  its output. It has the parameters of a one-layer `Transformer` of the target's
-  sizes, without embedding and head.
+  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The adapter reads the
+  target's residual stream, and the target's LM head reads the adapter's output.
+  Its parameters are those of a one-layer `Transformer` with the target's sizes,
+  without embedding and LM head.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
-    exit: number E of target layers before it; 2 or 3 in the paper.
-    forecasts: number K of tokens after the next one that `score` measures.
+    exit: number E of target layers before the adapter; 2 or 3 in the paper.
+    forecasts: number K of consecutive tokens whose predictions `score`
+      measures.
   """
 
   width: int
@@ -82,7 +84,12 @@ class KangarooAdapter:
   @classmethod
   def for_target(cls, target: Transformer, count: int, exit: int
                  ) -> "KangarooAdapter":
-    """Returns an adapter of the target's sizes.
+    """Returns an adapter with the target's sizes.
+
+    Args:
+      target: target model.
+      count: number K of tokens whose predictions are measured.
+      exit: number E of target layers before the adapter.
 
     Raises:
       ValueError: the target has no layer after the exit.
@@ -95,7 +102,7 @@ class KangarooAdapter:
     """Returns float32 copies of the target's next layer and its norm.
 
     Args:
-      key: random key, not used.
+      key: PRNG key, not used.
       target_params: parameters of the target.
 
     Returns:
@@ -133,7 +140,7 @@ class KangarooAdapter:
 
 @struct.dataclass
 class Caches(Cache):
-  """Caches of the exit's layers and of the adapter."""
+  """Caches of the target's first layers (`exit`) and of the adapter."""
 
   exit: Any
   adapter: Any
@@ -145,7 +152,9 @@ class Caches(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedExit(Model):
-  """The exit and its adapter as a `Model` with its own caches.
+  """The target's first layers and the adapter, as a separate `Model`.
+
+  It has its own caches, so it can draft without sharing the verifying pass.
 
   Its parameters are `{"target": ..., "drafter": parameters of the adapter}`.
 
@@ -187,14 +196,14 @@ class AdaptedExit(Model):
             depths: jax.Array | None = None,
             ancestors: jax.Array | None = None, cache: Caches | None = None
             ) -> ModelOutput:
-    """Runs the adapter on the exit's output.
+    """Runs the adapter on the output of the target's first layers.
 
     Args:
-      params: parameters, see the class.
+      params: parameters `{"target", "drafter"}`.
       exit: output of a pass through the first layers.
-      depths: depths, see `Model`.
-      ancestors: mask, see `Model`.
-      cache: caches; None: the tokens have no past.
+      depths: depths of the tokens, see `interfaces.Model`.
+      ancestors: attention mask, see `interfaces.Model`.
+      cache: caches; None: there are no earlier tokens.
     """
     out = self.adapter.model(self.target).run(
         self.adapter.parameters(params), _LAYER, None, depths, ancestors,
@@ -206,11 +215,11 @@ class AdaptedExit(Model):
 class Kangaroo(Exit):
   """Drafts a chain with the target's first layers and an adapter.
 
-  The verifying pass shares the first layers, as in `EarlyExit`. The adapter has
-  a separate cache. `params["drafter"]` contains its parameters.
+  The verifying pass continues after the first layers, as in `EarlyExit`. The
+  adapter has a separate cache. `params["drafter"]` contains its parameters.
 
   Attributes:
-    adapter: adapter, which defines the exit.
+    adapter: adapter, whose `exit` is the number of first layers.
     exit: number of layers before the adapter, set from the adapter.
   """
 
@@ -221,9 +230,10 @@ class Kangaroo(Exit):
     object.__setattr__(self, "exit", self.adapter.exit)
     super().__post_init__()
     if self.stop is not None and self.stop.has_params:
-      raise ValueError(f"the stop rule {type(self.stop).__name__} has "
-                       "parameters, and params['drafter'] are the adapter's; "
-                       "choose a rule without parameters, such as Confidence")
+      raise ValueError(f"stop is {type(self.stop).__name__}, a rule with "
+                       "parameters, but params['drafter'] contains only the "
+                       "adapter's; choose a rule without parameters, such as "
+                       "Confidence")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
     """Returns the drafter specialised to a target."""
@@ -236,7 +246,7 @@ class Kangaroo(Exit):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> ExitState:
-    """Returns the adapter's cache after the prompt."""
+    """Returns the state after the prompts, with the adapter's cache."""
     state = super().init(params, prompt, prefill_output)
     cache = read_prompt(self._adapted, params, prompt).cache
     return state.replace(own=cache.adapter)
@@ -262,17 +272,19 @@ class Kangaroo(Exit):
     """Adds the accepted tokens to the adapter's cache."""
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
-    # Its block begins with the root and has the nodes in order.
+    # The adapter's cache block contains the chain in order, root first. So
+    # `rollback` keeps the accepted tokens, a prefix of the chain.
     return state.replace(
         own=drafter.own.rollback(drafter.own.lengths + count).settle())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooObjective:
-  """Loss -mean_t sum_v p_t(v) log q_t(v) for target p and adapter q.
+  """Loss -mean_t sum_v p_t(v) log q_t(v) of Kangaroo's adapter.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs once, and the
-  adapter reads its residual stream.
+  p_t is the target's and q_t the adapter's distribution of the next token at
+  position t. Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs
+  once, and the adapter reads its residual stream.
 
   Attributes:
     model: target model.
@@ -285,13 +297,13 @@ class KangarooObjective:
   needs = ("target", "drafter")
 
   def __post_init__(self):
-    # Raises an error if the adapter does not fit.
+    # `for_target` raises an error if the target has too few layers.
     type(self.adapter).for_target(
         self.model, self.adapter.forecasts, exit=self.adapter.exit)
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"drafter"}`, and `acceptance`, sum_v min(p, q)."""
+    """Returns the loss, and the metric `acceptance`, mean sum_v min(p, q)."""
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
@@ -319,8 +331,8 @@ class KangarooObjective:
             score: Score) -> Any:
     """Returns `score(k, logits, positions)` for k = 1..K, stacked.
 
-    Prediction k is the distribution after k - 1 further tokens of the row, as
-    if they had been drafted and accepted.
+    The logits at k are the adapter's after k - 1 further true tokens of the
+    row, as if these had been drafted and accepted.
     """
     del key
     logits = self._logits(params, tokens[:, :-1])[1]
@@ -343,8 +355,9 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
              verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target's first layers and a trained layer after them.
 
-  Liu et al. 2024 (arXiv:2404.18911). Drafts end after a token with probability
-  below 0.6. At temperature 0 q is one-hot, and no draft ends early.
+  Liu et al. 2024 (arXiv:2404.18911). By default a draft ends after a token
+  whose draft probability is below 0.6. At temperature 0 all draft probabilities
+  are 1, so no draft ends early.
 
   >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
@@ -352,10 +365,11 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   0.6
 
   Args:
-    adapter: adapter with the parameters `params["drafter"]`.
+    adapter: adapter; its parameters are `params["drafter"]`.
     gamma: maximal draft length, 6 in the paper.
-    stop: stop rule, or None.
-    verifier: verification rule for chains, see `early_exit`.
+    stop: stop rule; None: all chains have gamma tokens.
+    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
+      not possible.
   """
   return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)

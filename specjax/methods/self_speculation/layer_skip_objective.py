@@ -25,31 +25,33 @@ class LayerSkipObjective:
   """Next-token loss at every exit, with random layer dropout.
 
   Elhoushi et al. 2024 (arXiv:2404.16710). In step t of T, layer l = 0..L-1 is
-  dropped for each row alone with probability
+  dropped, independently for each row, with probability
 
     p(l, t) = S(t) D(l) dropout,   D(l) = exp(l ln 2 / (L - 1)) - 1
 
-  where S(t) = 1 (continued training) or 2^(t / T) - 1 (from scratch). The other
-  layers are not scaled. An exit is the target's own norm and LM head after
-  layer l. The next-token losses of all exits are summed with the weights
+  where S(t) is 1 (continued training) or 2^(t / T) - 1 (from scratch). Layers
+  that are not dropped are not rescaled. Exit l is the target's final norm and
+  LM head, applied after layer l. The next-token losses of the exits are summed
+  with the weights
 
     w(l, t) = C(t, l) e(l) / sum_i C(t, i) e(i)
     e(l) = scale (0 + 1 + ... + l) for l < L - 1
     e(L - 1) = L - 1 + scale (0 + 1 + ... + L - 2)
 
-  where C selects exits: "rotational", exits with (l - t) mod `every` = 0;
-  "gradual", first the last exit, then one more every T / (2 L) steps;
-  "constant", all exits. The last exit is always included.
+  where C(t, l) is 1 if exit l is used in step t, else 0. "rotational": exits
+  with (l - t) mod `every` = 0. "gradual": first the last exit, then one more
+  every T / (2 L) steps. "constant": all exits. The last exit is always used.
 
   A dropped layer is computed and multiplied by 0, because rows drop different
   layers. So dropout saves no time.
 
   Attributes:
     model: target model.
-    steps: number of steps T; the batch's `progress` gives the current one.
+    steps: number of steps T. The current step is `progress` of the batch times
+      T.
     dropout: dropout rate p_max of the last layer.
     ramp: type of S, "constant" or "exponential".
-    scale: weight e_scale of the early exits.
+    scale: factor of the early exits in e(l), e_scale in the paper.
     curriculum: "rotational", "gradual" or "constant".
     every: period R of the rotation.
   """
@@ -70,8 +72,8 @@ class LayerSkipObjective:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
                          f"of {', '.join(choices)}")
     if not 0 <= self.dropout < 1:
-      raise ValueError(f"dropout is {self.dropout}; it is a probability, at "
-                       "least 0 and below 1")
+      raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and "
+                       "below 1")
     if not self.scale >= 0:
       raise ValueError(f"scale is {self.scale}; it must be at least 0")
     layers = self.model.config.layers
@@ -114,7 +116,7 @@ class LayerSkipObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"target"}`, and `lm_loss` of its last layer."""
+    """Returns the loss, and the metric `lm_loss`, the last exit's loss."""
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
@@ -138,7 +140,8 @@ class LayerSkipObjective:
 
     weights = self.exit_weights(progress)
     exits = jnp.stack(self._exits(progress))
-    # Only one exit's logits are in memory. The gradient recomputes them.
+    # `map` and `checkpoint` save memory: the logits of one exit exist at a
+    # time, and the backward pass recomputes them.
     early = jax.lax.map(
         lambda exit: jax.checkpoint(loss)(jnp.stack(states[:-1])[exit]), exits)
     lm_loss = loss(hidden)
@@ -152,6 +155,7 @@ class LayerSkipObjective:
       return list(range(early))
     first = self._step(progress) % self.every
     count = math.ceil(early / self.every)
-    # A turn with one exit less ends with the last early exit, of weight 0.
+    # The number of exits must be static, but some steps have one exit less.
+    # Their list ends with the last early exit, whose weight is 0 in that step.
     exits = [first + i * self.every for i in range(count)]
     return [jnp.minimum(exit, early - 1) for exit in exits]

@@ -1,19 +1,23 @@
 """Search for layers that a target can skip when it drafts for itself.
 
-A set of attentions and MLPs is scored by one pass over windows of the target's
-own output. The skipped set is data (`models.Masked`), so one program scores all
-sets. The pass computes q at every token. With the target's p,
+A *set* contains the attentions and MLPs that are skipped. It is scored by one
+pass over windows of the target's own output, in which the set is skipped. The
+set is an array in this pass (`models.Masked`), so one program scores all sets.
+At every token the pass computes the draft distribution q. There are two scores,
+with the target's distribution p:
 
-  agreement   is the share of tokens whose argmax is the target's, SWIFT's
-              "matchness" (Xia et al. 2024, arXiv:2410.06916)
-  accepted    is the expected number of accepted tokens of a draft that begins
-              there, sum_(i <= gamma) prod_(j < i) min(1, q_j / p_j)
-              sum_v min(p_i(v), q_i(v)), for token verification (see
-              `objectives.AcceptedLength`). At temperature 0 it is
+  agreement   the share of positions where the argmax of q is the argmax of p,
+              SWIFT's "matchness" (Xia et al. 2024, arXiv:2410.06916)
+  accepted    the expected number of tokens that token verification accepts of a
+              draft of gamma tokens, sum_(i <= gamma) prod_(j < i)
+              min(1, q_j / p_j) sum_v min(p_i(v), q_i(v)), averaged over the
+              positions where it can begin. q_j / p_j is taken at the j-th token
+              of the window after that position. At temperature 0 it is
               sum_i prod_(j <= i) [argmax q_j = argmax p_j].
 
-The searches take any score function. `clasp` uses hidden states instead. All
-results can be used as `Sublayers` of `models.Shortened`.
+The searches take any score function. `clasp` uses hidden states instead. Every
+search returns a set; `without` converts it to `Sublayers` for
+`models.Shortened`.
 """
 
 from collections.abc import Callable
@@ -48,9 +52,10 @@ class Scored:
   """Scores of a set on R windows.
 
   Attributes:
-    agreement: share of tokens whose argmax is the target's, `[R]`.
-    survival: probability `[R, gamma]` that i = 1..gamma tokens of a draft are
-      accepted, averaged over starting positions.
+    agreement: share of positions where draft and target have the same argmax,
+      `[R]`.
+    survival: probability `[R, gamma]` that at least i = 1..gamma tokens of a
+      draft are accepted, averaged over the positions where it can begin.
   """
 
   agreement: np.ndarray
@@ -65,17 +70,19 @@ class Scored:
 def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
            temperature: float = 1.0, first: int = 0
            ) -> Callable[[Sublayers], Scored]:
-  """Returns a function that scores a set; the target runs once.
+  """Returns a function that scores a choice of sublayers to run.
+
+  The complete target runs once, and its R S V probabilities are stored.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: tokens that the target generated at this temperature, `[R, S + 1]`
-      int32. Their distributions take R S V floats.
+    tokens: R windows of tokens that the target generated at this temperature,
+      `[R, S + 1]` int32.
     gamma: draft length.
     temperature: temperature, 0 or 1.
-    first: place of the first generated token. Earlier tokens, such as the
-      prompt, are not scored.
+    first: index of the first generated token in a window. Earlier tokens, such
+      as the prompt, are not scored.
 
   Raises:
     ValueError: the rows have too few tokens for a draft, or the temperature is
@@ -84,10 +91,10 @@ def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
   tokens = jnp.asarray(tokens, jnp.int32)
   count, start = tokens.shape[1] - max(first, 1), max(first, 1) - 1
   if temperature not in (0.0, 1.0):
-    raise ValueError(f"temperature is {temperature}; sets are scored at 0 or 1")
+    raise ValueError(f"temperature is {temperature}; it must be 0 or 1")
   if count < gamma:
-    raise ValueError(f"windows have {max(count, 0)} tokens of the target's own "
-                     f"and gamma is {gamma}; give at least gamma tokens")
+    raise ValueError(f"`tokens` has {max(count, 0)} generated tokens in a "
+                     f"window, but gamma is {gamma}; give at least gamma")
   every = Sublayers.between(0, model.config.layers)
 
   def logits(params, row, keep):
@@ -120,7 +127,7 @@ def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
 
 def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
              ) -> tuple[jax.Array, jax.Array]:
-  """Returns min(1, q / p) of the tokens and sum_v min(p, q), `[S]` each."""
+  """Returns min(1, q / p) of S tokens and sum_v min(p, q), `[S]` each."""
   log_p, log_q = map(jax.nn.log_softmax, (p_logits, q_logits))
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
   return (jnp.exp(jnp.minimum(ratio, 0)),
@@ -128,7 +135,12 @@ def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
 
 
 def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
-  """Returns the sublayers of `layers` layers without the `skipped` ones."""
+  """Returns the sublayers that run if a set is skipped.
+
+  Args:
+    layers: number of layers.
+    skipped: set, pairs of a layer and a part (0: attention, 1: MLP).
+  """
   left_out = [[layer for layer, part in skipped if part == i]
               for i in range(len(PARTS))]
   return Sublayers.without(layers, *left_out)
@@ -143,13 +155,13 @@ def _check(layers: int, count: int, parts: Sequence[int]) -> None:
   most = len(_free(layers, parts))
   if not 1 <= count <= most:
     raise ValueError(f"count is {count}; {layers} layers allow 1 to {most}, "
-                     "because the first and the last layer stay")
+                     "because the first and the last layer always run")
 
 
 def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, tries: int, seed: int = 0, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Returns the best of random sets, like SWIFT's first proposals.
+  """Returns the best of `tries` random sets, like SWIFT's first proposals.
 
   >>> skipped, score = random_search(
   ...     lambda sublayers: len(sublayers.mlp), layers=4, count=1, tries=8)
@@ -157,12 +169,12 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
   (True, 4)
 
   Args:
-    score: function to maximise.
+    score: function of the sublayers that run, to be maximised.
     layers: number of layers L.
     count: number of skipped attentions and MLPs.
     tries: number of scored sets.
     seed: seed of the sets.
-    parts: skippable parts, of `PARTS`.
+    parts: indices in `PARTS` of the parts that may be skipped.
 
   Returns:
     The set and its score.
@@ -179,7 +191,7 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
 
 def _best(score: Callable[[Sublayers], float], layers: int,
           sets: Iterable[Skipped]) -> tuple[Skipped, float]:
-  # The first of equal scores is taken.
+  # Among sets with equal scores, the first is taken.
   scored = [(score(without(layers, skipped)), skipped)
             for skipped in dict.fromkeys(sets)]
   best, skipped = max(scored, key=lambda pair: pair[0])
@@ -189,10 +201,10 @@ def _best(score: Callable[[Sublayers], float], layers: int,
 def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Skips one part after the other, always the part with the best score.
+  """Skips one part after another, always the part with the best score.
 
-  Arguments, results and errors equal those of `random_search`. A search for
-  `count` parts scores about 2 L count sets.
+  Arguments, results and errors are as in `random_search`. With L layers it
+  scores about 2 L `count` sets.
   """
   _check(layers, count, parts)
   skipped, best = frozenset(), float("-inf")
@@ -209,12 +221,12 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
   """Swaps one skipped part for another as long as the score increases.
 
   Args:
-    score: function to maximise.
+    score: function of the sublayers that run, to be maximised.
     layers: number of layers L.
     start: initial set.
     tries: number of scored swaps.
     seed: seed of the swaps.
-    parts: skippable parts, of `PARTS`.
+    parts: indices in `PARTS` of the parts that may be skipped.
 
   Returns:
     The set and its score.
@@ -238,21 +250,22 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
           ) -> Skipped:
   """Returns layers to skip, by a dynamic program over hidden states.
 
-  CLaSp (2025, arXiv:2505.24196). D[i][j] is the stream before layer i of the
-  best way to skip j of the layers before it. The candidates for D[i + 1][j] are
-  layer i applied to D[i][j], and D[i][j - 1] itself. The candidate with the
-  larger cosine to the complete model's stream is taken. Here the cosine is a
-  mean over all tokens of some windows; the paper takes the last verified token.
-  The cost is about `count` passes.
+  CLaSp (2025, arXiv:2505.24196). D[i][j] is the residual stream before layer i
+  if j of the earlier layers are skipped in the best way. There are two
+  candidates for D[i + 1][j]: layer i applied to D[i][j], or D[i][j - 1], which
+  skips layer i. The program takes the candidate with the larger cosine to the
+  complete model's stream. Here the cosine is a mean over all tokens of some
+  windows; the paper takes the last verified token. The cost is about `count`
+  passes.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: token ids `[R, S]` int32.
-    count: number of skipped layers; the first and the last one stay.
+    tokens: token ids of R windows, `[R, S]` int32.
+    count: number of skipped layers. The first and the last layer always run.
 
   Returns:
-    Both sublayers of `count` layers.
+    Set of both sublayers of `count` layers.
 
   Raises:
     ValueError: `count` is out of range.
@@ -270,14 +283,15 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
 
 def _program(model: Transformer, params: Any, tokens: jax.Array, count: int
              ) -> jax.Array:
-  """Returns `[L, count + 1]` bool, True if D[i + 1][j] skips layer i."""
+  """Returns `[L, count + 1]` bool, True if `clasp`'s D[i + 1][j] skips i."""
   layers = model.config.layers
 
   @jax.jit
   def program(params, tokens):
     start = model.run(params, Sublayers.between(0, 0), tokens).hidden
     complete, ways = start, jnp.tile(start, (count + 1, 1, 1, 1))
-    reached = jnp.arange(count + 1) == 0  # j layers can be skipped so far
+    # reached[j]: at least j of the layers so far may be skipped.
+    reached = jnp.arange(count + 1) == 0
     skips = []
     for layer in range(layers):
       run = lambda x, layer=layer: model.run(
@@ -301,8 +315,8 @@ def _cosine(ways: jax.Array, complete: jax.Array) -> jax.Array:
   return jnp.mean(jnp.sum(unit(ways) * unit(complete), axis=-1), axis=(1, 2))
 
 
-# Set of Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) for Llama-2-13B,
-# by Bayesian optimisation of its speed.
+# Set that Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) skips in
+# Llama-2-13B, found by Bayesian optimisation of the decoding speed.
 LLAMA_2_13B = frozenset(
     [(layer, 0) for layer in (3, 5, 6, 8, 10, 11, 14, 15, 18, *range(22, 32),
                               *range(33, 38))]
@@ -314,8 +328,9 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
                      verifier: Verifier = BLOCK) -> Strategy:
   """Drafts with the target without some of its attentions and MLPs.
 
-  Zhang et al. 2023 (arXiv:2309.08168). `skip_search` finds a set to skip.
-  `params["drafter"]` contains the target's parameters.
+  Draft & Verify, Zhang et al. 2023 (arXiv:2309.08168). The functions of
+  `skip_search` find a set to skip. `params["drafter"]` contains the target's
+  parameters.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target
@@ -325,10 +340,11 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
 
   Args:
     target: complete target model.
-    sublayers: parts that run.
+    sublayers: attentions and MLPs that run while drafting.
     gamma: maximal draft length.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: verification rule for chains, see `early_exit`.
+    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
+      not possible.
   """
   model = Shortened(target, sublayers)
   return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),

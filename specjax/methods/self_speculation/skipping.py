@@ -1,14 +1,14 @@
 """SWIFT: the target drafts without some sublayers, chosen while it decodes.
 
 SWIFT (Xia et al. 2024, arXiv:2410.06916) needs no training and no search before
-decoding, because the generated tokens score the sublayers. The skipped set is
-data, so a new set requires no compilation.
+decoding, because the generated tokens score the sets of skipped sublayers. A
+set is an array, so a new set requires no compilation.
 
 The drafter has no cache. It reads the target's cache, and computes keys and
-values only for the last two tokens and the drafted tokens. Its q depends on the
-start of the draft and changes only between rounds, when the committed tokens
-are known. The reported q is the sampled one, so every schedule of searches is
-exact.
+values only for the last two tokens and the drafted tokens. Its distribution q
+depends on the position where the draft began. The set changes only between
+rounds, and depends only on committed tokens. Drafts contain the q from which
+their tokens were sampled, so verification is exact for every search.
 """
 
 import dataclasses
@@ -46,12 +46,13 @@ class Skipped:
   """State of a `Swift`; the first axis of every leaf is the batch B.
 
   Attributes:
-    keep: factors `[B, L, 2]` float32, 0 for each skipped attention and MLP.
-    since: number of committed tokens at the last try, `[B]` int32; initially
-      the length of the prompt.
+    keep: factors `[B, L, 2]` float32 of the attention and the MLP of each
+      layer, 0 if skipped, else 1.
+    since: number of committed tokens when a set was last tried, `[B]` int32;
+      initially the length of the prompt.
     tried: number of tried sets, `[B]` int32.
-    score: expected number of accepted tokens of `keep` on the last window,
-      `[B]` float32; 0 before the first.
+    score: expected number of accepted tokens per draft with `keep`, on the last
+      scored window, `[B]` float32; 0 before the first window.
   """
 
   keep: jax.Array
@@ -60,7 +61,7 @@ class Skipped:
   score: jax.Array
 
   def sublayers(self, row: int) -> Sublayers:
-    """Returns the parts that a row runs, for a `models.Shortened`."""
+    """Returns the sublayers that run in a row, for `models.Shortened`."""
     attention, mlp = np.asarray(self.keep[row]).T
     return Sublayers(attention=np.flatnonzero(attention),
                      mlp=np.flatnonzero(mlp))
@@ -68,15 +69,15 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swift(_common.DrawnChain):
-  """Drafts with a part of the target that is searched during decoding.
+  """Drafts with the target without some sublayers, searched during decoding.
 
   After every `window` tokens of a row, one skipped sublayer is swapped for
-  another. Both sets are scored on these tokens, and the better set stays. The
-  score is the expected number of accepted tokens of a draft (see `survival`);
-  SWIFT counts equal argmaxes instead. In scoring, a set reads the keys and
-  values that it computes for the window. A try takes three passes over the
-  window and three arrays of B * window * V floats. As in SWIFT, the first and
-  the last layer always run.
+  another. The old and the new set are scored on these tokens, and the better
+  one is used from then on. The score is the expected number of accepted tokens
+  of a draft (see `survival`). SWIFT counts positions with equal argmax instead.
+  In scoring, a set reads the keys and values that it computes itself for the
+  window. A try takes three passes over the window and three arrays of B *
+  window * V floats. As in SWIFT, the first and the last layer always run.
 
   Skipped sublayers are computed and multiplied by 0, which saves no time. A
   `models.Shortened` with `Skipped.sublayers` does save time.
@@ -86,9 +87,9 @@ class Swift(_common.DrawnChain):
   Attributes:
     gamma: draft length, at least 1.
     count: number of skipped attentions and MLPs, initially spread over the
-      layers. SWIFT skips 0.45 of the parts between the first and last layers.
+      layers. SWIFT skips 45 % of those between the first and the last layer.
     window: number of tokens between two tries, at least gamma.
-    tries: number of sets that a row tries; 0 keeps the first one.
+    tries: number of sets that a row tries; 0: the initial set is never changed.
     seed: seed of the swaps.
     transform: transform of the draft logits; None: the decoder's.
     model: target model; `bind` sets it.
@@ -118,8 +119,8 @@ class Swift(_common.DrawnChain):
     if self.count > most:
       raise ValueError(
           f"count is {self.count}; a target of {target.config.layers} layers "
-          f"allows at most {most}, because the first and the last layer and "
-          "one sublayer to swap with stay")
+          f"allows at most {most}, because the first and the last layer always "
+          "run and one more sublayer must run for swaps")
     rounds.check_slack(target, self.window + self.gamma + 1)
     return _common.with_transform(
         self, transform, model=target, law=transform)
@@ -130,7 +131,7 @@ class Swift(_common.DrawnChain):
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Skipped:
-    """Returns the first set of skipped parts, with score 0."""
+    """Returns the state with the initial set, and score 0."""
     del params, prefill_output
     keep, free = np.ones((self._layers, 2)), 2 * (self._layers - 2)
     spread = np.arange(self.count) * free // self.count
@@ -143,7 +144,7 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Skipped]:
-    """Tries a set in rows where one is due, then drafts a chain per row."""
+    """Tries a new set in rows with a full window, then drafts a chain each."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
@@ -159,7 +160,7 @@ class Swift(_common.DrawnChain):
 
   def _searched(self, params: Any, state: DecodeState, old: Skipped,
                 due: jax.Array) -> Skipped:
-    """Returns the state after a try in the rows `due [B]`."""
+    """Returns the state after the rows where `due [B]` tried a new set."""
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
     at = start[:, None] + jnp.arange(self.window + 1)
     text = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
@@ -187,14 +188,14 @@ class Swift(_common.DrawnChain):
                         old.score))
 
   def _score(self, p: jax.Array, q: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the expected number of accepted tokens of one row."""
+    """Returns the expected number of accepted tokens of one row's drafts."""
     at = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
     passed = jnp.minimum(1, at(q) / jnp.maximum(at(p), 1e-30))
     return jnp.sum(survival(
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
   def _swapped(self, keep: jax.Array, tried: jax.Array) -> jax.Array:
-    """Swaps one skipped part of a row's set."""
+    """Swaps a skipped sublayer of one row's set for a random other one."""
     draws = jax.random.uniform(
         jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size),
         keep.dtype)
@@ -214,12 +215,14 @@ class Swift(_common.DrawnChain):
 
 
 def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
-  """Returns the survival of drafts on recorded tokens, without drafting.
+  """Returns the probabilities that drafts have i accepted tokens, i = 1..gamma.
 
-  A draft that begins after token j - 1 has i tokens accepted with probability
-  E[prod_(k < i) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], where x are
-  tokens of the target and the sum is at token i (token verification; Leviathan
-  et al. 2022, arXiv:2211.17192).
+  They are computed from S tokens x that the target generated, without drafting.
+  If a draft begins with token x_j, token verification (Leviathan et al. 2022,
+  arXiv:2211.17192) accepts at least i of its tokens with the probability
+  E[prod_(k < i - 1) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], k = 0, 1, ...
+  q and p are the drafter's and the target's distributions, and the sum is at
+  the draft's i-th token.
 
   >>> half = jax.numpy.full((4,), 0.5)
   >>> survival(half, half, gamma=2).tolist()
@@ -244,7 +247,7 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
 
 
 def _last(keep: jax.Array) -> jax.Array:
-  """Returns `[L, 2, B]`, the layout of the model's factors."""
+  """Returns `keep [B, L, 2]` as `[L, 2, B]`, the layout of `Masked`."""
   return jnp.moveaxis(keep, 0, -1)
 
 
@@ -253,9 +256,9 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
   """Drafts with the target without some sublayers, searched during decoding.
 
   SWIFT, Xia et al. 2024 (arXiv:2410.06916), without its trees and its stop
-  rule. Sets are scored by accepted length, see `drafters.Swift`. Skipped
-  sublayers are computed and multiplied by 0, so a search measures acceptance
-  and saves no time.
+  rule. Sets of skipped sublayers are scored by the expected number of accepted
+  tokens, see `drafters.Swift`. Skipped sublayers are computed and multiplied by
+  0. So the search measures acceptance, but saves no time.
 
   >>> swift(gamma=4, count=2).drafter.autoregressive
   False
@@ -263,8 +266,8 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
   Args:
     gamma: draft length.
     count: number of skipped attentions and MLPs.
-    window: number of tokens between two tries.
-    tries: number of tried sets.
+    window: number of tokens after which a new set is tried.
+    tries: number of sets that are tried per row.
     verifier: verification rule for chains.
   """
   return Strategy(Swift(
