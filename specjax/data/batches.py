@@ -9,9 +9,9 @@ import numpy as np
 class TokenWindows:
   """Shuffled windows over an array of tokens.
 
-  Every epoch cuts the array at a new offset and visits each window once in a
-  new order. Batch k depends only on (tokens, seed, k), so an interrupted run
-  continues with the same batches.
+  Every epoch cuts the array into windows at a new offset, and visits each
+  window once in a new order. Batch k depends only on the tokens, the seed and
+  k. So an interrupted run continues with the same batches.
 
   Attributes:
     tokens: `[T]`, the corpus.
@@ -29,7 +29,7 @@ class TokenWindows:
     if self.batches_per_epoch < 1:
       needed = (self.batch_size + 1) * self.length + 1
       raise ValueError(
-          f"the corpus has {len(self.tokens)} tokens; a batch of "
+          f"the corpus has {len(self.tokens)} tokens, but a batch of "
           f"{self.batch_size} windows of {self.length} needs {needed}: give "
           "more text, or a smaller batch or window")
 
@@ -52,13 +52,13 @@ class TokenWindows:
 
 
 def spread_rows(tokens: np.ndarray, count: int, size: int) -> np.ndarray:
-  """Returns `[count, size]` int32, equally spaced rows of a stream `[T]`.
+  """Cuts equally spaced rows `[count, size]` int32 from a stream `[T]`.
 
   Raises:
     ValueError: the stream is shorter than a row.
   """
   if len(tokens) < size:
-    raise ValueError(f"the held-out text has {len(tokens)} tokens and a row "
-                     f"{size}; give more text, or shorter rows")
+    raise ValueError(f"the held-out text has {len(tokens)} tokens, but a row "
+                     f"has {size}; give more text, or shorter rows")
   starts = np.linspace(0, len(tokens) - size, count).astype(int)
   return tokens[starts[:, None] + np.arange(size)].astype(np.int32)

@@ -1,13 +1,14 @@
 """Conversations as token ids, by the chat template of a model.
 
 A chat template is a jinja program that comes with the weights, so it runs in
-jinja's sandbox. Contents are untrusted and must not become special tokens: a
-content with `<|im_end|>` could end its message and begin a system message. Two
-steps prevent this.
+jinja's sandbox. The contents of messages are untrusted and must not become
+special tokens: a content with `<|im_end|>` could end its message and begin a
+system message. Two steps prevent this.
 
-1. Special tokens in a content are put between two marks and encoded as text.
-   Other contents are not changed, so the template can test and strip them, and
-   the ids equal the ids of transformers.
+1. If a content has the text of a special token, this text is put between two
+   private-use characters, and later encoded as plain text. Other contents are
+   not changed, so the template can test and strip them, and the token ids equal
+   the ids of transformers.
 2. The template is rendered again with contents in which no character can begin
    or end a special token. All special tokens then come from the template. If
    the first rendering has other special tokens, contents and template have
@@ -34,8 +35,8 @@ from typing import NamedTuple
 
 from specjax.data import token_bytes
 
-_SOUND = (3, 1, 6)  # the first jinja2 without known ways out of its sandbox
-# Template variables that contain the marks around `{% generation %}` blocks.
+_SOUND = (3, 1, 6)  # first jinja2 version whose sandbox has no known escape
+# Template variables whose values are written around `{% generation %}` blocks.
 GENERATION = ("specjax_opening", "specjax_closing")
 _EXTRA = "pip install -U 'specjax[chat]'"
 
@@ -45,8 +46,8 @@ class Rendering(NamedTuple):
 
   Attributes:
     text: output of the template.
-    ids: the token ids.
-    spans: offsets in `text` at which each token begins and ends.
+    ids: token ids.
+    spans: offsets in `text` where each token begins and ends.
   """
 
   text: str
@@ -93,7 +94,8 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
         found.spans.extend((start + at + a, start + at + b)
                            for a, b in part.offsets)
       first = i
-    # The tokens between, if all are harmless, and the special token.
+    # If the text since the last special token had marks, it was encoded above
+    # (first == i). Else its tokens are copied, with the special token.
     found.ids.extend(ids[first:i + 1])
     found.spans.extend(spans[first:i + 1])
     first, start = i + 1, offsets[i][1]
@@ -101,7 +103,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 
 
 def overlaps(spans: Iterable[tuple[int, int]], start: int, end: int) -> bool:
-  """Returns True if one of the spans has a part between two offsets."""
+  """Returns True if one of the spans overlaps the span from start to end."""
   return any(start < b and a < end for a, b in spans)
 
 
@@ -114,19 +116,22 @@ def special_pattern(tokenizer: Any) -> re.Pattern[str]:
 
 def _check_special(written: list[int], expected: list[int],
                    control: Mapping[int, str], ends: list[str]) -> None:
-  """Raises `ValueError` for control tokens that no template writes alone.
+  """Checks that all control tokens outside of contents are the template's own.
 
   Args:
-    written: control tokens outside the contents.
+    written: control tokens outside of the contents.
     expected: tokens of the conversation with harmless contents.
     control: all control tokens.
-    ends: characters at which control tokens begin or end, for the error.
+    ends: first and last characters of control tokens, shown in the error.
+
+  Raises:
+    ValueError: contents and template together formed a control token.
   """
   if written != [token for token in expected if token in control]:
     raise ValueError(
-        "the contents of the messages and the chat template together make "
-        "special tokens that the template does not write by itself; take "
-        f"{' '.join(ends)} out of the contents")
+        "the contents of the messages and the chat template together form "
+        "special tokens that the template alone does not write; remove "
+        f"{' '.join(ends)} from the contents")
 
 
 def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
@@ -134,8 +139,8 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
            ) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
-  Its first argument is a function for all strings of the messages except the
-  roles. Its keyword arguments become template variables.
+  The function's first argument is a function that changes every string of the
+  messages except the roles. Its keyword arguments become template variables.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
@@ -146,14 +151,14 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
     ValueError: see `Tokenizer.chat`.
   """
   if tokenizer.chat_template is None:
-    raise ValueError("the tokenizer has no chat template; give a model that "
-                     "was trained to chat, or the prompt as plain text")
+    raise ValueError("the tokenizer has no chat template; give a chat model's "
+                     "tokenizer, or the prompt as plain text")
   messages = _checked(messages)
   try:
     _changed(messages, token_bytes.check_text)
   except RecursionError:
-    raise ValueError("a message holds lists or dicts that are nested deeper "
-                     "than Python's stack; take them out") from None
+    raise ValueError("a message contains lists or dicts that are nested deeper "
+                     "than Python's recursion limit; remove them") from None
   names = {name: tokenizer.special_tokens[token]
            for name, token in (("bos_token", tokenizer.bos),
                                ("eos_token", tokenizer.eos))
@@ -168,7 +173,7 @@ def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
 def _checked(messages) -> list[dict[str, Any]]:
   """Returns the messages without values of None, like transformers.
 
-  Most templates would write such a value as "None".
+  Most templates would write the text "None" for such a value.
   """
   found = []
   for message in messages:
@@ -176,8 +181,8 @@ def _checked(messages) -> list[dict[str, Any]]:
             and isinstance(message.get("role"), str)
             and ("content" in message or message.get("tool_calls"))):
       raise ValueError(f"a message is {reprlib.repr(message)}; it must be a "
-                       "dict with a 'role' and a 'content', or 'tool_calls' in "
-                       "its place")
+                       "dict with 'role' and 'content', or with 'role' and "
+                       "'tool_calls'")
     found.append({key: value for key, value in message.items()
                   if value is not None})
   return found
@@ -187,7 +192,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
   """Returns a value of plain types with `change` applied to all its strings.
 
   Raises:
-    ValueError: the value has another type. A template could call its methods.
+    ValueError: the value has another type, whose methods a template could call.
   """
   if isinstance(value, str):
     return change(str(value))
@@ -198,8 +203,8 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return [_changed(item, change) for item in value]
   if value is None or type(value) in (bool, int, float):
     return value
-  raise ValueError(f"a message holds a {type(value).__name__}; it may hold "
-                   "texts, numbers, lists and dicts")
+  raise ValueError(f"a message contains a {type(value).__name__}; only "
+                   "strings, numbers, lists and dicts are possible")
 
 
 def unused(template: str, messages: Any) -> Iterator[str]:
@@ -210,7 +215,10 @@ def unused(template: str, messages: Any) -> Iterator[str]:
 
 
 def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
-  """Returns the tokens' end characters, and a table that replaces them."""
+  """Returns the first and last characters of tokens, and a table without them.
+
+  The table, for `str.translate`, replaces these characters.
+  """
   ends = sorted({token[i] for token in tokens for i in (0, -1)})
   other = next(chr(i) for i in range(ord("x"), 0x10FFFF) if chr(i) not in ends)
   return ends, str.maketrans(dict.fromkeys(ends, other))
@@ -218,7 +226,7 @@ def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
 
 def unmark(rendered: str, opening: str, closing: str
             ) -> tuple[str, list[tuple[int, int]]]:
-  """Returns the text without its marks, and the spans between two marks."""
+  """Returns the text without its marks, and the spans that they enclosed."""
   pieces, spans, length, begun = [], [], 0, None
   for piece in re.split(f"([{opening}{closing}])", rendered):
     if piece == opening:
@@ -243,7 +251,7 @@ def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
   try:
     return compiled.render(messages=messages, tools=None, documents=None,
                            **names)
-  except Exception as e:  # the template is a program: it can raise anything
+  except Exception as e:  # a template is a program, which can raise any error
     raise ValueError(f"the chat template fails: {_line(e)}; change the "
                      "messages, or give the prompt as plain text") from None
 
@@ -259,8 +267,8 @@ def _compiled(template: str) -> Any:
   try:
     return environment.from_string(template)
   except Exception as e:
-    raise ValueError(f"the chat template is not one: {_line(e)}; give the "
-                     "prompt as plain text") from None
+    raise ValueError(f"the chat template is not valid jinja: {_line(e)}; give "
+                     "the prompt as plain text") from None
 
 
 def _environment() -> Any:
@@ -275,14 +283,14 @@ def _environment() -> Any:
                      f"{_EXTRA}") from None
   version = importlib.metadata.version("jinja2")
   if tuple(map(int, re.findall(r"\d+", version)[:3])) < _SOUND:
-    raise ValueError(f"jinja2 is {version}, whose sandbox has holes; chat "
-                     "templates come with weights and need at least "
+    raise ValueError(f"jinja2 is version {version}, whose sandbox is not safe; "
+                     "chat templates are untrusted and need at least "
                      f"{'.'.join(map(str, _SOUND))}: {_EXTRA}")
 
   class Generation(ext.Extension):
-    """`{% generation %}` marks answers for training.
+    """Block `{% generation %}`, by which templates mark answers for training.
 
-    The marks are the values of the variables `GENERATION`, or empty.
+    It writes the values of the variables `GENERATION` around its contents.
     """
 
     tags = {"generation"}
@@ -297,7 +305,8 @@ def _environment() -> Any:
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-  # The tojson of jinja escapes HTML; the tojson of transformers does not.
+  # jinja's filter `tojson` escapes HTML, but transformers' filter does not. So
+  # templates are written for a filter without escapes.
   def tojson(value, ensure_ascii=False, indent=None, separators=None,
              sort_keys=False):
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,

@@ -1,7 +1,7 @@
-"""Reader of conversations: speakers, and the messages of a record.
+"""Reader of conversations from files of records.
 
-A record is an object with a list of turns. A turn has "role" and "content", as
-in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
+A record is a JSON object with a list of turns. A turn has "role" and "content",
+as in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from specjax.utils.files import read_text
 FIELDS = ("messages", "conversations")  # in order of preference
 _PIECE = 2**20  # characters of a JSON array read at a time
 _TURN = ("from", "value", "role", "content")  # keys of a turn
-# From the speakers of files to the roles of chat templates.
+# Role in chat templates, by the name of the speaker in a file.
 ROLES = {
     "human": "user", "user": "user", "system": "system", "developer": "system",
     **dict.fromkeys(("assistant", "model", "gpt", "chatgpt", "bing", "bard",
@@ -33,7 +33,7 @@ class Conversation:
   """The messages of one record.
 
   Attributes:
-    name: name of the record; its hash decides between training and held-out.
+    name: name of the record. Its hash decides whether it is held out.
     place: place of the record for errors, such as "data.jsonl line 3".
     messages: messages with "role", "content" and other keys used by templates.
   """
@@ -47,8 +47,8 @@ def speaker(place: str, number: int, turn: Any) -> str | None:
   """Returns the speaker of a turn in lower case; None for a turn without one.
 
   Args:
-    place: the conversation's place for errors.
-    number: the number of the turn, from 1.
+    place: place of the conversation, for errors.
+    number: number of the turn, from 1.
     turn: a string, or an object with "from" and "value" or with "role" and
       "content".
 
@@ -61,12 +61,12 @@ def speaker(place: str, number: int, turn: Any) -> str | None:
   if not isinstance(turn, dict) or turn.keys().isdisjoint(_TURN):
     what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
             if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
-    raise ValueError(f"{place}: turn {number} has {what}; a turn has 'from' "
+    raise ValueError(f"{place}: turn {number} has {what}; it must have 'from' "
                      "and 'value', or 'role' and 'content'")
   name = turn.get("from") or turn.get("role")
   if name is not None and not isinstance(name, str):
-    raise ValueError(f"{place}: turn {number} has {name!r} for its speaker; "
-                     "give a text, such as 'user'")
+    raise ValueError(f"{place}: turn {number} has the speaker {name!r}; give a "
+                     "string, such as 'user'")
   return name.lower() if name else None
 
 
@@ -74,8 +74,8 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   """Returns the turns of a conversation as the messages of a chat template.
 
   Args:
-    place: the conversation's place for errors.
-    turns: the turns. Names of speakers become roles by `ROLES`.
+    place: place of the conversation, for errors.
+    turns: turns of the conversation. Names of speakers become roles by `ROLES`.
 
   Raises:
     ValueError: a turn has no speaker, an unknown speaker, or no content.
@@ -84,7 +84,8 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   for number, turn in enumerate(turns, 1):
     role = _role(place, number, turn)
     key = "value" if "value" in turn else "content"
-    # Templates use other keys (tool calls, reasoning) only in the chat format.
+    # Other keys (tool calls, reasoning) have a meaning for templates only in
+    # the format with "role" and "content".
     others = {k: v for k, v in turn.items()
               if k not in _TURN and "from" not in turn}
     content = turn.get(key)
@@ -101,18 +102,17 @@ def _role(place: str, number: int, turn: Any) -> str:
   """Returns the role of a turn's speaker in chat templates, see `speaker`."""
   name = speaker(place, number, turn)
   if name is None:
-    raise ValueError(f"{place}: turn {number} does not say who speaks; add "
-                     "its 'role'")
+    raise ValueError(f"{place}: turn {number} has no speaker; add its 'role'")
   if name not in ROLES:
     raise ValueError(f"{place}: turn {number} has the unknown speaker "
-                     f"{name!r}; known are {', '.join(ROLES)}")
+                     f"{name!r}; use one of {', '.join(ROLES)}")
   return ROLES[name]
 
 
 def field_of(source: str, field: str | None = None) -> str | None:
-  """Returns the field with a source's conversations; None for plain text.
+  """Returns the field of the records that contains turns; None without one.
 
-  Only the first record is read.
+  Only the first record of the source is read.
 
   Args:
     source: a source of `corpora.iter_documents`, or a `.json` file with an
@@ -136,12 +136,12 @@ def read(source: str, field: str) -> Iterator[Conversation]:
     field: field with the turns.
 
   Raises:
-    ValueError: the field is not a list of turns, or see `messages`.
+    ValueError: the field is not a list of turns, or `messages` rejects a turn.
   """
   for name, place, record in _records(source, field):
     if not isinstance(record, dict) or field not in record:
-      raise ValueError(f"{place} has no field {field!r}, unlike the records "
-                       "before it")
+      raise ValueError(f"{place} has no field {field!r}, but earlier records "
+                       "have it; add it, or remove the record")
     if not isinstance(record[field], list):
       raise ValueError(f"{place}: {field!r} is a JSON "
                        f"{type(record[field]).__name__}; it must be a list of "
@@ -189,7 +189,7 @@ def _items(path: pathlib.Path) -> Iterator[Any]:
       end = corpora.SPACE.match(text, end).end()
     except (RecursionError, ValueError):
       item, end = None, len(text)
-    if end == len(text):  # the item may continue in the next piece
+    if end == len(text):  # the item may continue in the file's next piece
       more = "".join(itertools.islice(pieces, 1 + len(text) // _PIECE))
       if not more:
         break

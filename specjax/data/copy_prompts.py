@@ -5,7 +5,7 @@ and quote its key sentence, and twelve ask a question about a text and request a
 quote. The answers are easy to draft, because they are mostly copies.
 """
 
-# The old name, the new name and the function.
+# Triples of the old name, the new name and the function.
 _RENAMES = (
     ("total", "subtotal", '''\
 def price_of(basket, prices):
@@ -236,7 +236,7 @@ _TEXTS = (
     "Nobody knows who had put the coin there, or why.",
 )
 
-# One question about each text.
+# One question about each document that is summarised.
 _QUESTIONS = (
     "Why have the people at the landing lost more than they gained?",
     "Where does the flavour of bread come from?",

@@ -1,8 +1,8 @@
 """Documents for training and evaluation.
 
-The embedded corpus is the standard library of the running Python. A document is
-held out by the hash of its name, so the split is the same in every Python
-version.
+The embedded corpus is the standard library of the running Python. The hash of a
+document's name decides whether it is held out of training. So the split is the
+same in every Python version.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,11 @@ from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
 
 _JSONL = (".jsonl", ".jsonl.gz")
-STDLIB = {"stdlib": True, "stdlib-no-tests": False}  # with its tests or not
+# Names of the embedded corpus: True if it includes the library's tests.
+STDLIB = {"stdlib": True, "stdlib-no-tests": False}
 _HELD_OUT_OF = 20  # one document in twenty is held out
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
-SPACE = re.compile(r"[ \t\n\r]*")  # space between the values of JSON
+SPACE = re.compile(r"[ \t\n\r]*")  # whitespace between the values of JSON
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
@@ -114,7 +115,7 @@ def held_out(names: Iterable[str]) -> bytearray:
   """Returns one number per document: 1 if it is held out, else 0.
 
   In a small corpus the hash may select no document or all of them. Then one
-  document is moved to the empty side.
+  document is moved, so that both parts have at least one.
 
   Args:
     names: the names of all documents.
@@ -133,7 +134,7 @@ def held_out(names: Iterable[str]) -> bytearray:
     if most is None or digest >= most[0]:
       most = digest, i
   if len(sides) < 2:
-    raise ValueError(f"the corpus has {len(sides)} document; training and "
+    raise ValueError(f"the corpus has {len(sides)} document(s); training and "
                      "held-out text need at least one each: give more text")
   if not any(sides):
     sides[least[1]] = 1
@@ -169,8 +170,7 @@ def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
       empty = False
       yield document
   if empty:
-    raise ValueError(f"{source} holds no text; at least one document is "
-                     "needed")
+    raise ValueError(f"{source} contains no text; give at least one document")
 
 
 def _documents(source, field):
@@ -205,9 +205,10 @@ def has_records(source: str) -> bool:
 
 def records(source: str, field: str | None = None
             ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-  """Yields `(name, place, record)` of a source that `has_records`.
+  """Yields `(name, place, record)` of a dataset or JSONL file.
 
-  The name decides whether the record is held out. The place is for errors.
+  The name decides whether the record is held out. The place is for errors, such
+  as "data.jsonl line 3".
 
   Args:
     source: dataset or JSONL file.
@@ -338,7 +339,7 @@ def text_of(place: str, field: str, value: Any) -> str:
   """
   if not isinstance(value, str):
     raise ValueError(f"{place}: {field!r} is {reprlib.repr(value)}; it must be "
-                     "a text: name the field that holds one")
+                     "a string: name the field that contains the text")
   try:
     token_bytes.check_text(value)
   except ValueError as e:
@@ -351,7 +352,7 @@ def field_of(place: str, record: dict[str, Any], field: str) -> Any:
   if field not in record:
     raise ValueError(f"{place} has no field {field!r}; it has "
                      f"{', '.join(map(repr, record)) or 'none'}: name the "
-                     "field that holds the text")
+                     "field that contains the text")
   return record[field]
 
 

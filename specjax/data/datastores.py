@@ -1,12 +1,13 @@
 """Datastores: a corpus as tokens and the order of their suffixes.
 
 REST (He et al. 2023, arXiv:2311.08252) looks up the last tokens of a sequence
-in a corpus and proposes their continuations. A corpus is two arrays: the
-tokens, with a separator after every document, and the starts of all suffixes,
-sorted by their first `depth` tokens. So all occurrences of a pattern of up to
-`depth` tokens form one range, found by two binary searches
-(`methods._matches`). Patterns contain no separator, so matches never cross the
-end of a document. A continuation ends at the separator.
+in a corpus and proposes their continuations. A datastore is two arrays: the
+tokens of the corpus, with a separator after every document, and the start
+positions of all suffixes, sorted by the suffixes' first `depth` tokens. So all
+occurrences of a pattern of up to `depth` tokens form one range of the sorted
+suffixes, found by two binary searches (`methods.model_free._matches`). Patterns
+contain no separator, so matches never cross the end of a document. A
+continuation ends at the separator.
 
 A file has a header of 4096 bytes (a line of text and a JSON object), then the
 tokens, then the starts, little-endian. Opening it does not read the arrays,
@@ -38,29 +39,30 @@ from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
 DEPTH = 16  # REST uses patterns of at most 16 tokens
-DEEPEST = 30  # a search packs one sign per token into a 32-bit integer
+DEEPEST = 30  # a search packs a sign per token into an int32 (`_matches`)
 _MAGIC = b"specjax datastore 1\n"
-_HEADER = 4096  # bytes, so that the arrays are aligned
+_HEADER = 4096  # bytes of the header; the arrays after it are aligned to pages
 _LARGEST = 2**31 - 2**16  # positions are int32
 _SIZES = (("tokens", _LARGEST), ("suffixes", _LARGEST), ("depth", DEEPEST),
-          ("vocab_size", 2**31 - 1), ("bytes", 2**63))  # header keys, maxima
+          ("vocab_size", 2**31 - 1), ("bytes", 2**63))  # header keys and maxima
 _REBUILD = "build it again with experiments/build_datastore.py"
 
 
 @struct.dataclass
 class Datastore:
-  """Searchable corpus; `params["drafter"]` of `Retrieval`.
+  """Searchable corpus, used as `params["drafter"]` of `drafters.Retrieval`.
 
-  All batch rows share it, so it is a parameter. Move its arrays to the device
-  with `jax.device_put(store)`.
+  It is a parameter, not a state, because all batch rows share it. Move its
+  arrays to the device with `jax.device_put(store)`.
 
   Attributes:
-    tokens: `[T]` uint16 or uint32, documents, each followed by the separator
-      `vocab_size`.
+    tokens: tokens `[T]` uint16 or uint32 of the documents, each followed by the
+      separator, whose id is `vocab_size`.
     suffixes: `[S]` int32, starts of all suffixes that do not begin with a
       separator, sorted by their first `depth` tokens.
     vocab_size: vocabulary size of the tokenizer.
-    depth: number of sorted tokens, and length of the longest pattern.
+    depth: number of tokens by which suffixes are sorted. It is also the length
+      of the longest pattern that can be searched.
   """
 
   tokens: jax.Array | np.ndarray
@@ -98,8 +100,8 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
                      "that is not empty")
   size = sum(map(len, documents)) + len(documents)
   if size > _LARGEST:
-    raise ValueError(f"the corpus has {size:,} tokens; a datastore holds "
-                     f"{_LARGEST:,} at most: leave documents out")
+    raise ValueError(f"the corpus has {size:,} tokens; a datastore has at most "
+                     f"{_LARGEST:,}: leave documents out")
   tokens = np.full(size, vocab_size, dtype)
   ends = np.cumsum([len(d) + 1 for d in documents])
   for document, end in zip(documents, ends):
@@ -126,8 +128,9 @@ def save(path: str | os.PathLike[str], store: Datastore,
   """
   if tokenizer.vocab_size != store.vocab_size:
     raise ValueError(
-        f"the datastore has ids below {store.vocab_size} and the tokenizer "
-        f"{tokenizer.vocab_size} tokens; give the tokenizer that made it")
+        f"the datastore has {store.vocab_size} token ids, but the tokenizer "
+        f"has {tokenizer.vocab_size}; give the tokenizer of the datastore's "
+        "tokens")
   tokens = np.ascontiguousarray(store.tokens, _dtype(store.vocab_size))
   suffixes = np.ascontiguousarray(store.suffixes, "<i4")
   header = {
@@ -159,10 +162,10 @@ def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
   found = tokenizer_fingerprint(tokenizer)
   if header["tokenizer"] != found:
     raise ValueError(
-        f"{path} holds tokens of another tokenizer ({header['vocab_size']} "
-        f"tokens, {header['tokenizer']}) than the one given "
-        f"({tokenizer.vocab_size} tokens, {found}); give that one, or "
-        f"{_REBUILD}")
+        f"{path} was made with another tokenizer ({header['vocab_size']} "
+        f"tokens, fingerprint {header['tokenizer']}) than the target's "
+        f"({tokenizer.vocab_size} tokens, fingerprint {found}); give the "
+        f"target of that tokenizer, or {_REBUILD}")
   if header["vocab_size"] != tokenizer.vocab_size:
     raise ValueError(f"{path} has a broken header; {_REBUILD}")
   tokens = np.memmap(path, _dtype(header["vocab_size"]), "r", _HEADER,
@@ -187,18 +190,18 @@ def _checked(number, document, vocab_size):
   """Returns a document as an array `[n]` of valid token ids."""
   try:
     found = np.asarray(document)
-  except ValueError:  # lists of several lengths
+  except ValueError:  # numpy raises for nested lists of unequal lengths
     found = np.zeros((0, 0))
   if found.shape == (0,):
     return found
   if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-    raise ValueError(f"document {number} is no list of whole numbers; give the "
-                     "token ids of one text for each document")
+    raise ValueError(f"document {number} is not a list of integers; give the "
+                     "token ids of each document")
   if found.min() < 0 or found.max() >= vocab_size:
     bad = found[(found < 0) | (found >= vocab_size)][0]
-    raise ValueError(f"document {number} holds token id {bad}; ids must lie in "
-                     f"[0, {vocab_size}): use the tokenizer whose size was "
-                     "given")
+    raise ValueError(f"document {number} has token id {bad}; ids must be in "
+                     f"[0, {vocab_size}): use the tokenizer whose size is "
+                     "`vocab_size`")
   return found
 
 
@@ -214,10 +217,10 @@ def _header(path):
     with open(path, "rb") as f:
       text = f.read(_HEADER)
   except (FileNotFoundError, IsADirectoryError):
-    raise ValueError(f"{path} is no file; give a datastore, or build one with "
-                     "experiments/build_datastore.py") from None
+    raise ValueError(f"{path} is not a file; give a datastore, or build one "
+                     "with experiments/build_datastore.py") from None
   if not text.startswith(_MAGIC):
-    raise ValueError(f"{path} is no datastore of this version of specjax; "
+    raise ValueError(f"{path} is not a datastore of this version of specjax; "
                      f"{_REBUILD}")
   try:
     header = json.loads(text[len(_MAGIC):])
@@ -227,26 +230,26 @@ def _header(path):
     width = np.dtype(_dtype(header["vocab_size"])).itemsize
     wants = _HEADER + width * header["tokens"] + 4 * header["suffixes"]
     sizes = {size, wants, header["bytes"]}
-    header["tokenizer"]  # raises if the key is missing
+    header["tokenizer"]  # raises a KeyError if it is missing
   except (ValueError, KeyError, TypeError):
     raise ValueError(f"{path} has a broken header; {_REBUILD}") from None
   if len(sizes) > 1:
-    raise ValueError(f"{path} has {size:,} bytes and its header says {wants:,}:"
-                     f" it is truncated, or was changed; {_REBUILD}")
+    raise ValueError(f"{path} has {size:,} bytes, but {wants:,} by its header: "
+                     f"it is truncated, or was changed; {_REBUILD}")
   return header
 
 
 def _dtype(vocab_size):
-  """Returns the dtype of tokens, including the separator."""
+  """Returns the dtype for ids from 0 to `vocab_size`, the separator."""
   return "<u2" if vocab_size < 2**16 else "<u4"
 
 
 def _sorted_suffixes(tokens, separator, depth):
-  """Returns `[S]` int32, by prefix doubling (Manber and Myers 1993).
+  """Returns `Datastore.suffixes`, by prefix doubling (Manber and Myers 1993).
 
   The first sort compares as many tokens as fit into 64 bits. Each further sort
-  doubles the number. Sorting is stable, so equal suffixes stay in the order of
-  the text on every machine.
+  doubles the number. Sorting is stable, so suffixes that are equal in `depth`
+  tokens stay in the order of the corpus on every machine.
   """
   size, bits = len(tokens), int(separator).bit_length()
   reach = min(64 // bits, depth)
@@ -260,7 +263,7 @@ def _sorted_suffixes(tokens, separator, depth):
   while reach < depth:
     rank = _ranks(key, order)
     if rank[order[-1]] == size - 1:
-      break  # all ranks differ
+      break  # all suffixes have different ranks, so the order is complete
     key = rank << np.uint64(32)
     key[:size - reach] |= rank[reach:]
     del rank
@@ -270,11 +273,11 @@ def _sorted_suffixes(tokens, separator, depth):
 
 
 def _ranks(key, order):
-  """Returns `[T]` uint64, the number of distinct smaller keys for each key."""
+  """Returns the number `[T]` uint64 of distinct smaller keys of each key."""
   ordered = key[order]
   steps = np.zeros(len(key), np.uint64)
   steps[1:] = ordered[1:] != ordered[:-1]
-  del ordered  # frees memory, because corpora may be large
+  del ordered  # frees its memory before the next array of the corpus' size
   rank = np.empty_like(steps)
   rank[order] = np.cumsum(steps, out=steps)
   return rank

@@ -31,9 +31,9 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST)
 _LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
-# An upper-case letter begins a new word after lower-case letters. llama.cpp
-# approximates both patterns built from this one, because its engine lacks the
-# character classes. This is the pattern of the models.
+# In these patterns an upper-case letter begins a new word after lower-case
+# letters. The models were trained with this pattern. llama.cpp approximates the
+# patterns built from it, because its engine lacks the character classes.
 _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
           r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
@@ -47,8 +47,8 @@ class _Rules:
 
   Attributes:
     patterns: patterns applied in order; each splits the text at its matches.
-    whole_words: True if a word in the vocabulary is one token, regardless of
-      merges.
+    whole_words: True if a word that is in the vocabulary is encoded as one
+      token, also if merges would not form it.
     adds_bos: default of `add_bos_token`.
   """
 
@@ -82,7 +82,7 @@ def read(metadata: Mapping[str, Any]
   """Returns the tokenizer in the metadata of a GGUF file.
 
   Args:
-    metadata: values by key, arrays as lists.
+    metadata: metadata of the file, values by key; arrays are lists.
 
   Returns:
     The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
@@ -98,7 +98,7 @@ def read(metadata: Mapping[str, Any]
   if kind not in ("gpt2", "llama") or not tokens:
     raise ValueError(
         f"the GGUF file has a tokenizer of kind {kind!r} and {len(tokens)} "
-        "tokens; kinds that are read are 'gpt2' (byte-level BPE) and 'llama' "
+        "tokens; specjax reads the kinds 'gpt2' (byte-level BPE) and 'llama' "
         "(SentencePiece BPE): give the model as safetensors with a "
         "tokenizer.json")
   _check(data, tokens)
@@ -106,7 +106,8 @@ def read(metadata: Mapping[str, Any]
   build, bos, eos = ((_byte_level, None, None) if kind == "gpt2"
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
-  # Phi-3's tokenizer drops space after added tokens. GGUF has no key for it.
+  # Phi-3's tokenizer drops whitespace after added tokens. GGUF has no key for
+  # this property. So the model is recognised by its tokens.
   strips = (kind == "llama"
             and metadata.get("general.architecture") == "phi3")
   _add(backend, tokens, types, strips)
@@ -123,9 +124,10 @@ def read(metadata: Mapping[str, Any]
 
 
 def _types(data, count) -> list[int]:
-  """Returns the types of `count` tokens; ends of sequences are control tokens.
+  """Returns the types of `count` tokens.
 
-  Text never contains these ends, whatever the file says.
+  Tokens that end a sequence become control tokens, also if the file has another
+  type for them. So they are never read from text.
   """
   types = list(data.get("token_type", [_NORMAL] * count))
   for name in _ENDS:
@@ -139,17 +141,17 @@ def _check(data, tokens) -> None:
   twice = len(tokens) - len(set(tokens))
   if twice:
     raise ValueError(f"{twice} of the GGUF file's {len(tokens)} tokens are "
-                     "there twice; convert the model again")
+                     "duplicates; convert the model again")
   for name in ("token_type", "scores"):
     count = len(data.get(name, tokens))
     if count != len(tokens):
-      raise ValueError(f"the GGUF file has {len(tokens)} tokens and {count} "
+      raise ValueError(f"the GGUF file has {len(tokens)} tokens, but {count} "
                        f"values of {name}; convert the model again")
   for name in ("bos", *_ENDS):
     token = data.get(f"{name}_token_id", 0)
     if not 0 <= token < len(tokens):
-      raise ValueError(f"the GGUF file has {len(tokens)} tokens and says that "
-                       f"its {name} is token {token}; convert the model again")
+      raise ValueError(f"the GGUF file has {len(tokens)} tokens, but its "
+                       f"{name} is token {token}; convert the model again")
 
 
 def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
@@ -157,9 +159,9 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
   del types
   name = data.get("pre")
   if name not in _BY_NAME:
-    raise ValueError(f"the GGUF file's pre-tokenizer is {name!r}; known are "
-                     f"{', '.join(_BY_NAME)}: give the model as safetensors "
-                     "with a tokenizer.json")
+    raise ValueError(f"the GGUF file's pre-tokenizer is {name!r}; specjax "
+                     f"supports {', '.join(_BY_NAME)}: give the model as "
+                     "safetensors with a tokenizer.json")
   rules = _BY_NAME[name]
   if "merges" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.merges, which "
@@ -183,11 +185,12 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
-  """Returns SentencePiece's BPE, which merges pairs in the order of scores.
+  """Returns SentencePiece's BPE as a list of merges.
 
-  Pairs that form a piece are listed as merges, best score first. SentencePiece
-  merges pieces of equal score from the left, and a list cannot express this.
-  Published models have no equal scores (a score is minus the rank).
+  SentencePiece merges the pair whose piece has the best score. So the pairs
+  that form a piece are listed as merges, best score first. Pieces of equal
+  score would be merged from the left, which a list cannot express. Published
+  models have no equal scores (a score is minus the rank).
   """
   if "scores" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.scores, which "
@@ -213,7 +216,7 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _merges(tokens, types, scores) -> list[tuple[str, str]]:
   """Returns the pairs of pieces that form a piece, best score first."""
-  # Control tokens and bytes are not pieces: text never merges into them.
+  # Merges never form control tokens or byte tokens, so these are left out.
   order = sorted((i for i, kind in enumerate(types)
                   if kind in (_NORMAL, _UNUSED)), key=lambda i: -scores[i])
   best_first = [tokens[i] for i in order]
@@ -224,7 +227,7 @@ def _merges(tokens, types, scores) -> list[tuple[str, str]]:
 
 
 def _add(backend, tokens, types, strips) -> None:
-  """Adds control and unknown tokens as special, user-defined ones as normal."""
+  """Adds control and unknown tokens as special, user-defined as normal ones."""
   special, added = [], []
   for token, kind in zip(tokens, types):
     if kind in (_CONTROL, _UNKNOWN):

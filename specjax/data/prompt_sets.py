@@ -27,7 +27,8 @@ from specjax.utils.files import read_text
 from specjax.utils.fingerprints import fingerprint
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
-# The main revision may be a script, which `datasets` no longer runs.
+# The main revision of a dataset may be a script, which `datasets` no longer
+# runs. This branch, which Hugging Face generates, has the data as Parquet.
 _PARQUET = "refs/convert/parquet"
 _TOPICS = "pydoc_data/topics.py"
 _TEST = re.compile(r"(^|[/_])tests?([/_.]|$)")  # test/, idle_test/, test_x.py
@@ -67,7 +68,7 @@ class PromptSet:
 
 PROMPT_SETS = {s.name: s for s in (
     PromptSet(name="lm1b", title="LM1B", fields=("text",),
-              # Held-out shards of the release have no other file ending.
+              # The held-out shards of the published files end in this number.
               endings=(".txt", "-of-00050", *_JSON), hf_id="dvruette/lm1b"),
     PromptSet(name="gpt_prompts", title="GPT Prompt",
               fields=("human_prompt", "prompt"), endings=(".csv", *_JSON),
@@ -128,7 +129,7 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
     ValueError: the set or file does not exist, or its format is wrong.
   """
   if name not in PROMPT_SETS:
-    raise ValueError(f"no prompt set {name!r}; there are "
+    raise ValueError(f"the prompt set is {name!r}; it must be one of "
                      f"{', '.join(PROMPT_SETS)}")
   spec = PROMPT_SETS[name]
   if path is None and spec.shipped:
@@ -140,7 +141,7 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
   prompts = [_prompt(spec, source, where, record) for where, record in records]
   prompts = [p for p in prompts if p.strip()]
   if not prompts:
-    raise ValueError(f"{source} holds no prompt; {_expected(spec)}")
+    raise ValueError(f"{source} contains no prompt; {_expected(spec)}")
   return prompts
 
 
@@ -167,14 +168,14 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
     ValueError: the set does not exist, or its documents are too short.
   """
   if name not in EMBEDDED:
-    raise ValueError(f"no embedded prompt set {name!r}; there are "
+    raise ValueError(f"the embedded prompt set is {name!r}; it must be one of "
                      f"{', '.join(EMBEDDED)}")
   documents = _documents(name)
   try:
     found = prompts_lib.named_excerpts(documents, count, characters, seed)
   except ValueError as e:
-    raise ValueError(f"{name!r} takes {_SOURCES[name]}, of which this Python "
-                     f"ships too few: {e}") from None
+    raise ValueError(f"{name!r} needs {_SOURCES[name]}, and this Python "
+                     f"has too few: {e}") from None
   held_out = name != "prose" or corpora.Document(_TOPICS, "").held_out
   return [text for _, text in found], {
       "documents": [document for document, _ in found],
@@ -196,7 +197,8 @@ def _huggingface_records(spec):
   except ImportError:
     raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
                      "pip install 'specjax[datasets]'") from None
-  # Streamed, because a training split may be a thousand times as large.
+  # Rows are streamed, because a training split may be a thousand times as large
+  # as the prompts that are read.
   rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
                                revision=spec.hf_revision, streaming=True)
   return ((f"row {i}", row) for i, row in enumerate(rows, 1))
@@ -226,7 +228,8 @@ def _csv_records(path, text):
   found, limit = [], csv.field_size_limit()
   rows = csv.DictReader(io.StringIO(text), strict=True)
   try:
-    # The limit is global to the process, and must fit into a C long.
+    # `csv` limits the length of a field to 131072 by default. The limit is
+    # global to the process, and must fit into a C long.
     csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
     line = 1 + bool(rows.fieldnames) * rows.line_num
     for i, row in enumerate(rows, 1):
@@ -234,7 +237,7 @@ def _csv_records(path, text):
       if any(map(str.strip, row.pop(None, ()))):
         raise ValueError(
             f"{path} row {i} (line {line}) has more cells than the header; put "
-            "a text with a comma into quotation marks")
+            "cells that contain a comma into quotation marks")
       if any((x or "").strip() for x in row.values()):
         found.append((f"row {i} (line {line})", row))
       line = rows.line_num + 1
@@ -278,7 +281,7 @@ def _prompt(spec, source, where, record):
 
 
 def _follow(place, value, field):
-  """Returns the value at a dotted path, "" if the user has no turn.
+  """Returns the value at a dotted path; "" for turns without the user's.
 
   Raises:
     KeyError: the path has no value.
@@ -289,7 +292,8 @@ def _follow(place, value, field):
       raise KeyError(key)
     value = value[key]
     if isinstance(value, list) and not is_turn:
-      # ShareGPT splits long conversations: a part may begin with the model.
+      # ShareGPT files split long conversations into records. So a record may
+      # begin with a turn of the model.
       value, is_turn = prompts_lib.users_turn(place, value), True
       if value is None:
         return ""
@@ -316,7 +320,7 @@ def _documents(name):
 
 @functools.cache
 def _held_out_modules():
-  """Returns the modules; cached, because a study may use several sets."""
+  """Returns the held-out modules; cached for studies with several sets."""
   return corpora.held_out_modules()
 
 

@@ -40,13 +40,14 @@ def named_excerpts(documents: Sequence[corpora.Document], count: int,
   documents = [d for d in documents if len(d.text) > 2 * characters]
   if not documents:
     raise ValueError(f"no document is longer than {2 * characters} "
-                     "characters; ask for shorter prompts, or give a file of "
-                     "your own")
+                     "characters; reduce the length of the prompts, or give a "
+                     "prompts file")
   count = min(count, sum(len(d.text) // characters for d in documents))
   rng = random.Random(seed)
   prompts = []
   while len(prompts) < count:
-    # One excerpt per document and pass, so that long documents do not dominate.
+    # Every pass takes one excerpt from each document, so that long documents do
+    # not dominate.
     for document in rng.sample(documents, len(documents)):
       place = rng.randrange(len(document.text) - characters)
       start = 1 + document.text.rfind("\n", 0, place)
@@ -72,18 +73,19 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
   """
   path = pathlib.Path(path)
   if not path.is_file():
-    raise ValueError(f"no prompts file at {path}; give a {_ENDINGS} file")
+    raise ValueError(f"the prompts file {path} does not exist; give a "
+                     f"{_ENDINGS} file")
   if path.name.endswith((".jsonl", ".jsonl.gz")):
     prompts = [_of_record(path, number, record, field)
                for number, record in corpora.json_lines(path)]
   elif path.suffix in (".txt", ".md"):
     prompts = _paragraphs(path)
   else:
-    raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a prompts "
-                     f"file is a {_ENDINGS} file")
+    raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; give a "
+                     f"{_ENDINGS} file")
   prompts = [p for p in prompts if p.strip()]
   if not prompts:
-    raise ValueError(f"{path} holds no prompt; at least one is needed")
+    raise ValueError(f"{path} contains no prompt; give at least one")
   return prompts
 
 
@@ -92,8 +94,9 @@ def _paragraphs(path: pathlib.Path) -> list[str]:
   parts = _BLANK_LINES.split(_OUTER_LINES.sub("", read_text(path)))
   if len(parts) == 1 and "\n" in parts[0]:
     print(f"{path} has no blank line between prompts, so its "
-          f"{parts[0].count(chr(10)) + 1} lines are one prompt; if each line "
-          "is a prompt, put blank lines between them", file=sys.stderr)
+          f"{parts[0].count(chr(10)) + 1} lines are read as one prompt; if "
+          "each line is a prompt, put blank lines between them",
+          file=sys.stderr)
   return parts
 
 
@@ -105,11 +108,11 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
   the first turn is the user's.
 
   Args:
-    place: the conversation's place for errors, such as "data.jsonl line 3".
-    turns: the turns of the conversation.
+    place: place of the conversation for errors, such as "data.jsonl line 3".
+    turns: turns of the conversation.
 
   Returns:
-    The string or the object; None if the user has no turn.
+    The user's first turn, a string or an object; None if there is none.
 
   Raises:
     ValueError: a turn has neither pair of keys, some turns name a speaker and
@@ -118,20 +121,21 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
   speakers = [conversations.speaker(place, i, turn)
               for i, turn in enumerate(turns, 1)]
   if None in speakers and any(speakers):
-    raise ValueError(f"{place}: turn {1 + speakers.index(None)} does not say "
-                     "who speaks, unlike others; add its 'role'")
+    raise ValueError(f"{place}: turn {1 + speakers.index(None)} has no "
+                     "speaker, but other turns have one; add its 'role'")
   for turn, speaker in zip(turns, speakers):
     if speaker is None or conversations.ROLES.get(speaker) == "user":
       return turn
   unknown = [x for x in speakers if x not in conversations.ROLES]
   if unknown:
-    raise ValueError(f"{place}: no turn is the user's, and {unknown[0]!r} is "
-                     "an unknown speaker; call the user 'user' or 'human'")
+    raise ValueError(f"{place}: no turn is the user's, and the speaker "
+                     f"{unknown[0]!r} is unknown; name the user 'user' or "
+                     "'human'")
   return None
 
 
 def turn_text(place: str, field: str, turn: Any) -> str:
-  """Returns the text of a turn of `users_turn`.
+  """Returns the text of a turn that `users_turn` returned.
 
   Raises:
     ValueError: the turn has no text.

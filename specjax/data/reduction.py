@@ -29,11 +29,11 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   spec = json.loads(tokenizer.backend.to_str())
   if spec["model"]["type"] != "BPE":
     raise ValueError(f"the tokenizer is of kind {spec['model']['type']}; only "
-                     "one of byte-pair encoding (BPE) can be reduced")
+                     "byte-pair encoding (BPE) can be reduced")
   vocab = spec["model"]["vocab"]
   merges = [merge if isinstance(merge, list) else merge.split(" ", 1)
             for merge in spec["model"]["merges"]]
-  parts = {}  # only the first merge of a token is used
+  parts = {}  # by token, the two tokens of its first merge, the only one used
   for left, right in merges:
     parts.setdefault(left + right, (left, right))
   added = {token["content"]: token["id"] for token in spec["added_tokens"]}
@@ -58,16 +58,18 @@ def _most_frequent(tokens, parts, required, size):
 
   Args:
     tokens: all tokens, the most frequent first.
-    parts: the two tokens that are merged to a token, by the token.
+    parts: pairs of tokens that are merged, by the resulting token.
     required: tokens that must be in the result.
-    size: size of the result. It may be less if parts do not fit.
+    size: size of the result. The result may be smaller, because a token is left
+      out if the parts of its merges do not fit.
 
   Raises:
-    ValueError: more tokens are required.
+    ValueError: there are more than `size` required tokens.
   """
   if size < len(required):
-    raise ValueError(f"size is {size}; the {len(required)} special tokens and "
-                     "those that no merge makes have to be kept")
+    raise ValueError(f"size is {size}, but {len(required)} tokens are required "
+                     "(special tokens, and tokens that no merge forms): give "
+                     "at least this size")
   kept = set(required)
   for token in tokens:
     needed = _with_parts(token, parts, kept)
@@ -77,7 +79,7 @@ def _most_frequent(tokens, parts, required, size):
 
 
 def _with_parts(token, parts, kept):
-  """Returns the token and its merged parts, except tokens in `kept`."""
+  """Returns the token and the parts of its merges, except tokens in `kept`."""
   needed, open_ = set(), [token]
   while open_:
     token = open_.pop()
@@ -88,12 +90,12 @@ def _with_parts(token, parts, kept):
 
 
 def _restrict(spec, merges, new) -> None:
-  """Reduces a `tokenizer.json` to the tokens of `new`, in place.
+  """Reduces the contents of a `tokenizer.json` to some tokens, in place.
 
   Args:
     spec: contents of the file.
     merges: pairs of tokens that are merged.
-    new: new ids by token.
+    new: new id of every token that stays.
   """
   vocab = {t: i for t, i in new.items() if t in spec["model"]["vocab"]}
   merges = [merge for merge in merges
@@ -105,7 +107,7 @@ def _restrict(spec, merges, new) -> None:
 
 
 def _renumber(node: Any, new) -> None:
-  """Replaces ids of special tokens in a template by new ids, in place."""
+  """Replaces ids of special tokens in a post-processor by `new`, in place."""
   if isinstance(node, list):
     for child in node:
       _renumber(child, new)

@@ -1,7 +1,8 @@
 """Conversion between the tokens of a target and a draft model, on the host.
 
-Both directions tokenize some preceding text as well, so tokens at the boundary
-equal the tokens of the full text.
+The tokens of a text depend on the text before it. So both directions tokenize
+some preceding text as well, and tokens at the boundary equal the tokens of the
+complete text.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from specjax.data.vocabularies import whole_characters
 class Retokenizer:
   """Pair of tokenizers, of the draft model and of the target.
 
-  Pairs are equal if the contents of the tokenizers are equal. So a pair can be
-  part of a static argument of a compiled program.
+  Two pairs are equal if the contents of their tokenizers are equal. So a pair
+  can be part of a static argument of a compiled program.
 
   Attributes:
     draft_size: D, vocabulary size of the draft model.
@@ -61,10 +62,10 @@ class Retokenizer:
                        (self._target, self._drafter)):
       if not any(one.spelled(text) for text in other.ids):
         raise ValueError(
-            f"no token of the drafter's {self.draft_size} can be written with "
-            f"the target's {self.target_size} tokens, or none the other way "
-            "round; choose a drafter for the same script, or decode with the "
-            "target alone")
+            f"no token of the drafter's {self.draft_size} can be spelled with "
+            f"the target's {self.target_size} tokens, or none of the target's "
+            "with the drafter's; choose a drafter for the same script, or "
+            "decode without a drafter")
     self._digest = self._drafter.digest(), self._target.digest()
 
   def __eq__(self, other):
@@ -78,9 +79,10 @@ class Retokenizer:
     """Returns draft ids of `before` followed by the target's `tokens`.
 
     Args:
-      tokens: target ids. Special tokens without a counterpart are skipped. So
-        are bytes that no draft tokens spell.
-      before: preceding draft ids. The following tokens may change them.
+      tokens: target ids. Special tokens without a counterpart are skipped, and
+        bytes that no draft tokens spell.
+      before: preceding draft ids. They are tokenized again with the following
+        text, so they may change in the result.
     """
     found, text = _last_text(self._drafter, before)
     parts = [text]
@@ -96,7 +98,7 @@ class Retokenizer:
     return found + self._joined(parts)
 
   def _joined(self, parts):
-    """Returns draft ids of joined byte strings; skips parts without any."""
+    """Returns draft ids of joined byte strings; skips parts without ids."""
     spelled = self._drafter.spelled
     found = spelled(b"".join(parts))
     if found is None:
@@ -108,9 +110,9 @@ class Retokenizer:
     """Returns target ids of the text of `drafted`, given `before`.
 
     An incomplete character at the end is dropped. The result ends before a
-    special token without a counterpart. More text might extend the last token.
-    It is included all the same, because a rejected token costs no more than a
-    missing one.
+    special token without a counterpart. With further text, the last token might
+    be longer. It is included all the same, because drafting a token that is
+    rejected costs no more than drafting none.
 
     Args:
       drafted: draft ids.
@@ -125,7 +127,7 @@ class Retokenizer:
     return found
 
   def _following(self, text, past):
-    """Returns target ids of `text` after `past`; [] if there are none."""
+    """Returns target ids of `text` that follows `past`; [] without any."""
     half = len(whole_characters(past + text)[2])
     text = text[:max(len(text) - half, 0)]
     if not text:
@@ -135,17 +137,17 @@ class Retokenizer:
       size += len(self._target.texts[found[i]])
       if size == len(text):
         return found[i:]
-    # A token of the joined text spans past and text, so encode text alone.
+    # A token of the joined text spans the boundary. So `text` is encoded alone.
     return self._target.spelled(text) or []
 
   def prompts(self, width: int, tokens: np.ndarray, lengths: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `as_draft` of prompts, with the draft model's bos.
+    """Converts prompts to draft ids, with the draft model's bos.
 
     Args:
-      width: columns W of the result.
-      tokens: `[B, P]` target ids. The target's bos at the start is dropped.
-      lengths: `[B]` numbers of target ids.
+      width: number W of columns of the result.
+      tokens: target ids `[B, P]`. The target's bos at the start is dropped.
+      lengths: numbers `[B]` of target ids.
 
     Returns:
       `[B, W]` int32 draft ids, and `[B]` int32, the number of draft ids. The
@@ -159,14 +161,16 @@ class Retokenizer:
   def reread(self, width: int, tail: np.ndarray, held: np.ndarray,
              new: np.ndarray, count: np.ndarray
              ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `as_draft` of new tokens; rows without any keep their tail.
+    """Converts new tokens of the target, and changes the last draft ids to fit.
+
+    In rows without new tokens the last draft ids are unchanged.
 
     Args:
-      width: columns W of the result.
-      tail: `[B, K]` last draft ids before the new tokens.
-      held: `[B]` numbers of ids in `tail`.
-      new: `[B, n]` target ids.
-      count: `[B]` numbers of ids in `new`.
+      width: number W of columns of the result.
+      tail: last draft ids `[B, K]` before the new tokens.
+      held: numbers `[B]` of ids in `tail`.
+      new: new target ids `[B, n]`.
+      count: numbers `[B]` of ids in `new`.
 
     Returns:
       `[B, W]` int32 draft ids that replace the tail, and `[B]` int32, the
@@ -179,14 +183,14 @@ class Retokenizer:
 
   def chains(self, gamma: int, before: np.ndarray, held: np.ndarray,
              drafted: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns `[B, gamma]` int32, `as_target` of rows, padded with -1.
+    """Converts drafted tokens to target ids `[B, gamma]`, padded with -1.
 
     Args:
       gamma: number of tokens of a chain; further tokens are cut off.
-      before: `[B, K]` target ids.
-      held: `[B]` numbers of ids in `before`.
-      drafted: `[B, G]` draft ids.
-      wanted: `[B]` bool, True for rows that draft.
+      before: preceding target ids `[B, K]`.
+      held: numbers `[B]` of ids in `before`.
+      drafted: draft ids `[B, G]`.
+      wanted: mask `[B]` bool of the rows that draft.
     """
     return _filled([
         self.as_target(row, past[:k])[:gamma] if wants else []
@@ -196,7 +200,8 @@ class Retokenizer:
 
 
 def _last_text(vocabulary, ids):
-  """Returns `(ids up to the last special id, bytes of the ids after it)`."""
+  """Splits ids after the last special id; returns the ids and the rest's bytes.
+  """
   ids = list(ids)
   start = len(ids)
   while start and vocabulary.texts[ids[start - 1]]:

@@ -1,7 +1,7 @@
 """Reader of text files, piece by piece.
 
-Text and errors are the same as with `files.read_text`. A file may be larger
-than the memory.
+Text and errors are the same as with `files.read_text`, but the file may be
+larger than the memory.
 """
 
 from collections.abc import Callable
@@ -50,5 +50,5 @@ def _pieces(path: str | os.PathLike[str],
           raise UnicodeError("a zero byte")
         yield piece
   except (UnicodeError, EOFError, OSError, zlib.error):
-    files.read_text(path)  # reports the line and the reason
+    files.read_text(path)  # raises an error with the line and the reason
     raise

@@ -37,17 +37,18 @@ def check_text(text: str) -> None:
     text.encode()
   except UnicodeEncodeError as e:
     raise ValueError(
-        f"the text is not UTF-8: character {e.start} is {text[e.start]!r}, "
-        "which is half of one; save it as UTF-8, or take that out") from None
+        f"the text is not valid Unicode: character {e.start} is "
+        f"{text[e.start]!r}, half of a surrogate pair; save the text as UTF-8, "
+        "or remove the character") from None
 
 
 _OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # Unicode categories
 
 
 def is_mark(text: str) -> bool:
-  """Returns True for the form of control tokens: `<|im_end|>`, `</s>`, `[SEP]`.
+  """Returns True for text like a control token: `<|im_end|>`, `</s>`, `[SEP]`.
 
-  The form is an opening sign, a closing sign, and letters or digits between.
+  Such text has an opening sign, letters or digits, and a closing sign.
   """
   return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
           and unicodedata.category(text[-1]) in _CLOSE
@@ -87,7 +88,7 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
   found = [b""] * size
   for text, token in backend.get_vocab().items():
     if token not in special:
-      # Added tokens are stored as text, not in the alphabet of bytes.
+      # Byte-level BPE stores tokens in its alphabet, but added tokens as text.
       found[token] = (text.encode() if byte_level and token in added
                       else of(text))
   return found
@@ -99,7 +100,7 @@ def _byte_level() -> Callable[[str], bytes]:
   def of(text: str) -> bytes:
     try:
       return bytes([byte[character] for character in text])
-    except KeyError:  # not a byte-level token: the library copies its text
+    except KeyError:  # not in the alphabet, so the library decodes it as text
       return text.encode()
 
   return of
@@ -108,7 +109,8 @@ def _byte_level() -> Callable[[str], bytes]:
 def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
   """Returns a function that applies a decoder's steps to a token.
 
-  The token is taken to be in the middle of a text.
+  It returns the token's bytes in the middle of a text. At the beginning some
+  decoders strip a space.
   """
   kinds = {step.get("type") for step in steps}
   replaced = _replacements(steps)
@@ -150,7 +152,7 @@ def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
       case {"type": "BPEDecoder", "suffix": old}:
         replaced.append((old, " "))
   if unknown:
-    raise ValueError(f"the tokenizer's decoder has {', '.join(unknown)}, of "
-                     "which the bytes of a token are not known; use one of "
-                     "byte-level BPE, SentencePiece or WordPiece")
+    raise ValueError(f"the tokenizer's decoder has {', '.join(unknown)}, which "
+                     "specjax does not support; use a tokenizer of byte-level "
+                     "BPE, SentencePiece or WordPiece")
   return replaced

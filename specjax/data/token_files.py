@@ -29,7 +29,7 @@ from specjax.utils.fingerprints import Digest
 from specjax.utils.fingerprints import fingerprint
 
 _ABOUT = "about.json"
-_FORMAT = 1  # increased by every change of the files
+_FORMAT = 1  # version of the files; increase it with every change of them
 _SIDES = ("training", "held_out")
 _DTYPE = np.dtype(np.uint32)
 _PIECE = 2**20  # characters tokenised at a time
@@ -37,18 +37,18 @@ _PIECE = 2**20  # characters tokenised at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFiles:
-  """Tokens of a corpus, both training and held-out documents.
+  """Tokens of a corpus. Pairs have a training and a held-out element.
 
   Attributes:
-    tokens: two arrays `[T]` uint32, training and held-out tokens. They are
-      mapped from files, so only accessed parts are in memory.
-    answered: two arrays `[T]` bool, True for tokens of an assistant's answer;
-      None if the corpus has no conversations.
-    documents: number of documents or conversations, training and held out.
-    num_bytes: UTF-8 bytes of all documents; 0 for conversations.
+    tokens: pair of arrays `[T]` uint32. They are mapped from files, so only
+      accessed parts are in memory.
+    answered: pair of arrays `[T]` bool, True for tokens of an assistant's
+      answer; None if the corpus has no conversations.
+    documents: pair of numbers of documents or conversations.
+    num_bytes: pair of numbers of UTF-8 bytes; 0 for conversations.
     corpus: fingerprint of all documents.
     fingerprints: fingerprint of both token arrays, and of the training array.
-    note: a line about skipped conversations, or "".
+    note: line about skipped conversations, or "".
     path: directory of the files.
   """
 
@@ -67,11 +67,11 @@ class TokenFiles:
     return sum(x.nbytes for x in (*self.tokens, *(self.answered or ())))
 
   def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
-    """Returns `[V]`, the count of each token in the training documents.
+    """Returns the count `[V]` of each token in the training documents.
 
     Args:
-      vocab_size: V, the vocabulary size.
-      answers_only: whether only tokens of answers are counted.
+      vocab_size: vocabulary size V.
+      answers_only: True to count only tokens of answers.
     """
     total = np.zeros(vocab_size, np.int64)
     for start in range(0, len(self.tokens[0]), _PIECE):
@@ -91,10 +91,10 @@ def read(source: str, field: str, tokenizer: Tokenizer,
     source: source of documents, see `corpora.iter_documents`; with `chat`,
       source of conversations, see `conversations.field_of`.
     field: field of a record with the text or the turns.
-    tokenizer: the tokenizer. Every text begins with its `bos`, or `eos`.
+    tokenizer: tokenizer. Every document begins with its `bos`, or `eos`.
     directory: parent directory for the files of all corpora.
-    chat: whether records are conversations, to be written by the chat template.
-    say: function called with a line of text before tokenisation starts.
+    chat: True if records are conversations, to be written by the chat template.
+    say: function that is called with a message before tokenisation starts.
 
   Raises:
     ValueError: the source cannot be read, or has too little text.
@@ -117,7 +117,8 @@ def read(source: str, field: str, tokenizer: Tokenizer,
 def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields a temporary directory that is renamed to `path` at the end.
 
-  Several processes may do this concurrently, because they write equal files.
+  Several processes may do this for the same path concurrently, because they
+  write equal files.
   """
   partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
   try:
@@ -126,7 +127,8 @@ def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
       partial.rename(path)
     except OSError:
-      if _open(path) is None:  # damaged, so not from a concurrent process
+      # `path` exists. If it is damaged, no concurrent process wrote it.
+      if _open(path) is None:
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
   finally:
@@ -144,7 +146,7 @@ def _open(path: pathlib.Path) -> TokenFiles | None:
   except (OSError, ValueError, KeyError):
     return None
   with contextlib.suppress(OSError):
-    os.utime(path / _ABOUT)  # records the time of the last use
+    os.utime(path / _ABOUT)  # its time is the time of the last use
   both = lambda kind: tuple(arrays[f"{side}.{kind}"] for side in _SIDES)
   return TokenFiles(
       tokens=both("tokens"), answered=both("answered") if about["chat"]
@@ -163,8 +165,8 @@ class _Writer:
   """Writer of the files of a corpus.
 
   Attributes:
-    num_bytes: UTF-8 bytes of all documents so far.
-    note: a line about skipped conversations, or "".
+    num_bytes: UTF-8 bytes of the training and the held-out documents so far.
+    note: line about skipped conversations, or "".
   """
 
   def __init__(self, stack: contextlib.ExitStack, path: pathlib.Path):
@@ -176,7 +178,7 @@ class _Writer:
 
   def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
           ) -> None:
-    """Appends tokens to the training (0) or held-out (1) array."""
+    """Appends tokens to the training array (`side` 0) or held-out array (1)."""
     tokens, marks = self._files[side]
     tokens.write(np.asarray(ids, _DTYPE).tobytes())
     marks.write(np.asarray(answered, bool).tobytes())
@@ -212,7 +214,8 @@ def _write(path, source, field, tokenizer, chat):
   for i, side in enumerate(_SIDES):
     both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
   first.add_array("[0]", path / "training.tokens", _DTYPE)
-  # No atomic write as in `files.write_json`: the directory is private so far.
+  # The directory is temporary and not visible to other processes. So the write
+  # need not be atomic as in `files.write_json`.
   (path / _ABOUT).write_text(json.dumps({
       "chat": chat, "documents": documents, "num_bytes": writer.num_bytes,
       "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
@@ -241,7 +244,7 @@ def _write_texts(writer, tokenizer, documents):
 
 
 def _write_chats(writer, tokenizer, chats, silent):
-  """Writes the conversations that have an answer; notes the number skipped."""
+  """Writes conversations with an answer, and a note on skipped ones."""
   refused, written = [], 0
   for side, chat in chats:
     try:
@@ -272,5 +275,5 @@ def _answered(source, field, silent):
     else:
       silent.append(chat.place)
   if empty:
-    raise ValueError(f"{source} holds no conversation in which an assistant "
-                     "says something; at least two are needed")
+    raise ValueError(f"{source} contains no conversation with an answer of an "
+                     "assistant; give at least two")

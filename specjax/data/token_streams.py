@@ -10,9 +10,9 @@ import numpy as np
 
 from specjax.data import token_bytes
 
-_TOGETHER = 2**20  # characters encoded in one call
-_LONG = 2**22  # longer texts are cut into pieces
-_NEAR = 1000  # characters compared before and after a cut
+_TOGETHER = 2**20  # number of characters that are encoded in one call
+_LONG = 2**22  # longest piece in characters; longer documents are cut
+_NEAR = 1000  # characters before and after a cut whose tokens are compared
 _LINE = re.compile(r"(?<=\w\n)(?=\w)")  # position before a line
 
 
@@ -24,15 +24,15 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
 
   Args:
     tokenizer: a `specjax.data.Tokenizer`.
-    texts: documents as strings.
+    texts: documents.
 
   Raises:
     ValueError: see `Tokenizer.encode_stream`.
   """
   between = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
   if between is None:
-    raise ValueError("the tokenizer has neither bos nor eos to part "
-                     "documents; name one in its tokenizer_config.json")
+    raise ValueError("the tokenizer has neither bos nor eos to separate "
+                     "documents; set one in its tokenizer_config.json")
   waiting, size = [], 0  # pairs (separator ids before a piece, the piece)
   for text in texts:
     token_bytes.check_text(text)
@@ -61,9 +61,9 @@ def _joined(tokenizer: Any, pieces: list[tuple[list[int], str]]) -> np.ndarray:
 def cut(tokenizer: Any, text: str) -> Iterator[str]:
   """Yields pieces of a long text. Their joined tokens equal the text's tokens.
 
-  A cut is made before a line if it does not change the tokens around it. If the
-  tokenizer marks the beginning of a text, no cut is possible, and the text
-  stays in one piece.
+  A cut is made before a line where it does not change the tokens around it. If
+  the tokenizer marks the beginning of a text, every cut would change them. Then
+  the text stays in one piece.
   """
   encode = lambda a, b: tokenizer.backend.encode(
       text[a:b], add_special_tokens=False).ids

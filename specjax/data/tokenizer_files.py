@@ -1,7 +1,8 @@
 """Reader of a tokenizer directory.
 
-`tokenizer.json` contains the vocabulary and the rules. The other files contain
-begin and end tokens and the chat template. They are read like in transformers.
+`tokenizer.json` contains the vocabulary and the rules. Other files of the
+directory contain the begin and end tokens and the chat template. They are read
+as in transformers.
 """
 
 from collections.abc import Iterator
@@ -41,13 +42,14 @@ def read(path: str | os.PathLike[str]
   path = pathlib.Path(path)
   file = path / "tokenizer.json" if path.is_dir() else path
   if not file.is_file():
-    raise ValueError(f"no tokenizer at {file}; it should be a tokenizer.json, "
-                     "which transformers' save_pretrained writes of others")
+    raise ValueError(f"the tokenizer {file} does not exist; give a "
+                     "tokenizer.json, which save_pretrained of transformers "
+                     "writes for other formats")
   try:
     backend = tokenizers.Tokenizer.from_str(read_text(file))
   except Exception as e:  # the library raises bare Exception
     raise ValueError(f"{file} is not a tokenizer: {e}") from None
-  backend.no_truncation()  # some files limit the length of texts
+  backend.no_truncation()  # some files limit the length of their encodings
   backend.no_padding()
   config = _json(file.with_name("tokenizer_config.json"))
   named = _json(file.with_name(_SPECIAL)) | config
@@ -64,17 +66,17 @@ def read(path: str | os.PathLike[str]
 
 
 def check_alone(directory: pathlib.Path) -> None:
-  """Checks a directory for files that would change a saved tokenizer.
+  """Checks that a directory has no files of another tokenizer.
 
   Raises:
-    ValueError: the directory has such a file. `read` uses it, and specjax never
-      writes it.
+    ValueError: the directory has a file that `read` would combine with a saved
+      tokenizer, although it belongs to another one.
   """
   for name in _BESIDE:
     if (directory / name).exists():
-      raise ValueError(f"{directory} has a {name}, which would be taken for "
-                       "that of the tokenizer written beside it; remove it, or "
-                       "choose another directory")
+      raise ValueError(f"{directory} has a {name} of another tokenizer, which "
+                       "would be read together with the saved one; remove it, "
+                       "or choose another directory")
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -120,7 +122,10 @@ def _mark_special(backend, named) -> None:
 
 
 def _template_tokens(backend) -> tuple[int | None, int | None]:
-  """Returns the special tokens added before and after a text, or None."""
+  """Returns the special tokens that are added before and after a text.
+
+  They are None if the tokenizer adds none.
+  """
   encoding = backend.encode("a")
   marks = encoding.special_tokens_mask
   if not any(marks):
@@ -134,11 +139,11 @@ def _begin_and_end(backend, file, named, before, after
   """Returns the ids of "bos_token" and "eos_token", if they are known.
 
   Args:
-    backend: the tokenizer.
-    file: its file.
-    named: values of the files beside it.
+    backend: tokenizer.
+    file: path of the `tokenizer.json`.
+    named: values of the directory's other files, by key.
     before: token that the tokenizer puts before a text, or None.
-    after: token that it puts after a text, or None.
+    after: token that the tokenizer puts after a text, or None.
   """
   written = {name: token for name, token in zip(_ENDS, (before, after))
              if token is not None}
@@ -147,13 +152,19 @@ def _begin_and_end(backend, file, named, before, after
   for name in _ENDS:
     if name in named:
       tokens[name] = _id(backend, file, name, named[name])
-  if before is not None:  # the token put before a text is `bos` by definition
+  if before is not None:  # `bos` is by definition the token before a text
     tokens["bos_token"] = before
   return tokens
 
 
 def _last_resort(backend, path, known) -> dict[str, int]:
-  """Returns ids from the model's configuration, else of `END_OF_TEXT`."""
+  """Returns ids from the model's configuration, else the id of `END_OF_TEXT`.
+
+  Args:
+    backend: tokenizer.
+    path: path of the model's configuration.
+    known: keys whose ids are known from other files.
+  """
   config = _json(path)
   found = {}
   for name in _ENDS:
@@ -174,7 +185,8 @@ def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
                        path: str | os.PathLike[str]) -> None:
   """Checks that a begin or end token is not an ordinary token.
 
-  Configurations may have the ids of ordinary tokens from a library's defaults.
+  A configuration may have ids that are a library's defaults, and that are
+  ordinary tokens of this tokenizer.
 
   Args:
     backend: the tokenizer.
@@ -190,8 +202,8 @@ def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
       and not token_bytes.is_mark(backend.id_to_token(token) or "")
       and token in backend.encode(text, add_special_tokens=False).ids):
     raise ValueError(
-        f"{path} has {token} for {key}, which is {text!r} in tokenizer.json, "
-        "an ordinary token; write the id of the token that "
+        f"{path} has {token} for {key}, which is the ordinary token {text!r} "
+        "in tokenizer.json; write the id of the token that "
         f"{'begins' if key.startswith('bos') else 'ends'} a sequence, or null")
 
 
@@ -201,8 +213,8 @@ def _id(backend, file, name, value) -> int | None:
     return None
   token = backend.token_to_id(texts[0])
   if token is None:
-    raise ValueError(f"{texts[0]!r} is the {name} beside {file}, which has no "
-                     "such token; the files are of two tokenizers")
+    raise ValueError(f"{name} is {texts[0]!r}, which is not a token of {file}; "
+                     "give files of one tokenizer")
   return token
 
 
@@ -217,8 +229,8 @@ def _chat_template(directory, config) -> str | None:
     template = _default_template(directory, template)
   if not isinstance(template, str | None):
     raise ValueError(f"the chat_template in {directory} is a "
-                     f"{type(template).__name__}; it must be a text, or a list "
-                     f"of dicts with a 'name' and a 'template': {_FIX}")
+                     f"{type(template).__name__}; it must be a string, or a "
+                     f"list of dicts with 'name' and 'template': {_FIX}")
   return template
 
 
@@ -228,7 +240,7 @@ def _default_template(directory, templates) -> str | None:
              for item in templates if isinstance(item, dict)}
   if len(by_name) < len(templates) or not all(
       isinstance(text, str) for item in by_name.items() for text in item):
-    raise ValueError(f"the chat_template in {directory} is a list whose "
-                     "items have not all a 'name' and a 'template' of their "
-                     f"own; {_FIX}")
+    raise ValueError(f"the chat_template in {directory} is a list, in which "
+                     "every item must have its own 'name' and a 'template'; "
+                     f"{_FIX}")
   return by_name.get("default", next(iter(by_name.values()), None))

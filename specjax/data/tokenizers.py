@@ -53,9 +53,9 @@ class Tokenizer:
                chat_template: str | None = None) -> None:
     for name, token in (("bos", bos), ("eos", eos)):
       if token is not None and backend.id_to_token(token) is None:
-        raise ValueError(f"{name} is {token}, and the tokenizer has "
-                         f"{backend.get_vocab_size()} tokens; give the id of "
-                         "one of them")
+        raise ValueError(f"{name} is {token}, which is not an id of the "
+                         f"tokenizer's {backend.get_vocab_size()} tokens; give "
+                         "the id of a token")
     self.backend = backend
     self.bos = bos
     self.eos = eos
@@ -67,8 +67,8 @@ class Tokenizer:
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
         if token is not None
         and not (token in known and known[token].special)])
-    # This is state of the backend, shared by all threads, so it is set once.
-    # Special tokens are read by another backend, `parser`.
+    # This setting is shared by all threads that use the backend. So it is set
+    # once. Another backend, `parser`, reads special tokens.
     backend.encode_special_tokens = True
 
   @classmethod
@@ -133,8 +133,8 @@ class Tokenizer:
     """Copy of `backend` that reads special tokens from text."""
     copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
     copy.encode_special_tokens = False
-    # Offsets include the spaces of tokens. The post-processor has no other
-    # effect, because no special tokens are added.
+    # With this post-processor, offsets include the spaces of tokens. It
+    # replaces one that adds special tokens, but `parser` is used without them.
     copy.post_processor = processors.ByteLevel(trim_offsets=False)
     return copy
 
@@ -154,13 +154,13 @@ class Tokenizer:
   def control_tokens(self) -> dict[int, str]:
     """Special tokens by id, without the token for unknown characters.
 
-    Plain text may encode to the unknown token, but not to these. Byte-level
-    models need no unknown token. GPT-2 names its end of text as the unknown
-    token, and it stays in the result.
+    Plain text may encode to the unknown token, but to no control token.
+    Byte-level models never use an unknown token. So GPT-2's end of text, which
+    its files also name as the unknown token, is a control token.
     """
     strange = "\U0010ffff"  # a character in no vocabulary
     before, words = self.backend.normalizer, self.backend.pre_tokenizer
-    if before:  # the normalizer of BERT removes the character
+    if before:  # BERT's normalizer would remove the character
       strange = before.normalize_str(strange) or strange
     pieces = ([piece for piece, _ in words.pre_tokenize_str(strange)]
               if words else [strange])
@@ -178,10 +178,10 @@ class Tokenizer:
 
     Args:
       text: text to encode.
-      bos: whether to prepend the beginning-of-sequence token if `adds_bos`. It
-        is always prepended to an empty sequence if the tokenizer has one.
-      special: whether to read special tokens from the text. Use it only for
-        trusted text. An initial `bos` in the text is not repeated.
+      bos: True to prepend the beginning-of-sequence token if `adds_bos`. For an
+        empty text it is prepended also without `adds_bos`.
+      special: True to read special tokens from the text. Use it only for
+        trusted text. A text that begins with `bos` gets no second one.
 
     Raises:
       ValueError: a character of the text is a special token, or is not valid
@@ -226,10 +226,13 @@ class Tokenizer:
                    ) -> tuple[list[int], list[bool]]:
     """Returns the token ids of a conversation, and a mask of the answers.
 
+    Args:
+      messages: messages, see `chat`.
+
     Returns:
       The ids of `chat` up to the end of the last answer, and a list of bools:
-      True for tokens that the model generates, the answers and their ends of
-      turn.
+      True for tokens that the model generates, which are the answers and the
+      tokens that end their turns.
 
     Raises:
       ValueError: see `chat`; or the tokens of answers cannot be separated
@@ -239,6 +242,8 @@ class Tokenizer:
 
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
     """Returns one uint32 array of all documents, each after `bos`, or `eos`.
+
+    `eos` is used if the tokenizer has no `bos`.
 
     Raises:
       ValueError: the tokenizer has neither token, or see `encode`.
@@ -265,7 +270,7 @@ class Tokenizer:
 
   @functools.cached_property
   def _bytes(self) -> list[bytes]:
-    """`[V]`, bytes of each token."""
+    """Bytes of each of the V tokens."""
     return token_bytes.table(self.backend, self.vocab_size,
                              self.special_tokens)
 
@@ -273,8 +278,8 @@ class Tokenizer:
             ) -> Iterator[tuple[int, tokenizers.Encoding]]:
     """Yields `(offset, encoding)` of the pieces of a text, often only one.
 
-    No encoding has a control token. If a vocabulary can produce one from plain
-    text (such as `</s>`), the text is cut inside it.
+    No encoding has a control token. If plain text such as `</s>` would be
+    encoded as one, the text is cut inside it.
 
     Args:
       text: text to encode.
@@ -293,9 +298,9 @@ class Tokenizer:
     for token, (start, end) in zip(encoding.ids, encoding.offsets):
       if token in control:
         if end - start < 2:
-          raise ValueError(f"the text has {text[start:end]!r}, which is the "
-                           f"special token {control[token]!r} of the "
-                           "tokenizer; leave it out")
+          raise ValueError(f"the text contains {text[start:end]!r}, which the "
+                           "tokenizer always encodes as the special token "
+                           f"{control[token]!r}; leave it out")
         cuts.append(start + 1)
     for start, end in zip(cuts, [*cuts[1:], len(text)]):
       for place, part in self.plain(text[start:end]):
@@ -303,10 +308,10 @@ class Tokenizer:
 
 
 def _mark_those_of_template(backend, template):
-  """Marks the control tokens of a chat template as special.
+  """Marks the control tokens that a chat template writes as special.
 
-  Some GGUF files store `<|im_start|>` as a normal token. The tokenizer would
-  then split it.
+  Some GGUF files store `<|im_start|>` as a normal token. Then the tokenizer
+  would split it into several tokens.
   """
   split = []
   for text in token_bytes.marks_in(template or ""):
@@ -318,19 +323,19 @@ def _mark_those_of_template(backend, template):
     backend.add_special_tokens(split)
     print(f"the chat template writes {', '.join(split)}, which the files of "
           "the tokenizer do not mark as special; each is read as one special "
-          "token, and not in pieces", file=sys.stderr)
+          "token all the same", file=sys.stderr)
 
 
 def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
   """Checks that the tokenizers of drafter and target have equal tokens.
 
   Raises:
-    ValueError: the sizes or the tokens differ; the first difference is named.
+    ValueError: the sizes differ, or a token; the error names the first one.
   """
   fix = "give a drafter that was trained with the target's tokenizer"
   if drafter.vocab_size != target.vocab_size:
     raise ValueError(
-        f"the drafter's tokenizer has {drafter.vocab_size} tokens and the "
+        f"the drafter's tokenizer has {drafter.vocab_size} tokens, but the "
         f"target's has {target.vocab_size}; {fix}")
   if drafter.same_tokens(target):
     return
@@ -341,8 +346,8 @@ def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
   for token in range(target.vocab_size):
     there, here = meaning(drafter, token), meaning(target, token)
     if there != here:
-      raise ValueError(f"token {token} is {there} to the drafter's tokenizer "
-                       f"and {here} to the target's; {fix}")
+      raise ValueError(f"token {token} is {there} for the drafter's tokenizer "
+                       f"and {here} for the target's; {fix}")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,11 +1,11 @@
 """Comparison of two vocabularies, on the host.
 
-Tokens are compared by bytes, so space markers and byte-level alphabets do not
-matter. Special tokens have no bytes. They are paired by role (bos with bos, eos
-with eos) or by equal names.
+Tokens are compared by their bytes, so different space markers and byte-level
+alphabets have no effect. Special tokens have no bytes. They are paired by role
+(bos with bos, eos with eos) or by equal names.
 
-`VocabularyMap` contains the tables for a compiled loop (Timor et al. 2025,
-arXiv:2502.05202).
+`VocabularyMap` contains the tables with which a compiled decoding loop
+translates between the vocabularies (Timor et al. 2025, arXiv:2502.05202).
 """
 
 import codecs
@@ -26,8 +26,9 @@ NO_TOKEN = -1
 class ReadsText(Protocol):
   """Interface of a tokenizer; `specjax.data.Tokenizer` implements it.
 
-  Optional: `adds_bos`, whether `bos` begins every sequence (default: True), and
-  `backend`, a `tokenizers.Tokenizer` with names of special tokens.
+  Two attributes are optional: `adds_bos`, True if `bos` begins every sequence
+  (default: True), and `backend`, a `tokenizers.Tokenizer` with the names of
+  special tokens.
   """
 
   bos: int | None
@@ -46,7 +47,7 @@ class ReadsText(Protocol):
 
 def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
                   ) -> list[int] | None:
-  """Returns ids that spell `data` by greedy longest match, or None.
+  """Returns ids that spell `data` by greedy longest match; None without any.
 
   Args:
     data: bytes to spell.
@@ -67,12 +68,12 @@ def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
 
 
 def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
-  """Returns `(incomplete character, text, incomplete character)` of bytes.
+  """Splits bytes into an incomplete character, text, an incomplete character.
 
-  The text is None if the bytes between the two are not UTF-8.
+  The text is None if the bytes between the incomplete characters are not UTF-8.
   """
   rest = data
-  while rest and 0x80 <= rest[0] < 0xC0:  # continues a character
+  while rest and 0x80 <= rest[0] < 0xC0:  # UTF-8 continuation byte
     rest = rest[1:]
   decoder = codecs.getincrementaldecoder("utf-8")()
   try:
@@ -86,7 +87,8 @@ def _names_and_bytes(tokenizer: ReadsText, count: int
                      ) -> tuple[list[str | None], list[bytes]]:
   """Returns the names and the bytes of the first `count` tokens.
 
-  Without a backend all names are None. With one, unused ids have no name.
+  If the tokenizer has no `backend`, all names are None. Else the names of
+  unused ids are None.
   """
   backend = getattr(tokenizer, "backend", None)
   names = [backend.id_to_token(i) if backend else None for i in range(count)]
@@ -110,10 +112,10 @@ class Vocabulary:
 
   Attributes:
     size: vocabulary size of the model; the tokenizer may use fewer ids.
-    texts: token bytes of every id; b"" for special and unused ids.
-    ids: id by bytes. Among tokens with equal bytes, the first one that is not a
-      SentencePiece byte is used.
-    specials: id by name of the special token.
+    texts: bytes of the token of every id; b"" for special and unused ids.
+    ids: token id by the token's bytes. Among tokens with equal bytes, it is the
+      first that is not one of SentencePiece's byte tokens.
+    specials: id of each special token, by its name.
     bos: id of the token before every sequence, or None.
     eos: id of the token after a sequence, or None.
   """
@@ -150,10 +152,10 @@ class Vocabulary:
   def spelled(self, data: bytes) -> list[int] | None:
     """Returns token ids whose bytes are exactly `data`, or None.
 
-    The ids are from the tokenizer if their bytes equal `data`. They differ if
-    the tokenizer puts a space before every text or normalises it. Then, and for
-    bytes that are not UTF-8, ids are found by greedy longest match. Incomplete
-    characters at both ends are always matched that way.
+    The tokenizer's ids are used if their bytes equal `data`. Their bytes differ
+    if the tokenizer puts a space before every text or normalises it. Then, and
+    for bytes that are not UTF-8, ids are found by greedy longest match. So are
+    incomplete characters at both ends.
     """
     head, text, tail = whole_characters(data)
     match = lambda part: longest_match(part, self.ids, self._longest)
@@ -168,11 +170,11 @@ class Vocabulary:
     """Returns the tokenizer's ids of a text, empty if it raises."""
     try:
       return self._tokenizer.encode(text, bos=False) if text else []
-    except ValueError:  # a character is a special token to it
+    except ValueError:  # the tokenizer reads a character as a special token
       return []
 
   def bytes_of(self, ids: list[int]) -> bytes:
-    """Returns the joined bytes of ids; special and unknown ids have none."""
+    """Returns the joined bytes of ids; special and unknown ids are skipped."""
     return b"".join(self.texts[i] for i in ids if i < self.size)
 
 
@@ -194,16 +196,16 @@ def special_pairs(drafter: Vocabulary, target: Vocabulary
 
 @struct.dataclass
 class VocabularyMap:
-  """Common tokens of two vocabularies, and spellings of the others.
+  """Common tokens of two vocabularies, and spellings of the target's others.
 
-  D and V are the vocabulary sizes of draft model and target. Common tokens have
-  equal bytes. A draft id has at most one target id; a target id may have
-  several draft ids.
+  D and V are the vocabulary sizes of draft model and target. Tokens are common
+  if their bytes are equal. A draft id corresponds to at most one target id, but
+  several draft ids may correspond to the same target id.
 
   Attributes:
     to_target: `[D]` int32, target id of every draft id; V if not common.
-    twins: `[V]` int32, draft id of every target id; D if not common.
-    doubles: `[E]` int32, common draft ids missing from `twins`.
+    twins: `[V]` int32, a draft id of every target id; D if not common.
+    doubles: `[E]` int32, the common draft ids that are missing in `twins`.
     offsets: `[V + 1]` int32, start of the spelling of every target id in
       `pieces`. A common token is spelled by its twin. Special tokens without a
       counterpart and bytes without a spelling have no pieces.
@@ -274,9 +276,9 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   to_target = np.where(has_twin[to_target], to_target, target.size)
   if not has_twin.any():
     raise ValueError(
-        f"the {drafter.size} tokens of the drafter and the {target.size} of "
-        "the target have none in common; choose a drafter for the same "
-        "script, or decode with the target alone")
+        f"the drafter's {drafter.size} tokens and the target's {target.size} "
+        "have none in common; choose a drafter for the same script, or decode "
+        "without a drafter")
   common = np.flatnonzero(to_target < target.size)
   doubles = common[twins[to_target[common]] != common]
   counts = [len(spelling) for spelling in spellings]
@@ -291,7 +293,12 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
 
 
 def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
-  """Returns `VocabularyMap.twins`, before `to_target` is reduced to them."""
+  """Returns `VocabularyMap.twins`: among several draft ids, one is chosen.
+
+  Args:
+    to_target: target id of every draft id, see `VocabularyMap`.
+    spellings: draft ids that spell each target token.
+  """
   twins = np.full(len(spellings), len(to_target), np.int32)
   for i, spelling in enumerate(spellings):
     if len(spelling) == 1 and to_target[spelling[0]] == i:
@@ -300,6 +307,6 @@ def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
 
 
 def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
-  """Returns draft ids that spell a target token; empty without a spelling."""
+  """Returns draft ids that spell a target token; [] without a spelling."""
   alone = drafter.ids.get(text)
   return [alone] if alone is not None else drafter.spelled(text) or []

@@ -110,13 +110,13 @@ def test_roles():
 
 @pytest.mark.parametrize("records, words", [
     ([{"messages": [{"role": "narrator", "content": "N"}]}],
-     "1: turn 1 has the unknown speaker 'narrator'; known are human"),
-    ([{"messages": [{"content": "N"}]}], "1: turn 1 does not say who speaks"),
-    ([{"messages": ["N"]}], "1: turn 1 does not say who speaks"),
+     "1: turn 1 has the unknown speaker 'narrator'; use one of human"),
+    ([{"messages": [{"content": "N"}]}], "1: turn 1 has no speaker"),
+    ([{"messages": ["N"]}], "1: turn 1 has no speaker"),
     ([{"messages": [{"role": "user", "content": None}]}],
      "1: turn 1: 'content' is None"),
     ([{"messages": [{"from": "gpt", "value": "\ud83d"}]}], "1.*half of"),
-    ([{"messages": []}, {"text": "a"}], "2 has no field 'messages', unlike"),
+    ([{"messages": []}, {"text": "a"}], "2 has no field 'messages', but"),
     ([{"messages": []}, {"messages": "a"}], "2: 'messages' is a JSON str"),
     ([{"messages": []}, [1]], "2 (has no field|is a JSON list)")])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

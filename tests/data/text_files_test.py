@@ -123,7 +123,7 @@ def test_lines_of_items(tmp_path):
       (good.replace("]", ",]"), "line 6 is not JSON"),
       (good + "x", "line 7 is not JSON"), ("[", "line 1 is not JSON"),
       ("[1,\n\n2]", "line 1, item 1 is a JSON int"),
-      ("[]", "holds no prompt")):
+      ("[]", "contains no prompt")):
     with pytest.raises(ValueError, match=rf"a\.json.*{words}"):
       read(text)
 
@@ -157,7 +157,7 @@ def test_one_prompt_of_many_lines_is_told(tmp_path, capsys):
   path = _write(tmp_path / "a.txt", b"first\nsecond\nthird\n")
   assert prompts.read_prompts(path) == ["first\nsecond\nthird"]
   assert f"{path} has no blank line" in (err := capsys.readouterr().err)
-  assert "3 lines are one prompt" in err
+  assert "3 lines are read as one prompt" in err
   _write(path, b"only\n")
   assert prompts.read_prompts(path) == ["only"]
   assert not capsys.readouterr().err
@@ -200,11 +200,11 @@ def test_the_users_turn(tmp_path, keys, place, turns, expected):
 
 @pytest.mark.parametrize("turns, words", [
     ([{"role": "system", "content": "S"}, {"text": "U"}],
-     "turn 2 has the fields 'text'; a turn has 'from'"),
+     "turn 2 has the fields 'text'; it must have 'from'"),
     ([{"role": "user", "content": "U"}, 3], "turn 2 has a JSON int"),
     ([{"content": "S"}, {"role": "user", "content": "U"}],
-     "turn 1 does not say who speaks"),
-    ([{"role": "narrator", "content": "N"}], "'narrator' is an unknown"),
+     "turn 1 has no speaker"),
+    ([{"role": "narrator", "content": "N"}], "'narrator' is unknown"),
     ([{"role": "user", "content": None}], "'messages.content' is None"),
     ([{"role": "user", "content": [{"type": "text", "text": "U"}]}],
      r"'messages.content' is \[\{'text': 'U'"),

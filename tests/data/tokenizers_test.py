@@ -190,10 +190,10 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("files, match", [
-    (dict(config={"eos_token": "</s>"}), "'</s>' is the eos_token beside"),
+    (dict(config={"eos_token": "</s>"}), "eos_token is '</s>', which is not"),
     (dict(config=[1]), "tokenizer_config.json holds a JSON list"),
     (dict(config={"chat_template": {"a": "b"}}), "chat_template in .* a dict"),
-    (dict(config={"chat_template": [{"template": "b"}]}), "items have not all"),
+    (dict(config={"chat_template": [{"template": "b"}]}), "every item"),
     (dict(config={"chat_template": ["b"]}), "chat_template.*'name'"),
 ], ids=["token", "json", "dict", "nameless", "text"])
 def test_files_that_contradict_each_other(tmp_path, files, match):
@@ -253,7 +253,7 @@ def test_pieces_that_are_special_tokens():
     assert tokenizer.decode(tokenizer.encode(text)).replace(" ", "") == text
   assert 0 in tokenizer.encode("\u2603")  # no vocabulary has everything
   single = library.Tokenizer(models.WordLevel({"$": 0, "a": 1}))
-  with pytest.raises(ValueError, match="'\\$', which is the special token"):
+  with pytest.raises(ValueError, match="'\\$', which the tokenizer always"):
     tokenizers.Tokenizer(single, eos=0).encode("$")
 
 
@@ -266,7 +266,7 @@ def test_a_text_that_is_not_utf8():
   if importlib.util.find_spec("jinja2"):
     calls.append(lambda text: tokenizer.chat(_user(text)))
   for call in calls:
-    with pytest.raises(ValueError, match="not UTF-8: character 2 .*'.udcff'"):
+    with pytest.raises(ValueError, match="Unicode: character 2 .*'.udcff'"):
       call("ab\udcff")
 
 
@@ -347,15 +347,15 @@ def test_same_tokens():
   swapped = tokenizers.Tokenizer(library.Tokenizer.from_str(
       _byte_level_json().replace("<think>", "<THINK>")))
   assert not swapped.same_tokens(target)
-  with pytest.raises(ValueError, match="token 272 is b'<THINK>' to the drafte"
-                     "r's tokenizer and b'<think>' to the target's"):
+  with pytest.raises(ValueError, match="token 272 is b'<THINK>' for the drafte"
+                     "r's tokenizer and b'<think>' for the target's"):
     tokenizers.check_same_tokens(swapped, target)
   renamed = tokenizers.Tokenizer(library.Tokenizer.from_str(
       _byte_level_json().replace("<|im_end|>", "<|END|>")))
   assert not renamed.same_tokens(target)
   special = _byte_level()
   special.add_special_tokens(["<think>"])
-  with pytest.raises(ValueError, match="token 272 is special '<think>' to"):
+  with pytest.raises(ValueError, match="token 272 is special '<think>' for"):
     tokenizers.check_same_tokens(tokenizers.Tokenizer(special), target)
 
 
@@ -414,12 +414,12 @@ def test_gguf_tokens_that_end_a_turn(name):
 
 
 @pytest.mark.parametrize("changes, match", [
-    (dict(pre="unheard-of"), "'unheard-of'; known are default, gpt-2"),
-    (dict(pre=None), "pre-tokenizer is None; known are"),
+    (dict(pre="unheard-of"), "'unheard-of'; specjax supports default, gpt-2"),
+    (dict(pre=None), "pre-tokenizer is None; specjax supports"),
     (dict(model="bert"), "of kind 'bert' and 262 tokens"),
     (dict(tokens=[]), "of kind 'gpt2' and 0 tokens"),
-    (dict(tokens=["a", "b", "a"]), "1 of the GGUF file's 3 tokens are there"),
-    (dict(token_type=[1]), "262 tokens and 1 values of token_type"),
+    (dict(tokens=["a", "b", "a"]), "1 of the GGUF file's 3 tokens are dup"),
+    (dict(token_type=[1]), "262 tokens, but 1 values of token_type"),
     (dict(eos_token_id=262), "its eos is token 262"),
     (dict(eot_token_id=262), "its eot is token 262"),
     (dict(merges=["a zz"]), "merges do not fit its tokens"),
@@ -585,7 +585,7 @@ def test_messages_that_lack_their_content():
   # a traceback.
   for message in ({"role": "user"}, {"role": "user", "tool_calls": []},
                   {"role": "user", "tool_calls": None}, {"content": "a"}):
-    with pytest.raises(ValueError, match="'content', or 'tool_calls' in its"):
+    with pytest.raises(ValueError, match="'content', or with 'role' and"):
       _chat().chat([message])
   deep = []
   for _ in range(5000):
@@ -604,7 +604,7 @@ def test_messages_that_lack_their_content():
 def test_special_tokens_made_together(template, contents):
   # Broken: contents that are harmless by themselves become a special token in
   # the hands of the template.
-  with pytest.raises(ValueError, match="together make special tokens.*< >"):
+  with pytest.raises(ValueError, match="together form special tokens.*< >"):
     _chat(template).chat(_user(*contents))
 
 
@@ -624,10 +624,10 @@ def test_roles_may_make_special_tokens():
     ("{{ raise_exception('no system\nrole') }}", _user("a"),
      "template fails: no system role; change the messages"),
     ("{{ messages[0].x.y }}", _user("a"), "template fails: .*no attribute 'x'"),
-    ("{% if %}", _user("a"), "the chat template is not one"),
+    ("{% if %}", _user("a"), "the chat template is not valid"),
     ("{{ ''.__class__.mro() }}", _user("a"), "template fails: .*unsafe"),
     (_CHATML, [{"role": "user"}], "a message is {'role': 'user'}"),
-    (_CHATML, _user(np.zeros(2)), "a message holds a ndarray"),
+    (_CHATML, _user(np.zeros(2)), "a message contains a ndarray"),
 ])
 def test_conversations_that_fail(template, messages, match):
   # Broken: a traceback of jinja, or of numpy, for what a user wrote.
@@ -656,7 +656,7 @@ def test_without_a_sound_jinja(monkeypatch):
     tokenizer.chat(_user("a"))
   monkeypatch.undo()
   monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1.5")
-  with pytest.raises(ValueError, match="jinja2 is 3.1.5.*at least 3.1.6"):
+  with pytest.raises(ValueError, match="is version 3.1.5.*at least 3.1.6"):
     tokenizer.chat(_user("a"))
 
 

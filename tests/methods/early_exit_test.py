@@ -343,7 +343,7 @@ def test_bad_exits_are_refused():
        r"EarlyExit\(shares_pass=False\)"),
       (lambda: _rounds(EarlyExit(
           exit=1, gamma=2, stop=stop_rules.AcceptanceHead()), 1),
-       "AcceptanceHead has parameters; give"),
+       "AcceptanceHead, a rule with.*; give"),
       (lambda: Shortened(model, Sublayers(attention=(), mlp=(0,))),
        "no attention"),
       (lambda: Shortened(model, Sublayers.between(0, 4)), "layer 3.*0 to 2"),

@@ -139,7 +139,7 @@ def test_nothing_in_common():
   # Broken: a drafter that can never draft runs, at the cost of its passes.
   with pytest.raises(ValueError, match="3 tokens.*2.*none in common"):
     data.map_vocabularies(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
-  with pytest.raises(ValueError, match="3 can be written with.*2 tokens"):
+  with pytest.raises(ValueError, match="3 can be spelled with.*2 tokens"):
     data.Retokenizer(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
 
 

@@ -313,7 +313,7 @@ def test_an_end_that_texts_have(copy, file, key, ends):
   config = json.loads(path.read_text()) if path.exists() else {}
   path.write_text(json.dumps(config | {key: 1}))
   with pytest.raises(ValueError, match=(
-      rf"{path} has 1 for {key}, which is '\"' in tokenizer.json.*write the id"
+      rf"{path} has 1 for {key}, which .*'\"' in tokenizer.json.*write the id"
   )):
     load_pretrained(target)
   path.write_text(json.dumps(config | {key: [1, 2] if ends else None}))

@@ -279,7 +279,7 @@ def test_bias_of_the_fusion(changed):
   assert not _loaded("eagle1_plain")[0].fusion_bias
   heads, _ = changed("eagle1_plain", drop=("bias",))  # the tensors decide
   assert not heads.fusion_bias
-  with pytest.raises(ValueError, match="has False for bias and a tensor fc"):
+  with pytest.raises(ValueError, match="False for bias, but a tensor fc"):
     changed("eagle1", bias=False)
 
 
@@ -415,11 +415,11 @@ _REFUSED = {
         "has True for use_mtp_layernorm"),
     "the other convention": (
         "dspark", dict(sample_from_anchor=False),
-        "has False for sample_from_anchor, and drafters of this layout True"),
+        "has False for sample_from_anchor, but drafters of this layout"),
     "the other algorithm": (
         "dflash", dict(dflash_config=dict(
             mask_token_id=40, target_layer_ids=[1, 5, 8],
-            projector_type="dspark")), "has 'dspark' for projector_type, and"),
+            projector_type="dspark")), "has 'dspark' for projector_type, but"),
     "two block sizes": (
         "dspark", dict(dflash_config=dict(block_size=7)),
         "has 5 for block_size and 7 in dflash_config"),

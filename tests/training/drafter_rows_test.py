@@ -128,7 +128,7 @@ def test_short_and_useless_conversations(tmp_path, capsys):
   with pytest.raises(ValueError, match="together and a row 300"):
     source.rows(None, None, text, 300, None)
   path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
-  with pytest.raises(ValueError, match="no conversation in which an assistant"):
+  with pytest.raises(ValueError, match="no conversation with an answer"):
     source.text(_CHAT)
 
 
