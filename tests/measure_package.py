@@ -38,14 +38,17 @@ def visit(frame, event, _):
   code = frame.f_code
   if event != "call" or not code.co_filename.startswith(root):
     return
+  callers = []
+  while frame := frame.f_back:
+    name = frame.f_code.co_filename.removeprefix(root + "/")
+    callers += [name] * (name != frame.f_code.co_filename)
+  if any(name.startswith("models") for name in callers):
+    return
   name = code.co_filename[len(root) + 1:]
   if not name.startswith("models"):
     files.add(name)
   elif code.co_qualname == "Transformer.__call__":
-    depth = 0
-    while frame := frame.f_back:
-      depth += frame.f_code.co_filename.startswith(root)
-    frames.append(depth)
+    frames.append(len(callers))
 sys.setprofile(visit)
 decoder.decode_until(params, fresh)
 sys.setprofile(None)
@@ -226,7 +229,7 @@ def measure(root, trace=False):
     table[f"files that mention {method}: library, all"] = (
         f"{inside}, {len(mention)}")
   if trace:
-    table["files in a round, without models"], table[
+    table["files in a round, without the network and its calls"], table[
         "frames of specjax when a round calls the network"] = _trace(root)
   lookups = component_lookups(
       tree for name, tree in trees.items() if name.startswith("specjax/")

@@ -23,7 +23,6 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Block(Verifier):
     mass = jnp.append(
         positive_part(survive[:-1, None], target_probs[:-1], q).sum(-1),
         positive_part(survive[-1], target_probs[-1], 0).sum())
-    return LawByRow(stop=residual.last_success(mass, survive), row=next_row)
+    return residual.LawByRow(residual.last_success(mass, survive), next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """Returns P(tau >= i | x_1..x_i), `[N]`.

@@ -22,7 +22,6 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
 
 
 @struct.dataclass
@@ -113,7 +112,7 @@ class GreedyBlock(Verifier):
     target = modified.target(target_probs, q, every)
     mass = jnp.sum(positive_part(target, q, survive[:, None], scale[:, None]),
                    axis=-1)
-    return LawByRow(stop=residual.last_success(mass, survive), row=next_row)
+    return residual.LawByRow(residual.last_success(mass, survive), next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                state: GreedyBlockState | None = None) -> jax.Array:

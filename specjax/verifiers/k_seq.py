@@ -15,7 +15,6 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
 
 # Steps of false position in the search of rho, before bisection. For
 # distributions of language models about 8 are enough in float32.
@@ -87,8 +86,8 @@ class KSeq(Verifier):
     parents = jnp.maximum(draft.parents, 0)
     p = target_probs.at[parents, draft.tokens].get(mode="fill", fill_value=0)
     accept = jnp.minimum(residual.divide(p, rhos[parents] * drawn), 1)
-    return LawByRow(stop=tree.first_accepted(draft.parents, accept),
-                      row=next_row)
+    stop = tree.first_accepted(draft.parents, accept)
+    return residual.LawByRow(stop, next_row)
 
 
 @jax.custom_jvp

@@ -14,8 +14,8 @@ import jax
 from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,4 +58,5 @@ class Recursive(Verifier):
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
     accept, _, row = tree.try_children(draft, target_probs, inherit=False)
-    return LawByRow(stop=tree.first_accepted(draft.parents, accept), row=row)
+    stop = tree.first_accepted(draft.parents, accept)
+    return residual.LawByRow(stop, row)

@@ -18,7 +18,6 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,5 +80,5 @@ class TargetWalk(Verifier):
       taken = jnp.where(counts & (parent == node), draft.tokens, p.shape[0])
       return residual.normalise(p.at[taken].set(0, mode="drop"), p)
 
-    return LawByRow(stop=jnp.where(counts | (node == 0), path * outside, 0),
-                    row=next_row)
+    stop = jnp.where(counts | (node == 0), path * outside, 0)
+    return residual.LawByRow(stop, next_row)

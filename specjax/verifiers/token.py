@@ -14,7 +14,6 @@ from specjax.interfaces.verifier import Verifier
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.verifiers import residual
-from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Token(Verifier):
       difference = p - residual.next_draft_row(draft, node, p.dtype)
       return residual.normalise(jnp.maximum(difference, 0), p)
 
-    return LawByRow(stop=reach * reject, row=next_row)
+    return residual.LawByRow(reach * reject, next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
     """Returns P(tau >= i | x_1..x_i) = prod_{j<=i} min(1, p/q), `[N]`."""

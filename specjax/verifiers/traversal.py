@@ -14,8 +14,8 @@ from specjax.interfaces.verifier import Verifier
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
+from specjax.verifiers import residual
 from specjax.verifiers import tree
-from specjax.verifiers._by_row import LawByRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,4 +71,5 @@ class Traversal(Verifier):
     # of i, and the subtrees of earlier siblings of nodes on the path to i. All
     # counts are small integers, which float32 represents exactly.
     before = below | (paths @ earlier @ paths.T > 0.5)
-    return LawByRow(stop=mass * tree.multiply_marked(before, 1 - mass), row=row)
+    stop = mass * tree.multiply_marked(before, 1 - mass)
+    return residual.LawByRow(stop, row)

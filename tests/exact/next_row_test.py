@@ -17,7 +17,6 @@ from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
 from specjax.verifiers import residual
 from specjax.verifiers import Token
-from specjax.verifiers._by_row import LawByRow
 
 _DRAFTS, _NODES, _VOCAB = 200, 4, 5
 
@@ -105,8 +104,8 @@ class _OtherRows(Token):
   """Draws the extra token from p."""
 
   def law(self, draft, p):
-    return LawByRow(super().law(draft, p).stop,
-                    functools.partial(residual.at_node, p))
+    return residual.LawByRow(super().law(draft, p).stop,
+                             functools.partial(residual.at_node, p))
 
 
 def test_certify_proves_what_is_drawn_from():
