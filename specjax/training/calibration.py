@@ -1,11 +1,11 @@
 """Calibrated confidences of draft tokens by sequential temperature scaling.
 
 A confidence head predicts the probability that a draft token is accepted if the
-tokens before it were accepted. A scheduler multiplies the predictions along a
-chain, which multiplies their errors. DSpark (arXiv:2607.05147) divides the
-head's logit at every position by a temperature. The temperatures are fitted
-after training from left to right: temperature k calibrates the product over the
-first k positions, and the earlier temperatures stay fixed.
+tokens before it were accepted. The stop rule `Scheduler` multiplies the
+predictions along a chain, and so their errors. DSpark (arXiv:2607.05147)
+divides the head's logit at every position by a temperature. The temperatures
+are fitted after training from left to right: temperature k calibrates the
+product over the first k positions, and the earlier temperatures stay fixed.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ def reached(logits: ArrayLike, temperatures: ArrayLike = 1.0) -> np.ndarray:
   [[0.5, 0.25]]
 
   Args:
-    logits: `[R, K]` logits of a confidence head.
-    temperatures: `[K]` temperatures, or one for all.
+    logits: `[R, K]` logits of a confidence head along R chains of K tokens.
+    temperatures: `[K]` temperatures T_i, or one for all positions.
 
   Returns:
     `[R, K]` float64, prod_{i <= k} sigmoid(logits_i / T_i).
@@ -49,9 +49,9 @@ def calibration_error(predicted: ArrayLike, happened: ArrayLike,
   predicted, happened = (np.asarray(x, np.float64).ravel()
                          for x in (predicted, happened))
   if predicted.shape != happened.shape or not predicted.size:
-    raise ValueError(f"there are {predicted.size} predictions and "
-                     f"{happened.size} outcomes; give one outcome each, and at "
-                     "least one")
+    raise ValueError(f"predicted has {predicted.size} values and happened "
+                     f"{happened.size}; give one outcome for each prediction, "
+                     "and at least one")
   if bins < 1:
     raise ValueError(f"bins is {bins}; it must be at least 1")
   place = np.minimum((predicted * bins).astype(int), bins - 1)
@@ -68,13 +68,14 @@ def temperatures(logits: ArrayLike, accepted: ArrayLike,
 
   Args:
     logits: `[R, K]` logits of a confidence head along R chains of K tokens.
-    accepted: `[R, K]` outcomes, 0 or 1, or the probabilities 1 - TV(q_k, p_k):
-      whether a token is accepted if the tokens before it were.
+    accepted: `[R, K]` acceptance of each token if the tokens before it were
+      accepted: outcomes 0 or 1, or the probabilities 1 - TV(q_k, p_k), with the
+      total variation distance TV of the draft and the target distribution.
     grid: candidate temperatures.
     bins: number of bins of the calibration error, which is minimised.
 
   Returns:
-    K temperatures. Of equal errors, the temperature nearest to 1 is chosen.
+    K temperatures. Among temperatures of equal error, the nearest to 1.
 
   Raises:
     ValueError: shapes differ, or `grid` is empty or has values that are not
@@ -86,8 +87,8 @@ def temperatures(logits: ArrayLike, accepted: ArrayLike,
                      f"{accepted.shape}; both must be [R, K]")
   grid = np.asarray(grid, np.float64).ravel()
   if not grid.size or not (grid > 0).all() or not np.isfinite(grid).all():
-    raise ValueError(f"grid is {grid.tolist()}; its temperatures must be above "
-                     "0, and there must be one")
+    raise ValueError(f"grid is {grid.tolist()}; give at least one temperature, "
+                     "and only temperatures above 0")
   grid = grid[np.argsort(np.abs(np.log(grid)), kind="stable")]
   happened = np.cumprod(accepted, axis=-1)
   before, chosen = np.ones(len(logits)), []

@@ -15,7 +15,7 @@ _NOTES = "notes"  # state of the log, in a checkpoint's metadata
 
 
 class Manager(ocp.CheckpointManager):
-  """Orbax's manager without its own handling of SIGTERM, see `Trainer`."""
+  """Orbax's manager without its handling of SIGTERM; `Trainer` handles it."""
 
   def reached_preemption(self, step: int) -> bool:
     return False
@@ -28,30 +28,30 @@ def newest(manager: ocp.CheckpointManager, like: Any, most: int
   Args:
     manager: manager of the run's checkpoints; there is at least one.
     like: `jax.ShapeDtypeStruct`s of the state, with their shardings.
-    most: the last step that may be read.
+    most: last step that may be read.
 
   Returns:
-    `(state, notes)`, the arguments of `save`.
+    `(state, notes)`, as they were passed to `save`.
 
   Raises:
-    ValueError: the newest checkpoint cannot be read, or all of them are of
-      later steps.
+    ValueError: the newest checkpoint cannot be read, or all checkpoints are of
+      later steps than `most`.
   """
   saved = processes.by_the_first(lambda: sorted(manager.all_steps()))
   step = max((step for step in saved if step <= most), default=None)
   if step is None:
     raise ValueError(
         f"{manager.directory.parent} has checkpoints after "
-        f"{', '.join(map(str, saved))} steps and the run has {most}; give one "
-        "of these numbers, or another directory")
+        f"{', '.join(map(str, saved))} steps, but the run has only {most} "
+        "steps; give one of these numbers, or another directory")
   try:
     state = manager.restore(step, args=ocp.args.StandardRestore(like))
     notes = (manager.metadata(step).custom_metadata or {}).get(_NOTES)
   except Exception as e:  # orbax raises many kinds of errors
     raise ValueError(
-        f"the checkpoint {manager.directory / str(step)} cannot be read: it is "
-        "of other parameters than this run's, or damaged; give another "
-        "directory, or delete the checkpoint to continue from the one before"
+        f"the checkpoint {manager.directory / str(step)} cannot be read: it "
+        "has other parameters than this run, or is damaged; give another "
+        "directory, or delete the checkpoint to continue from the previous one"
     ) from e
   return state, notes
 

@@ -57,8 +57,8 @@ def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
     ValueError: the stream is shorter than one piece.
   """
   if len(tokens) < length:
-    raise ValueError(f"the text has {len(tokens)} tokens and a prompt {length};"
-                     " give more text, or shorter prompts")
+    raise ValueError(f"the text has {len(tokens)} tokens, but a prompt has "
+                     f"{length}; give more text, or shorter prompts")
   rng = np.random.default_rng(seed)
   starts = rng.integers(len(tokens) - length + 1, size=count)
   return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(
@@ -70,7 +70,7 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
                 directory: str | os.PathLike[str], seed: int = 0,
                 rows_per_file: int = 32, placement: Placement | None = None
                 ) -> np.ndarray:
-  """Continues every prompt to `length` tokens, or reads the rows of before.
+  """Continues every prompt to `length` tokens, or reads an earlier call's rows.
 
   A row depends on the seed, its index and its prompt, and not on other rows. An
   end-of-text token does not end a row, as in a stream of training text.
@@ -90,7 +90,7 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
     `[R, length]` int32.
 
   Raises:
-    ValueError: lengths do not fit, or the directory holds other rows.
+    ValueError: lengths do not fit, or the directory contains other rows.
     processes.Stopped: the processes were told to stop, between two files.
   """
   prompts = np.asarray(prompts, np.int32)
@@ -99,8 +99,8 @@ def sample_rows(decoder: Decoder, params: Mapping[str, Any],
                      "with eos=None, because rows have equal length")
   if not prompts.shape[1] < length <= decoder.context_length:
     raise ValueError(
-        f"rows have {length} tokens; that must be more than the prompts' "
-        f"{prompts.shape[1]} and at most the context of "
+        f"length is {length}; it must be above the prompts' "
+        f"{prompts.shape[1]} tokens and at most the decoder's context length, "
         f"{decoder.context_length}")
   directory = pathlib.Path(directory)
   claim(directory / _MANIFEST, {
@@ -142,7 +142,7 @@ def _file_by_file(
     read: function from a path and the number of prompts to the content of that
       file, or None if it is missing or damaged.
     save: function that writes a content to an open file.
-    doing: word for the progress bar.
+    doing: label of the progress bar.
 
   Raises:
     processes.Stopped: the processes were told to stop, between two files.
@@ -158,7 +158,8 @@ def _file_by_file(
         raise processes.Stopped(
             f"stopped by SIGTERM; the files in {directory} are complete: the "
             "same command continues the sampling")
-      # Kernels may give different bits in different processes.
+      # Processes may compute different bits, and so different rows. All use
+      # the content of the first process.
       content = processes.by_the_first(functools.partial(
           _save, path, save, make(start, some)))
     yield content
@@ -190,7 +191,8 @@ class Answers:
     tokens: `[R, C]` int32 prompts and answers, with padding at the end.
     starts: `[R]` int32 lengths of the prompts.
     lengths: `[R]` int32 lengths of prompts and answers together.
-    ids: `[R, C - 1, K]` int32, at t the K most likely values of token t + 1.
+    ids: `[R, C - 1, K]` int32. At position t they are the K most likely values
+      of token t + 1.
     probs: `[R, C - 1, K]` float16 probabilities of `ids` at temperature 1.
   """
 
@@ -216,7 +218,8 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     params: parameters of the decoder.
     prompts: token ids of each prompt.
     max_new_tokens: maximum length of an answer.
-    top: K, number of stored probabilities; 0 stores none and saves a pass.
+    top: number K of stored probabilities. 0 stores none, and needs no pass over
+      the generated rows.
     directory: directory of the files.
     seed: seed of the sampling.
     rows_per_file: number of answers that are generated together.
@@ -227,14 +230,14 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     `Answers` with at most `rows_per_file` rows each, in the order of `prompts`.
 
   Raises:
-    ValueError: a prompt is too long, or the directory holds other answers.
+    ValueError: a prompt is too long, or the directory contains other answers.
     processes.Stopped: the processes were told to stop, between two files.
   """
   limit = max(map(len, prompts)) + max_new_tokens
   if limit > decoder.context_length:
     raise ValueError(f"the longest prompt and its answer have {limit} tokens; "
                      f"the context length is {decoder.context_length}: cut "
-                     "the prompts, or ask for shorter answers")
+                     "the prompts, or reduce max_new_tokens")
   directory = pathlib.Path(directory)
   claim(directory / _MANIFEST, {
       "decoder": repr(decoder), "weights": fingerprint(params),
@@ -246,7 +249,8 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
     params = placement.put(decoder, params)
 
   def answer(start: int, some: list[list[int]]) -> Answers:
-    # All batches have the same shape, so the loop is compiled once.
+    # The last batch is filled up with copies of its first prompt. So all
+    # batches have the same shape, and the loop is compiled once.
     rows = some + [some[0]] * (rows_per_file - len(some))
     generation = decoder.generate(
         params, rows, key, max_new_tokens=max_new_tokens,
@@ -263,7 +267,8 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
 def _with_probs(model: Model, params: Any, rows: Sequence[Sequence[int]],
                 prompts: Sequence[Sequence[int]], columns: int, top: int
                 ) -> Answers:
-  """Returns the `Answers` of generated rows, padded to `columns` tokens."""
+  """Returns `Answers` of generated rows, which are padded to `columns` tokens.
+  """
   lengths = np.array([len(row) for row in rows], np.int32)
   size = max(1, min(len(rows), _MOST_LOGITS // (columns * model.vocab_size)))
   padded = -(-len(rows) // size) * size
@@ -310,9 +315,10 @@ def _read_answers(path: pathlib.Path, count: int) -> Answers | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBatches:
-  """Shuffled batches of rows; batch k depends on (rows, seed, k) alone.
+  """Shuffled batches of rows.
 
-  Every epoch has a new order. Rows that do not fill a batch are left out.
+  Batch k depends only on the rows, the seed and k. Every epoch has a new order.
+  Rows that do not fill a batch are left out.
 
   >>> batches = RowBatches(np.arange(5), batch_size=2)
   >>> batches.batch(0).shape
@@ -330,8 +336,9 @@ class RowBatches:
 
   def __post_init__(self) -> None:
     if len(self.rows) < self.batch_size:
-      raise ValueError(f"there are {len(self.rows)} rows and a batch has "
-                       f"{self.batch_size}; sample more, or a smaller batch")
+      raise ValueError(f"rows has {len(self.rows)} rows, but batch_size is "
+                       f"{self.batch_size}; sample more rows, or reduce "
+                       "batch_size")
 
   def batch(self, step: int) -> np.ndarray:
     """Returns the batch `[B, ...]` of a training step."""

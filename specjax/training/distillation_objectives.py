@@ -1,8 +1,9 @@
 """Distillation of a draft model from the target's distributions, on any text.
 
-Both models read the same rows; nothing is stored. `Distillation` minimises a
-divergence token by token. `AcceptedLength` maximises the number of accepted
-tokens of a verification rule.
+Both models read the same rows of tokens, and no distribution is stored.
+`Distillation` minimises a divergence of the two distributions of each token.
+`AcceptedLength` maximises the number of tokens that a verification rule
+accepts.
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ RULES = ("token", "block")
 class Distillation:
   """Mean divergence of the drafter's distribution from the target's.
 
-  With `keep` below 1, only that share of a batch's tokens counts: the tokens on
-  which the drafter is farthest behind a reference drafter (AdaSPEC, Hu et al.
-  2025, arXiv:2510.19779).
+  With `keep` below 1, only this share of a batch's tokens has an effect: the
+  tokens where the divergence exceeds the divergence of a reference drafter most
+  (AdaSPEC, Hu et al. 2025, arXiv:2510.19779).
 
   >>> from specjax import testing
   >>> model = testing.MarkovModel(4)
@@ -61,8 +62,7 @@ class Distillation:
       raise ValueError(f"divergence is {self.divergence!r}; it must be one of "
                        f"{', '.join(divergences.DIVERGENCES)}")
     if not 0 < self.keep <= 1:
-      raise ValueError(f"keep is {self.keep}; it is a share of the tokens, "
-                       "above 0 and at most 1")
+      raise ValueError(f"keep is {self.keep}; it must be above 0 and at most 1")
     check_same_tokens(self.model, self.target)
 
   @property
@@ -71,10 +71,10 @@ class Distillation:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"drafter"}` on `tokens [B, S + 1]`.
+    """Returns the loss for `tokens [B, S + 1]`, with a gradient of the drafter.
 
     Returns:
-      `(loss, {"acceptance": mean of alpha over all tokens})`.
+      `(loss, {"acceptance": mean acceptance rate 1 - TV(p, q)})`.
     """
     del key
     check_batch(batch)
@@ -97,26 +97,29 @@ class Distillation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptedLength:
-  """-E[accepted tokens of a draft of gamma tokens], on text of the target.
+  """Loss -E[accepted tokens of a draft of gamma tokens], on text of the target.
 
-  The expectation over drafts x ~ q is computed over text x ~ p of the target
-  with the weight Q(x) / P(x). The weighted probability that a rule accepts i
-  tokens is bounded by 1 and needs no sampled draft:
+  The expectation is over drafts x_1..x_gamma from the drafter. The data are
+  tokens of the target instead, so a sequence has the importance weight Q / P.
+  Let p_j and q_j be the target's and the drafter's probability of the j-th
+  token, and P_j = p_1 ... p_j, Q_j = q_1 ... q_j. The probability that a rule
+  accepts i tokens, times the weight Q_i / P_i, is at most 1:
 
-    token  prod_(j <= i) min(1, q_j / p_j)
-    block  min_(j <= i) min(1, Q_j / P_j),   Q_j = q_1 ... q_j
+    token  A_i = prod_(j <= i) min(1, q_j / p_j)
+    block  A_i = min_(j <= i) min(1, Q_j / P_j)
 
   The first follows from Leviathan et al. 2023 (arXiv:2211.17192). The second is
-  the recursion p_i = min(1, p_(i-1) p(x_i) / q(x_i)) of block verification (Sun
-  et al. 2024, arXiv:2403.10444), divided by P_i / Q_i. The last token of each
-  prefix is summed over the vocabulary instead of read from the text:
+  the recursion h_i = min(1, h_(i-1) p_i / q_i) of block verification (Sun et
+  al. 2024, arXiv:2403.10444) times Q_i / P_i. To reduce the variance, the loss
+  sums the last token of each prefix over all values v of the vocabulary, with
+  distributions p_i(v) and q_i(v):
 
     token  sum_i A_(i-1) sum_v min(p_i(v), q_i(v))
-    block  sum_i sum_v min(A_(i-1) p_i(v), (Q / P)_(i-1) q_i(v))
+    block  sum_i sum_v min(A_(i-1) p_i(v), Q_(i-1) / P_(i-1) q_i(v))
 
-  A is the probability above. Rows must be text of the target at temperature 1.
-  Windows of gamma tokens are adjacent and start at a random position, so each
-  token is read once.
+  Rows must be text of the target at temperature 1. Drafts are windows of gamma
+  tokens. The windows are adjacent and start at a random position, so each token
+  is read once.
 
   >>> from specjax import testing
   >>> model = testing.MarkovModel(4)
@@ -151,25 +154,25 @@ class AcceptedLength:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"drafter"}` on `tokens [B, S + 1]`, in tokens.
+    """Returns the loss, in tokens, with a gradient of the drafter.
 
     The weight of a window is the smallest weight of its tokens.
 
     Args:
       trainable: trees of parameters that get a gradient, by name.
       frozen: trees of other parameters, by name.
-      batch: arrays by name, with S >= 2 gamma - 1.
+      batch: arrays by name, see `Objective`, with S >= 2 gamma - 1.
       key: PRNG key of the position where the windows start.
 
     Returns:
-      `(loss, {"accepted": its negative})`.
+      `(loss, {"accepted": -loss})`.
     """
     check_batch(batch)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     read, size = tokens[:, :-1], tokens.shape[1] - 1
     count = (size + 1) // self.gamma - 1
     if count < 1:
-      raise ValueError(f"rows have {size} tokens and gamma is {self.gamma}; "
+      raise ValueError(f"rows have {size} tokens, but gamma is {self.gamma}; "
                        f"give rows of at least {2 * self.gamma - 1} tokens")
     logits = (jax.lax.stop_gradient(self.target(params["target"], read).logits),
               self.model(params["drafter"], read).logits)
@@ -189,7 +192,7 @@ class AcceptedLength:
 
 def accepted_length(rule: str, log_p: jax.Array, log_q: jax.Array,
                     tokens: jax.Array) -> jax.Array:
-  """Returns the score of `AcceptedLength` for windows of gamma tokens.
+  """Returns the expected accepted tokens of windows, see `AcceptedLength`.
 
   >>> log_p = jnp.log(jnp.array([[0.5, 0.5]]))  # gamma = 1
   >>> log_q = jnp.log(jnp.array([[0.25, 0.75]]))
@@ -200,16 +203,16 @@ def accepted_length(rule: str, log_p: jax.Array, log_q: jax.Array,
     rule: "token" or "block".
     log_p: `[..., gamma, V]` log probabilities of the target.
     log_q: `[..., gamma, V]` log probabilities of the drafter.
-    tokens: `[..., gamma, 1]` int32 tokens of the text.
+    tokens: `[..., gamma, 1]` int32 tokens of the windows.
 
   Returns:
-    `[...]` expected accepted tokens.
+    Expected number `[...]` of accepted tokens.
   """
   chex.assert_equal_shape([log_p, log_q])
   chex.assert_shape(tokens, (*log_p.shape[:-1], 1))
   ratio = (jnp.take_along_axis(log_q, tokens, axis=-1)
            - jnp.take_along_axis(log_p, tokens, axis=-1))[..., 0]
-  before = lambda x: jnp.pad(  # values at the previous token, 0 at the first
+  before = lambda x: jnp.pad(  # value at the previous token; 0 at the first
       x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., None]
   if rule == "token":
     passed = before(jnp.cumsum(jnp.minimum(ratio, 0), axis=-1))

@@ -2,9 +2,9 @@
 
 Each function takes the logits `[..., V]` of p and of q and returns `[...]`, in
 nats if it has a logarithm. The docstrings give gradients with respect to the
-logits of q, with s(v) = -1 if q(v) < p(v), else 0. The acceptance rate of a
-draft token is alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q) (Leviathan et al.
-2023, arXiv:2211.17192, corollary 3.6).
+logits of q. In them, s(v) is -1 if q(v) < p(v), else 0. The acceptance rate of
+a draft token is alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), with the total
+variation distance TV (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6).
 
 >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))
 >>> {name: round(float(f(p, q)), 3) for name, f in DIVERGENCES.items()}
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 Divergence = Callable[[jax.Array, jax.Array], jax.Array]
 
-_LEAST = 1e-5  # lower bound of alpha in a logarithm
+_LEAST = 1e-5  # least value of alpha in `lk_alpha`, whose logarithm is finite
 _ETA = 3.0  # constant of `lk_hybrid`
 
 
@@ -52,7 +52,9 @@ def jensen_shannon(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def likeliest(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns -log q(argmax p), for temperature 0; gradient q - onehot(argmax p).
+  """Returns -log q(argmax p), for drafts at temperature 0.
+
+  Gradient q - onehot(argmax p).
   """
   chex.assert_equal_shape([p_logits, logits])
   best = jnp.argmax(p_logits, axis=-1)[..., None]
@@ -70,15 +72,18 @@ def total_variation(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def lk_alpha(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns -log alpha (arXiv:2602.23881); gradient of TV / alpha."""
+  """Returns -log alpha (arXiv:2602.23881).
+
+  Its gradient is the gradient of `total_variation`, divided by alpha.
+  """
   return -jnp.log(jnp.maximum(1 - total_variation(p_logits, logits), _LEAST))
 
 
 def lk_hybrid(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns w KL(p || q) + (1 - w) TV with constant w = exp(-3 alpha).
+  """Returns w KL(p || q) + (1 - w) TV(p, q) with w = exp(-3 alpha).
 
-  The KL dominates if q is far from p, the total variation if it is near
-  (arXiv:2602.23881).
+  w has no gradient. The KL divergence dominates if q is far from p, and the
+  total variation if q is near p (arXiv:2602.23881).
   """
   variation = total_variation(p_logits, logits)
   weight = jax.lax.stop_gradient(jnp.exp(-_ETA * (1 - variation)))

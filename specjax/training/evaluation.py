@@ -33,14 +33,15 @@ Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 
 
 def remembered(measure: Measure, names: Sequence[str]) -> Measure:
-  """Returns `measure` with a memory for the last parameters.
+  """Returns `measure` with a memory of its last arguments and result.
 
-  It saves the second evaluation of a run's final parameters. Parameters with
-  parts in other processes are measured every time.
+  A run evaluates its final parameters twice. The memory avoids the second
+  evaluation. Parameters that are spread over several processes are measured
+  every time.
 
   Args:
     measure: function of named parameters.
-    names: names of the parameters that change.
+    names: names of the parameters that change in the run.
   """
   last: dict[str, dict[str, Any]] = {}
 
@@ -118,11 +119,11 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
                   batch_size: int = 2, seed: int = 0) -> Measure:
   """Returns a function that computes the training loss of held-out rows.
 
-  If the loss depends on the progress of the run, its value at the end is used.
-  Every token counts.
+  If the loss depends on the progress of the run, the progress is 1, the end of
+  the run. All tokens have weight 1.
 
   Args:
-    objective: the training objective.
+    objective: training objective.
     tokens: `[R, S + 1]` int32 rows.
     batch_size: number of rows in a pass.
     seed: seed of the objective's random choices, the same at every call.
@@ -152,8 +153,9 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
                      rounds: int, seed: int = 0) -> Measure:
   """Returns a function that measures the block efficiency on held-out prompts.
 
-  The block efficiency is 1 + E[tau]. A round counts with the expected number of
-  accepted tokens given its draft (Rao-Blackwell). Finished rows do not count.
+  The block efficiency is 1 + E[tau], with the number tau of accepted tokens in
+  a round. In each round, tau is replaced by its expectation given the draft
+  (Rao-Blackwell). Rows that have ended are not included.
 
   Args:
     decoder: the decoder, with drafter, verifier and transform.
@@ -162,14 +164,14 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
     seed: seed of the sampling, the same at every call.
 
   Returns:
-    `{"target", "drafter"} -> {"block_efficiency": value}`, with its 95 %
-    interval over prompts as "block_efficiency/low" and "/high" if there are
-    enough prompts. The function raises a `ValueError` if no prompt leaves room
-    for a token.
+    `{"target", "drafter"} -> {"block_efficiency": value}`, with the bounds of
+    the 95 % interval over prompts as "block_efficiency/low" and
+    "block_efficiency/high" if there are enough prompts. The function raises a
+    `ValueError` if no prompt is shorter than the context.
   """
   longest = max(map(len, prompts))
-  # Cache slots are reserved up to the limit, and the complete context of a
-  # published model takes gigabytes.
+  # The cache has a slot for every token up to the limit. A published model's
+  # complete context would take gigabytes. So the limit is what the rounds need.
   limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
 
   def evaluate(params: Mapping[str, Any]) -> dict[str, float]:
@@ -182,7 +184,7 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
     if not active.any():
       raise ValueError(
           f"no prompt leaves room in the context of {decoder.context_length} "
-          "tokens, so that no round was decoded; give shorter prompts")
+          "tokens, so no round was decoded; give shorter prompts")
     return _with_interval("block_efficiency", accepted, active)
 
   return evaluate
@@ -190,7 +192,10 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
 
 def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
                    ) -> dict[str, float]:
-  """Returns `{name, name/low, name/high}` of 1 + sum(totals) / sum(counts)."""
+  """Returns 1 + sum(totals) / sum(counts) by name, and its interval.
+
+  The keys are `name`, `name/low` and `name/high`.
+  """
   result = estimate(lambda total, count: 1 + total / count, totals, counts)
   ends = {} if np.isnan(result.low) else {
       f"{name}/low": result.low, f"{name}/high": result.high}
@@ -199,7 +204,7 @@ def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
 
 def interval(measured: Mapping[str, float], name: str,
              less: float = 0.0) -> Estimate:
-  """Returns a measured value as an `Estimate`, minus a constant.
+  """Returns a measured value with its interval, minus a constant.
 
   >>> interval({"x": 2.0, "x/low": 1.5, "x/high": 2.5}, "x", less=1).value
   1.0
@@ -219,15 +224,17 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   seed: int = 0) -> Measure:
   """Returns a function that measures the heads of a drafter on held-out rows.
 
-  The target reads the rows and generates nothing. A prediction of head k is
-  correct if it is the target's most likely token at that position of the row,
-  or, for names with `data_`, if it is the row's token.
+  The target reads the rows and generates nothing. The prediction of head k, its
+  most likely token, is correct if the target has the same most likely token at
+  that position. In results whose names begin with `data_`, it is correct if it
+  is the row's token.
 
-  The block efficiencies are exact expectations given the rows, with every
-  position as the start of a round: 1 + the mean number of accepted tokens. Head
-  k counts if all heads before it are accepted. For `greedy_block_efficiency`, a
-  head is accepted if it is correct. For `sampled_block_efficiency` (temperature
-  1), it is accepted with probability sum_v min(p, q). The intervals treat every
+  A block efficiency is 1 + the mean number of accepted tokens, with every
+  position of the rows as the start of a round. The token of head k is accepted
+  only if the tokens of all earlier heads are. For `greedy_block_efficiency`, a
+  token is accepted if it is correct. For `sampled_block_efficiency`
+  (temperature 1), it is accepted with the probability sum_v min(p, q), where p
+  and q are the target's and the head's distributions. The intervals treat every
   row as one observation.
 
   Args:
@@ -240,14 +247,16 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
 
   Returns:
     `{"target", "drafter"} -> {name: value}`. For k = 0..K and j = 1..top:
-    `head_<k>/loss` (nats of the row's token), `head_<k>/top_<j>` and
-    `head_<k>/data_top_<j>` (fractions of the positions). Also
+    `head_<k>/loss` (cross-entropy of the row's token in nats),
+    `head_<k>/top_<j>` and `head_<k>/data_top_<j>` (fractions of the positions
+    where the correct token is among the j most likely). Also
     `greedy_block_efficiency`, `sampled_block_efficiency` and
     `data_block_efficiency` with intervals as in `block_efficiency`. Head 0 is
-    the target's LM head. See `by_head`.
+    the target's LM head. `by_head` collects the values of one name.
 
-    With `by_row=True` it also returns "by_row": the accepted tokens `[R]` of
-    every row for each block efficiency, and "positions" `[R]`, the rounds.
+    With `by_row=True` the function also returns "by_row": the number `[R]` of
+    accepted tokens in every row for each block efficiency, and the number `[R]`
+    of rounds as "positions".
   """
   tokens = np.asarray(tokens, np.int32)
   key = jax.random.key(seed)
@@ -276,9 +285,9 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     rows = jax.tree.map(lambda *x: np.concatenate(x).astype(np.float64),
                         *(part for _, part in parts))
     if not sums["counts"].all():
-      raise ValueError(f"first is {first}, and rows of {tokens.shape[1]} "
-                       "tokens have no later position that is measured; give "
-                       "a smaller value")
+      raise ValueError(f"first is {first}, but rows of {tokens.shape[1]} "
+                       "tokens have no position from there on that can be "
+                       "measured; give a smaller value")
     values = _means(sums, rows)
     return {**values, "by_row": rows} if by_row else values
 
@@ -286,7 +295,11 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
 
 
 def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the accepted tokens `[B]` by efficiency, and the positions."""
+  """Returns the accepted tokens `[B]` by block efficiency, and the positions.
+
+  Args:
+    heads: outcomes of all heads, see `_outcomes`.
+  """
   counts = heads["counts"][0]
   accepted = {"greedy_block_efficiency": heads["target_rank"] == 0,
               "sampled_block_efficiency": heads["overlap"],
@@ -299,7 +312,12 @@ def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _means(sums: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]
            ) -> dict[str, float]:
-  """Returns the values of `head_accuracy`."""
+  """Returns the results of `head_accuracy` from sums over positions.
+
+  Args:
+    sums: sums of all heads, see `_sums`.
+    rows: results of `_accepted_by_row`.
+  """
   values = {}
   for name, accepted in rows.items():
     if name != "positions":
@@ -334,13 +352,16 @@ def by_head(measured: Mapping[str, float], name: str
 def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
               first: int, k: jax.Array, logits: jax.Array, positions: jax.Array
               ) -> dict[str, jax.Array]:
-  """Returns nats, ranks, overlap with the target, and the mask of a head.
+  """Returns the outcomes of one head at every position.
+
+  They are its cross-entropy in nats, the ranks of the correct tokens, the
+  overlap sum_v min(p, q) with the target, and the mask of measured positions.
 
   Args:
     rows: `[B, S + 1]` tokens.
     target_probs: `[B, S, V]` probabilities of the target.
     greedy: `[B, S]` most likely tokens of the target.
-    first: first position that counts.
+    first: first position that is measured.
     k: number of the head.
     logits: `[B, P, V]` logits of the head.
     positions: `[B, P]` positions of the predictions.
@@ -368,7 +389,7 @@ def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
     labels: `[...]` token ids.
 
   Returns:
-    `[...]` int32. Of equal logits, the smaller token id comes first.
+    `[...]` int32. Among equal logits, the smaller token id comes first.
   """
   chex.assert_equal_shape_prefix([logits, labels], labels.ndim)
   value = jnp.take_along_axis(logits, labels[..., None], axis=-1)
@@ -377,7 +398,11 @@ def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _sums(outcomes: Mapping[str, jax.Array], top: int) -> dict[str, jax.Array]:
-  """Returns sums of `[K, B, P]` over the mask: `[K]` and `[K, top]`."""
+  """Sums outcomes `[K, B, P]` over the masked positions.
+
+  Returns:
+    Sums `[K]` of losses and counts, and `[K, top]` of hits by rank.
+  """
   counts = outcomes["counts"]
   hits = lambda rank: jnp.sum(
       counts[..., None] & (rank[..., None] < jnp.arange(1, top + 1)),

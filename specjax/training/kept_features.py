@@ -1,7 +1,8 @@
-"""Features of a frozen target, kept in memory for rows that are read again.
+"""Features of a frozen target, stored in memory for rows that are read again.
 
-A pass of the target is more expensive than a step of the layer that reads its
-features. So the features of a row are kept as float16 after its first pass.
+A pass of the target is more expensive than a training step of the layer that
+reads its features. So the features of a row are stored as float16 after the
+target's first pass over it.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from specjax.training.distillation import RowBatches
 class KeptFeatures:
   """Shuffled batches of rows with their features.
 
-  The features of a row depend on it alone, so batches are a function of the
-  step, as `Trainer` requires. A resumed run reads the features again.
+  The features of a row depend only on the row. So batches are a function of the
+  step, as `Trainer` requires. A resumed run computes the features again.
 
   >>> rows = np.array([[0, 1], [2, 3]], np.int32)
   >>> kept = KeptFeatures(rows, batch_size=2, pass_rows=1,
@@ -30,8 +31,9 @@ class KeptFeatures:
   Attributes:
     rows: `[R, S + 1]` int32 rows.
     batch_size: B, number of rows in a batch.
-    read: function `rows [P, S + 1] -> {name: [P, ...]}`.
-    pass_rows: P, number of rows in a call of `read`.
+    read: function that computes features, `rows [P, S + 1] ->
+      {name: [P, ...]}`.
+    pass_rows: number P of rows in a call of `read`.
     seed: seed of the shuffle.
   """
 
@@ -54,7 +56,8 @@ class KeptFeatures:
     new = [i for i in chosen.tolist() if i not in self._kept]
     for start in range(0, len(new), self.pass_rows):
       some = new[start:start + self.pass_rows]
-      padded = np.resize(some, self.pass_rows)  # equal shapes: one program
+      # All calls have the same shape, so `read` is compiled once.
+      padded = np.resize(some, self.pass_rows)
       features = jax.device_get(self.read(self.rows[padded]))
       for place, i in enumerate(some):
         self._kept[i] = {name: _half(x[place]) for name, x in features.items()}

@@ -1,7 +1,7 @@
 """Placement of a training run on a mesh of devices.
 
-This module only assigns shardings. GSPMD compiles the unchanged training step
-from them.
+This module only assigns shardings to arrays. From them, XLA's partitioner
+(GSPMD) derives the parallel program of the unchanged training step.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ Tree = chex.ArrayTree
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Shardings of rows and state; hashable, so a jit takes it as static.
+  """Shardings of rows and state; hashable, so it can be static in `jit`.
 
   Attributes:
     mesh: the devices.
     data_axis: mesh axis that splits the rows. Rows are replicated if the mesh
       does not have it.
-    state: a `NamedSharding` for every leaf of the run's state, in order.
+    state: `NamedSharding` of every leaf of the run's state, in order.
   """
 
   mesh: Mesh
@@ -47,14 +47,20 @@ class Layout:
         state, jax.tree.unflatten(jax.tree.structure(state), self.state))
 
   def pin_parts(self, parts: Tree) -> Tree:
-    """Constrains the rows R of a batch that was cut into parts `[A, R, ...]`.
+    """Constrains the sharding of a batch that was cut into parts.
+
+    Args:
+      parts: arrays `[A, R, ...]` of A parts with R rows each, which are split.
     """
     return jax.lax.with_sharding_constraint(parts, jax.tree.map(
         lambda x: NamedSharding(self.mesh, PartitionSpec(
             None, *[self._rows] * (x.ndim > 1))), parts))
 
   def batch(self, batch: Tree) -> Tree:
-    """Places a numpy batch; each process copies the rows of its devices."""
+    """Places a numpy batch on the mesh.
+
+    Each process copies only the rows of its own devices.
+    """
     rows = NamedSharding(self.mesh, PartitionSpec(self._rows))
     replicated = NamedSharding(self.mesh, PartitionSpec())
     return processes.placed(batch, jax.tree.map(
@@ -74,7 +80,8 @@ def of_params(mesh: Mesh, params: Mapping[str, Tree], specs: Specs) -> Tree:
   """
   shardings = {name: named(mesh, specs.get(name, PartitionSpec()), tree)
                for name, tree in params.items()}
-  # Raises JAX's error before anything is compiled.
+  # `shard_shape` raises an error if a size is not a multiple of its mesh axis.
+  # The call here raises it before compilation.
   jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), params,
                shardings)
   return shardings
@@ -95,7 +102,8 @@ def of_state(mesh: Mesh, state: Tree, params: Tree) -> Tree:
           jax.tree.leaves_with_path(state.params), jax.tree.leaves(params))}
 
   def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-    # In the state of the optimiser, a moment has the path of its parameter.
+    # The path of a moment in the optimiser's state ends with the path of its
+    # parameter.
     for start in range(len(path)):
       shape, sharding = places.get(path[start:], (None, None))
       if shape == x.shape:

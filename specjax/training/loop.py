@@ -2,9 +2,9 @@
 
   objective(trainable, frozen, batch, key) -> (loss, metrics)
 
-Parameters are a dictionary of named trees, such as {"target", "drafter"}, as a
-`Decoder` takes them. A run trains some of them. The others are arguments of the
-compiled step and never results, so they cannot change.
+Parameters are a dictionary of named trees, such as {"target", "drafter"}, as
+for a `Decoder`. A run trains some of the trees. The others are arguments of the
+compiled step, but not results, so they cannot change.
 """
 
 from collections.abc import Callable
@@ -87,31 +87,31 @@ class Trainer:
     optimizer: an optax transformation of the trainable parameters.
     batch: function `step -> batch`. A batch is a tree of arrays with rows on
       the first axis; scalars in it are shared by all rows.
-    steps: length of the run.
+    steps: length of the run in steps.
     directory: directory of checkpoints, `metrics.csv` and TensorBoard events.
     evaluate: function `params -> {name: value}` of all parameters, called every
       `evaluate_every` steps and at the end.
     evaluate_every: number of steps between evaluations; 0 evaluates only at the
       end.
-    saved_dtype: the dtype in which the trained parameters will be saved. They
-      are rounded to it for evaluations. None does not round.
+    saved_dtype: dtype in which the trained parameters will be saved after the
+      run. For evaluations they are rounded to it. None does not round.
     evaluated: function `(step, trained parameters, values)`, called by all
       processes after the values of an evaluation are on disk.
     checkpoint_every: number of steps between checkpoints.
-    keep_checkpoints: number of newest checkpoints that are kept, at least two,
-      because the newest may be damaged.
+    keep_checkpoints: number of checkpoints on disk; older ones are deleted. It
+      is at least 2, because the newest may be damaged.
     tokens_per_step: number of tokens in a step, for the throughput.
     log: settings of the log.
-    accumulate: number of equal parts of a batch whose gradients are averaged.
-      The memory is the memory of one part.
+    accumulate: number of equal parts of a batch. Their gradients are computed
+      one after another and averaged, so a step needs the memory of one part.
     compute_dtype: dtype of all parameters in the objective and in `evaluate`.
       Trained parameters are updated and saved in their own dtype. None is
       `default_dtype()`.
     seed: seed of the objective's keys, one for each step.
     mesh: mesh of devices; None is the default device.
-    param_shardings: a `PartitionSpec`, or a tree of them, by name of trainable
-      or frozen parameters, such as
-      `{"target": model.param_specs("model", 4)}`. Others are replicated.
+    param_shardings: `PartitionSpec`s by name of trainable or frozen parameters,
+      such as `{"target": model.param_specs("model", 4)}`. Others are
+      replicated.
     data_axis: mesh axis that splits the rows, if the mesh has it.
   """
 
@@ -145,13 +145,13 @@ class Trainer:
     for x in jax.tree.leaves(self.batch(0)):
       if np.ndim(x) and len(x) % self.accumulate:
         raise ValueError(
-            f"a batch has {len(x)} rows and accumulate is {self.accumulate}, "
-            "which must divide the rows; change one of them")
+            f"accumulate is {self.accumulate}, which must divide the "
+            f"{len(x)} rows of a batch; change one of them")
       if np.ndim(x) and len(x) // self.accumulate % shares:
         raise ValueError(
-            f"a step reads {len(x) // self.accumulate} rows at a time and mesh "
-            f"axis {self.data_axis!r} has {shares} devices; give a multiple of "
-            f"{shares} rows, or a smaller axis {self.data_axis!r}")
+            f"a step reads {len(x) // self.accumulate} rows at a time, but "
+            f"mesh axis {self.data_axis!r} has {shares} devices; give a "
+            f"multiple of {shares} rows, or a smaller axis {self.data_axis!r}")
 
   def run(self, trainable: dict[str, Any], frozen: dict[str, Any] | None = None
           ) -> dict[str, Any]:
@@ -166,19 +166,20 @@ class Trainer:
 
     Raises:
       ValueError: the newest checkpoint in `directory` is damaged or has other
-        parameters, or all are of later steps; the mesh does not divide the
-        parameters, or `param_shardings` names others.
+        parameters, or all checkpoints are of later steps. Or the mesh does not
+        divide the parameters, or `param_shardings` has an unknown name.
       FloatingPointError: parameters or loss became NaN or infinite, or the loss
-        exceeds ten times the first one. That step is not saved.
-      processes.Stopped: SIGTERM or Ctrl-C came, and the last step is saved.
+        exceeds ten times the first loss. That step is not saved.
+      processes.Stopped: SIGTERM or Ctrl-C was received; the last step is saved.
     """
     self._check_names({**trainable, **(frozen or {})})
     with processes.listening():
       params = self._run(trainable, frozen or {})
-      if processes.told_to_stop():  # while the last checkpoint was written
+      # The signal may come while the last checkpoint is written.
+      if processes.told_to_stop():
         raise processes.stopped(
             f"after step {self.steps}, the last one, which is saved: the same "
-            "command ends the run")
+            "command completes the run")
     return params
 
   def _run(self, trainable: dict[str, _Tree], frozen: dict[str, _Tree]
@@ -196,11 +197,13 @@ class Trainer:
       losses, taken = None, processes.by_the_first(manager.latest_step)
       if taken is not None:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        del state  # the device may have no room for two
+        del state  # frees memory: the device may have no room for two states
         state, losses = checkpoints.newest(manager, like, self.steps)
       start = int(state.step)
       if start == self.steps or taken is not None and taken > self.steps:
-        return state.params  # the log keeps later steps, to continue them
+        # The log is not opened, because that would delete rows of later steps,
+        # and a longer run may continue from them.
+        return state.params
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step, self.log, losses))
       return self._train(state, frozen, layout, dtype, manager, progress)
@@ -209,7 +212,8 @@ class Trainer:
              layout: layout_lib.Layout | None, dtype: jnp.dtype,
              manager: checkpoints.Manager, progress: Progress
              ) -> dict[str, _Tree]:
-    """Takes all steps from `state` on and returns the parameters."""
+    """Takes the remaining steps, starting at `state`; returns the parameters.
+    """
     put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
@@ -238,11 +242,12 @@ class Trainer:
       if stops:
         raise processes.stopped(
             f"after step {done}, which is saved: the same command continues "
-            f"from there, and with --steps={done} it ends the run there")
+            f"the run, and with --steps={done} it ends the run at this step")
     return state.params
 
   def _is_due(self, done: int, every: int) -> bool:
-    """Returns True every `every` steps, if that is not 0, and at the end."""
+    """Returns True every `every` steps, and at the end; `every` 0: at the end.
+    """
     return done == self.steps or every > 0 and done % every == 0
 
   def _evaluate(self, done: int, params: dict[str, _Tree],
@@ -260,7 +265,7 @@ class Trainer:
     for name in self.param_shardings or {}:
       if name not in params:
         raise ValueError(
-            f"param_shardings has {name!r} and the parameters are "
+            f"param_shardings contains {name!r}, but the parameters are "
             f"{', '.join(map(repr, params))}; use these names")
 
   def _frozen(self, params: dict[str, _Tree]) -> dict[str, _Tree]:
@@ -277,7 +282,8 @@ class Trainer:
                         opt_state=self.optimizer.init(params))
 
     if self.mesh is None:
-      # Copies, because the step donates its state.
+      # The step donates its state, whose arrays become invalid. So the state
+      # has copies of the caller's parameters.
       return first(jax.tree.map(jnp.copy, trainable)), None
     places = layout_lib.of_params(
         self.mesh, trainable, self.param_shardings or {})
@@ -289,8 +295,9 @@ class Trainer:
         self.mesh, self.data_axis, tuple(jax.tree.leaves(shardings)))
 
 
-# Trainers with equal objective and optimiser share the compiled step. The state
-# is donated: parameters and moments are updated in place.
+# The step is a function of the module, so trainers with equal objective and
+# optimiser share its compiled program. The state is donated, so parameters and
+# moments are updated in place.
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype", "layout"))
@@ -338,7 +345,7 @@ def _averaged(grad: Callable[..., tuple[Loss, _Tree]], accumulate: int,
               ) -> tuple[Loss, _Tree]:
   """Returns `((loss, metrics), gradients)`, averaged over parts of a batch.
 
-  The weight of a part is the sum of the weights of its tokens.
+  In the average, a part's weight is the sum of the weights of its tokens.
   """
   if accumulate == 1:
     return grad(trainable, batch, key)
@@ -370,8 +377,8 @@ def _check_loss(loss: float, first: float, step: int) -> None:
   most = _DIVERGED * max(abs(first), 1.0)
   if not loss <= most:
     raise FloatingPointError(
-        f"the loss is {loss:.3g} at step {step} and was {first:.3g} at first; "
-        f"the limit is {most:.3g}, so the run diverged; {_FIX}")
+        f"the loss is {loss:.3g} at step {step}, above the limit {most:.3g} "
+        f"(the first loss was {first:.3g}): the run diverged; {_FIX}")
 
 
 def _check_finite(params: _Tree, step: int) -> None:

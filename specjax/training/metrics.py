@@ -34,9 +34,9 @@ class MetricsLog:
 
   Args:
     directory: directory of the files; created if needed.
-    start: number of steps taken. Rows of later steps are dropped, because they
-      will be written again.
-    wandb: a project of Weights & Biases that also gets the values, or None.
+    start: number of steps taken before. Rows of later steps are dropped,
+      because they will be written again.
+    wandb: project of Weights & Biases that also gets the values, or None.
 
   Raises:
     ValueError: the directory's `metrics.csv` has other columns, or Weights &
@@ -64,8 +64,9 @@ class MetricsLog:
       print(f"the metrics are in {path} and in TensorBoard files: tensorboard "
             f"--logdir={directory}", file=sys.stderr)
     except ImportError:
-      print(f"{path} has the metrics, and TensorBoard files need the package "
-            "tensorboardX: pip install 'specjax[experiments]'", file=sys.stderr)
+      print(f"{path} has the metrics; TensorBoard files are not written, "
+            "because they need the package tensorboardX: pip install "
+            "'specjax[experiments]'", file=sys.stderr)
       self._board = None
 
   def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -96,7 +97,7 @@ class MetricsLog:
 
 
 def _wandb_run(directory: pathlib.Path, project: str) -> Any:
-  """Starts the run of a directory in Weights & Biases, or continues it."""
+  """Starts or continues the directory's run in Weights & Biases."""
   import wandb  # pylint: disable=g-import-not-at-top
   path = directory / "wandb_id"
   if not path.exists():
@@ -105,11 +106,11 @@ def _wandb_run(directory: pathlib.Path, project: str) -> Any:
   try:
     return wandb.init(project=project, dir=str(directory), name=directory.name,
                       id=path.read_text("utf-8"), resume="allow")
-  except Exception as e:  # wandb has its own errors, as for a missing key
+  except Exception as e:  # wandb raises many kinds, as for a missing key
     raise ValueError(
         f"Weights & Biases cannot start for the project {project!r} "
-        f"({' '.join(str(e).split())[:200]}); log in by `wandb login`, or set "
-        "WANDB_MODE=offline") from e
+        f"({' '.join(str(e).split())[:200]}); log in with `wandb login`, or "
+        "set WANDB_MODE=offline") from e
 
 
 def read(directory: pathlib.Path, name: str, steps: int | None = None
@@ -128,7 +129,7 @@ def read(directory: pathlib.Path, name: str, steps: int | None = None
 
 def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
           ) -> tuple[int, float]:
-  """Returns the tokens and minutes of the first steps of a run.
+  """Returns the number of tokens and the minutes of a run's first steps.
 
   Args:
     directory: the run's directory.
@@ -147,11 +148,12 @@ def _rows(path: pathlib.Path) -> list[tuple[int, str, str]]:
   try:
     with open(path, newline="", encoding="utf-8") as f:
       header, *rows = csv.reader(f)
-      if rows and len(rows[-1]) < 3:  # killed while it was written
+      # The last row is incomplete if the run was killed while writing it.
+      if rows and len(rows[-1]) < 3:
         rows.pop()
       if header == _HEADER:
         return [(int(step), name, value) for step, name, value in rows]
   except (ValueError, csv.Error):
     pass
-  raise ValueError(f"{path} has not the columns {', '.join(_HEADER)} of a run; "
+  raise ValueError(f"{path} does not have the columns {', '.join(_HEADER)}; "
                    "move it, or choose another directory")

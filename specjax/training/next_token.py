@@ -35,7 +35,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextToken:
-  """Mean of -log p(x_{t+1} | x_1..x_t): a model is trained on text.
+  """Loss -log p(x_{t+1} | x_1..x_t) of a model on text, averaged over tokens.
 
   >>> import jax.numpy as jnp
   >>> from specjax import testing
@@ -56,7 +56,10 @@ class NextToken:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss of `{"target"}` on `tokens [B, S + 1]`; no metrics."""
+    """Returns the loss for `tokens [B, S + 1]`, and no metrics.
+
+    The parameters of the model are named "target".
+    """
     del key
     check_batch(batch)
     params = {**frozen, **trainable}

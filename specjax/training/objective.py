@@ -40,9 +40,10 @@ class Objective(Protocol):
       trainable: trees of parameters that get a gradient, by name.
       frozen: trees of parameters that get none, by name.
       batch: arrays by name. `tokens [B, S + 1]` int32 are the rows, of which
-        the model reads the first S tokens. `progress []` float32 is the share
-        of the run that is over. Optional `weights [B, S]` float32 weight each
-        token after the first as a prediction; default: 1.
+        the model reads the first S tokens. `progress []` float32 is the
+        fraction of the run's steps that are done. Optional `weights [B, S]`
+        float32 are the weights of the tokens after the first in the mean;
+        default: 1.
       key: PRNG key of the step.
 
     Returns:
@@ -69,9 +70,9 @@ class DrafterObjective(Objective, Protocol):
     Args:
       params: `{"target", "drafter"}` parameters.
       tokens: `[B, S + 1]` int32 rows.
-      key: PRNG key of the positions, for objectives that draw them.
-      score: function that gets the logits of head k, which predict the tokens
-        at `positions + 1 + k`.
+      key: PRNG key of the positions, for objectives that sample them.
+      score: function `(k, logits [B, P, V], positions [B, P])`. The logits of
+        head k = 1..K predict the tokens at `positions + 1 + k`.
     """
 
 
@@ -119,7 +120,7 @@ def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
 def check_same_tokens(model: Model, target: Model) -> None:
   """Raises `ValueError` if drafter and target have different vocabularies."""
   if model.vocab_size != target.vocab_size:
-    raise ValueError(f"the drafter has {model.vocab_size} tokens and the "
-                     f"target {target.vocab_size}; both must have the same "
-                     "vocabulary: train the drafter with the target's "
-                     "tokenizer, or use objectives.StoredLaws")
+    raise ValueError(f"vocab_size of the drafter is {model.vocab_size} and of "
+                     f"the target {target.vocab_size}; both must be equal: "
+                     "train the drafter with the target's tokenizer, or use "
+                     "objectives.StoredLaws")

@@ -28,10 +28,10 @@ class Log:
   """Settings of a run's log.
 
   Attributes:
-    loss: a description of the loss, such as "weighted sum over 4 heads".
-    learning_rate: the schedule; None omits the rate.
-    steps_per_epoch: number of steps in an epoch; None omits epochs.
-    wandb: a project of Weights & Biases that also gets the metrics, or None.
+    loss: description of the loss, such as "weighted sum over 4 heads".
+    learning_rate: schedule of the learning rate; None does not log it.
+    steps_per_epoch: number of steps in an epoch; None does not log epochs.
+    wandb: project of Weights & Biases that also gets the metrics, or None.
   """
 
   loss: str = ""
@@ -55,12 +55,12 @@ class Progress:
     """Opens the log of a run, and closes its files and bar at the end.
 
     Args:
-      directory: the run's directory.
+      directory: directory of the run.
       start: number of steps taken before.
-      steps: length of the run.
+      steps: length of the run in steps.
       tokens_per_step: number of tokens in a step, for the throughput.
-      log: settings of the log.
-      losses: `pending_losses` at `start`.
+      log: settings of the log; None: the default.
+      losses: `pending_losses` of the checkpoint from which the run continues.
     """
     log = log or Log()
     epochs = steps / (log.steps_per_epoch or steps)
@@ -84,7 +84,7 @@ class Progress:
     self._tokens_per_step, self._settings = tokens_per_step, log
     self._rate = log.learning_rate and jax.jit(log.learning_rate)
     self._losses: list[Any] = list(losses or ())
-    self._averaged = 0  # number of losses in the last mean
+    self._averaged = 0  # number of losses in the last printed mean
     self._row: dict[str, float] = {}
     self._since(start)
 
@@ -94,7 +94,10 @@ class Progress:
 
   @property
   def pending_losses(self) -> list[float]:
-    """Losses since the last row. A resumed run starts with them."""
+    """Losses since the last row of the log.
+
+    Checkpoints contain them, so a resumed run logs the same means.
+    """
     return [float(x) for x in self._losses]
 
   def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any],
@@ -102,7 +105,7 @@ class Progress:
     """Counts a step; every few steps, reads its loss and metrics.
 
     Args:
-      done: number of steps taken, with this one.
+      done: number of steps taken, including this one.
       loss: `[]` loss of the step.
       metrics: scalars by name.
       evaluates: True if an evaluation follows, which always prints a line.

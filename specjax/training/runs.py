@@ -1,4 +1,4 @@
-"""Directories of training runs: their owner and the lengths of the run."""
+"""Directories of training runs: which run owns one, and the run's lengths."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from specjax.utils import processes
 
 MANIFEST = "run.json"
 _EXTRA = {"format", "steps"}  # entries of a manifest that `claim_run` adds
-# Files of a run. A tokenizer is not one, because it may exist before the run.
+# Files that only a run writes. The tokenizer's files may exist before the run.
 _FILES = ("config.json", "heads.json", "*.safetensors*", "*.bin", "metrics.csv",
           "checkpoints", "best")
 
@@ -27,11 +27,11 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
               steps: int) -> tuple[int, ...]:
   """Claims a directory for a run before anything else is written to it.
 
-  A run with other data or settings is refused. A finished run may be extended:
-  it continues from its end as the rest of a run of the new length. All lengths
-  are stored, so an interruption does not change the result. A run may also end
-  early, see `last_step`; the shorter length is not stored. All processes of a
-  run call this function.
+  An error is raised if the directory has a run with other data or settings. A
+  finished run may be extended: it continues from its end like a run of the new
+  length that has taken these steps. All lengths are stored, so an interruption
+  does not change the result. A run may also end early, see `last_step`; the
+  shorter length is not stored. All processes of a run call this function.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -39,14 +39,13 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
   (100,)
 
   Args:
-    directory: path of the directory, which this process should have locked
-      (`files.locked`).
+    directory: path of the directory. Lock it before, see `files.locked`.
     manifest: settings and data that determine the run, except its length.
     steps: length of the run.
 
   Returns:
-    All lengths of the run: one, unless it was extended. The last one is
-    `steps`, unless the run ends early.
+    All lengths of the run, in order; several only if it was extended. The last
+    length is `steps`, unless the run ends early.
 
   Raises:
     ValueError: the directory belongs to another run or to no run, `steps`
@@ -57,10 +56,10 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
 
 
 def check_claimable(directory: str | os.PathLike[str]) -> None:
-  """Refuses a directory with a model that does not belong to a run.
+  """Raises an error for a directory with a model that is not part of a run.
 
-  `claim_run` includes this check. Call it before long work whose result is part
-  of the manifest.
+  `claim_run` includes this check. Call the check alone before long work whose
+  result is part of the manifest.
 
   Args:
     directory: path of the directory.
@@ -73,8 +72,9 @@ def check_claimable(directory: str | os.PathLike[str]) -> None:
     return
   left = sorted(path.name for name in _FILES for path in directory.glob(name))
   if left:
-    raise ValueError(f"{directory} contains {left[0]} and no {MANIFEST}, so "
-                     "it belongs to no run; choose another path, or move it")
+    raise ValueError(f"{directory} contains {left[0]} but no {MANIFEST}, so "
+                     "it is not the directory of a run; choose another path, "
+                     "or move it")
 
 
 def _claim_run(directory: pathlib.Path, manifest: Mapping[str, Any], steps: int
@@ -90,22 +90,23 @@ def _claim_run(directory: pathlib.Path, manifest: Mapping[str, Any], steps: int
     name = min(extra)
     raise files.OtherRunError(
         directory, "run", f"{name} is {str(existing[name])[:60]} there and "
-        "missing here, as by another version of specjax or without this option")
+        "missing here, because of another version of specjax or a missing "
+        "option")
   lengths, saved = existing["steps"], _saved(directory)
   length, done = lengths[-1], max(saved, default=0)
   if steps > length > done or steps < length and not saved:
     raise ValueError(
-        f"{directory} holds a run of {length} steps, of which {done} are "
-        f"saved, and --steps is {steps}; finish it with --steps={length}, or "
-        "choose another path")
+        f"--steps is {steps}, but {directory} contains a run of {length} "
+        f"steps, of which {done} are saved; finish it with --steps={length}, "
+        "or choose another path")
   if steps < length:
     _check_end(directory, length, steps, saved)
   elif steps > length:
     lengths.append(steps)
     files.write_json(path, {**existing, "steps": lengths}, indent=2)
-    print(f"the finished run of {length} steps in {directory} goes on to "
-          f"{steps}: from here its learning rate is that of a run of {steps} "
-          "steps, which may rise before it falls to 0 again", file=sys.stderr)
+    print(f"the finished run of {length} steps in {directory} continues to "
+          f"step {steps}. Its learning rate is now that of a run of {steps} "
+          "steps, so it may rise before it falls to 0 again", file=sys.stderr)
   return tuple(lengths)
 
 
@@ -120,9 +121,9 @@ def _check_end(directory: pathlib.Path, length: int, steps: int,
   """Prints where a run ends early, or raises `ValueError`."""
   if saved[0] > steps:
     raise ValueError(
-        f"--steps is {steps} and the run in {directory} has taken {saved[-1]} "
+        f"--steps is {steps}, but the run in {directory} has taken {saved[-1]} "
         f"steps, with checkpoints after {', '.join(map(str, saved))}; give one "
-        "of these numbers, or more, or choose another path")
+        "of these numbers or a larger one, or choose another path")
   end = (f"at its checkpoint after {_last_step(saved, steps)} steps"
          if saved[-1] > steps else
          f"after {steps}, with the learning rates of a run of {length}")
@@ -133,8 +134,8 @@ def _check_end(directory: pathlib.Path, length: int, steps: int,
 def last_step(directory: str | os.PathLike[str], steps: int) -> int:
   """Returns the step after which a claimed run ends.
 
-  This is `steps`, unless the run has taken more. Then it is the newest
-  checkpoint at or before `steps`, and the run ends there without a step.
+  This is `steps`, unless the run has already taken more steps. Then it is the
+  step of the newest checkpoint at or before `steps`.
 
   Args:
     directory: path of the run's directory.
@@ -151,7 +152,7 @@ def _last_step(saved: Sequence[int], steps: int) -> int:
 
 
 def part_length(lengths: Sequence[int], step: int) -> int:
-  """Returns the length of a run at a step.
+  """Returns the length that an extended run has at a step.
 
   >>> part_length((100, 150), step=120)
   150

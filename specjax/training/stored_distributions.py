@@ -15,16 +15,17 @@ from specjax.training.objective import weighted_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLaws:
-  """Forward KL to a teacher with its K most likely tokens stored.
+  """Forward KL divergence from stored probabilities of a teacher.
 
-  DistillSpec (Zhou et al. 2023, arXiv:2310.08461): the student learns the
-  teacher's distributions p on text of the teacher. The K largest probabilities
-  of p are stored; the sampled token represents the others:
+  DistillSpec (Zhou et al. 2023, arXiv:2310.08461): the student's distribution q
+  approximates the teacher's distribution p on text of the teacher. The K
+  largest probabilities of p are stored. The sampled token of the text
+  represents the others:
 
     -sum_(v in top) p(v) log q(v) - [drawn token not in top] log q(drawn)
 
-  The mean over samples is the cross-entropy, KL(p || q) plus a constant.
-  Tokens that the student does not have are left out.
+  Its mean over samples is the cross-entropy, which is KL(p || q) plus a
+  constant. Tokens that the student does not have are left out.
 
   >>> from specjax import testing
   >>> objective = StoredLaws(model=testing.MarkovModel(4))
@@ -45,7 +46,7 @@ class StoredLaws:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the mean loss of `{"drafter"}` in nats per position.
+    """Returns the mean loss in nats per position; the student is "drafter".
 
     Args:
       trainable: trees of parameters that get a gradient, by name.
@@ -55,7 +56,7 @@ class StoredLaws:
         student's `ids [B, S, K]`, -1 for tokens that the student does not have.
         `drawn [B, S]` is the sampled token if it is not among the K, else -1.
         `weights [B, S]` is 1, or 0 for positions without a distribution.
-      key: unused key.
+      key: PRNG key, not used.
 
     Returns:
       `(loss, {"acceptance": sum_(v in top) min(p(v), q(v))})`. The metric is a

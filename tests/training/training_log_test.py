@@ -212,7 +212,7 @@ def test_weights_and_biases_get_the_same_run_twice(tmp_path, monkeypatch):
     raise RuntimeError("no API key\nconfigured")
 
   fake.init = fail
-  with pytest.raises(ValueError, match="no API key configured.; log in by"):
+  with pytest.raises(ValueError, match="no API key configured.; log in with"):
     _trainer(tmp_path, log=Log(wandb="mine")).run(_table())
 
 

@@ -95,7 +95,7 @@ def test_a_killed_run_ends_bit_identical(tmp_path):
     for word in words:
       assert word in found["code"], (flags, found)
   assert short["code"] == longer["code"] == 0
-  assert "goes on to 30" in longer["stderr"]
+  assert "continues to step 30" in longer["stderr"]
   assert {int(row[0]) for row in scripts.metrics(tmp_path / "short")[1:]} == {
       10, 20, 30}
 
