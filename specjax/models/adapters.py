@@ -4,9 +4,10 @@
   PlainFunction    a function from tokens to logits, without a cache
   split            an NNX module as a function and its parameters
 
-Adapters hash by their fields, functions by identity. Define each function
-once, because a new lambda is compiled again. Functions of `split` hash by the
-structure of the module, so modules of equal structure share compiled code.
+Adapters hash by their fields, and functions by identity. So define each
+function once: an adapter with a new lambda is compiled again. Functions of
+`split` hash by the structure of the module, so modules of equal structure share
+compiled code.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,10 @@ class Slots(Cache):
     return jax.tree.leaves(self.arrays)[0].shape[1]
 
   def commit(self, path: jax.Array, count: jax.Array) -> "Slots":
-    """Commits the first `count [B]` nodes of `path [B, T]` of the block."""
+    """Commits the first `count [B]` nodes of `path [B, T]`.
+
+    The nodes are in the slots after the committed tokens.
+    """
     def move(row: jax.Array, start: jax.Array, path: jax.Array) -> jax.Array:
       return jax.lax.dynamic_update_slice_in_dim(
           row, row[start + path], start, axis=0)
@@ -69,8 +73,8 @@ class Slots(Cache):
 class CachedFunction(Model):
   """Model from a function with a cache.
 
-  The function writes the state of S new tokens to the slots in `slots` and
-  attends to the slots in `mask`. The adapter handles rows of different lengths,
+  The function writes the state of S new tokens to slots of the cache, and
+  attends to the slots of a mask. The adapter handles rows of different lengths,
   trees, and the commit of accepted tokens.
 
   Attributes:
@@ -82,8 +86,8 @@ class CachedFunction(Model):
     empty_cache: `empty_cache(params, batch, capacity)`, returns a tree of
       arrays `[B, C, ...]` with C = capacity.
     vocab_size: V.
-    context_length: longest sequence of the model, in tokens. Positions are
-      smaller.
+    context_length: longest sequence of the model, in tokens. All positions are
+      below it.
   """
 
   apply: Callable[..., tuple[jax.Array, Any]]
@@ -124,7 +128,8 @@ class CachedFunction(Model):
       depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
     if ancestors is None:
       _, ancestors = topology.causal(*tokens.shape)
-    # Nodes beyond the context may be drafted, but are never committed.
+    # Drafts may extend beyond the context, where positions have no meaning.
+    # These nodes are never committed, so their positions are clipped.
     positions = jnp.minimum(past.lengths[:, None] + depths,
                             self.context_length - 1)
     first = past.lengths[:, None] + ancestors.shape[2] - size
@@ -132,8 +137,8 @@ class CachedFunction(Model):
     out = self.apply(params, tokens, positions, first + jnp.arange(size), mask,
                      past.arrays)
     if not isinstance(out, tuple) or len(out) != 2:
-      raise ValueError(f"apply returned a {type(out).__name__}; it must be the "
-                       "pair (logits, cache)")
+      raise ValueError(f"apply returned a {type(out).__name__}; it must return "
+                       "a pair (logits, cache)")
     logits, arrays = out
     checks.check_same("the cache that apply returned", arrays, past.arrays)
     return _output(logits, None if cache is None else past.replace(
@@ -142,10 +147,11 @@ class CachedFunction(Model):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainFunction(Model):
-  """Model from a function of the whole sequence.
+  """Model from a function of the complete sequence.
 
-  Only the tokens are cached: a pass computes the row again, and a tree once per
-  leaf. This is slow. Use it for small models and to test a cache.
+  Only the tokens are cached. So a pass computes the complete sequence again,
+  and for a tree once per leaf. This is slow. Use it for small models and to
+  test a cache.
 
   Attributes:
     apply: `apply(params, tokens [B, S]) -> logits [B, S, V]`. Row i of the
@@ -185,13 +191,15 @@ class PlainFunction(Model):
 
   def _logits(self, params: Any, past: Slots, ancestors: jax.Array
               ) -> jax.Array:
-    """Returns `[B, S, V]`: each path is computed as a row, the deepest first.
+    """Returns the logits `[B, S, V]` of S nodes, one pass per leaf.
 
-    Parents precede their children, so the last remaining node is a leaf, and
-    the pass of this leaf also covers its ancestors. A chain takes one pass.
+    Each pass computes the path to a leaf as a row, and so its ancestors too.
+    Parents precede their children, so the last remaining node is a leaf. A
+    chain takes one pass.
     """
     batch, size, block = ancestors.shape
-    # The ancestors also give the depths of the nodes of earlier passes.
+    # The depth of a node is its number of ancestors, also for nodes that
+    # earlier passes added to the block.
     places = past.lengths[:, None, None] + jnp.cumsum(
         ancestors, axis=2, dtype=jnp.int32) - 1
     slots = past.lengths[:, None] + jnp.arange(block)
@@ -204,10 +212,13 @@ class PlainFunction(Model):
       logits, left = carry
       leaf = size - 1 - jnp.argmax(left[:, ::-1], axis=1)
       on_path, place = ancestors[rows, leaf], places[rows, leaf]
-      put = jnp.where(on_path, place, past.capacity)  # others are dropped
+      # Nodes that are not on the path get an index out of range, and are
+      # dropped.
+      put = jnp.where(on_path, place, past.capacity)
       sequence = past.arrays.at[rows[:, None], put].set(tokens, mode="drop")
       path_logits = self.apply(params, sequence[:, :columns])
-      # Nodes beyond the context may be drafted, but are never committed.
+      # Drafts may extend beyond the context, where there are no logits. These
+      # nodes are never committed, so their positions are clipped.
       here = jnp.minimum(place[:, block - size:], columns - 1)
       path_logits = jnp.take_along_axis(path_logits, here[..., None], axis=1)
       new = on_path[:, block - size:] & left
@@ -224,7 +235,7 @@ class PlainFunction(Model):
 
 @dataclasses.dataclass(frozen=True)
 class _Merged:
-  """Calls an NNX module of one structure with other parameters."""
+  """Function `(params, *args)` that calls an NNX module of one structure."""
 
   graphdef: Any
 
@@ -247,7 +258,7 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
     `(apply, params)`: `apply(params, *args)` equals `module(*args)`; `params`
     is a dictionary of arrays.
   """
-  # Imported here because the import is slow and few callers need it.
+  # The import is slow, and few programs need it. So it is not at the top.
   from flax import nnx  # pylint: disable=g-import-not-at-top
   graphdef, state = nnx.split(module)
   return _Merged(graphdef), nnx.to_pure_dict(state)

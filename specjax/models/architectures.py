@@ -1,7 +1,7 @@
-"""One record per published architecture, by `model_type`.
+"""Published architectures, by the `model_type` of their configurations.
 
-A record maps configuration keys to `TransformerConfig`, with the defaults of
-transformers, and contains the names of the tensors.
+The record of an architecture maps configuration keys to `TransformerConfig`,
+with the defaults of transformers, and contains the names of the tensors.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Architecture:
     prefix: optional prefix of all tensor names except the head's.
     defaults: values of keys that a configuration may omit.
     tied: default of `tie_word_embeddings`.
-    even_width: whether transformers requires the width to be a multiple of
+    even_width: True if transformers requires the width to be a multiple of
       `heads`.
   """
 
@@ -43,9 +43,9 @@ class Architecture:
     """Returns the model configuration.
 
     Args:
-      keys: the published configuration. Every key must be understood.
-      has_head: whether the file has a tensor for the head. If not, and the
-        configuration does not say otherwise, the embedding is used.
+      keys: the published configuration. An unknown key is an error.
+      has_head: True if the file has a tensor for the LM head. Without one, the
+        embedding is the default head.
 
     Raises:
       ValueError: a key is missing or unknown.
@@ -58,9 +58,10 @@ class Architecture:
 
 
 def without_idle_windows(config: TransformerConfig) -> TransformerConfig:
-  """Removes windows of at least the context length, which only cost time.
+  """Removes attention windows of at least the context length.
 
-  Windows stay if their layers use another rotary base.
+  They have no effect, but cost time. They are not removed if layers with a
+  window have another rotary base.
   """
   if config.local_rope_theta is not None:
     return config
@@ -112,7 +113,7 @@ ARCHITECTURES = {
         read=settings.gemma2, names=tensor_names.GEMMA_2,
         transformers="Gemma2ForCausalLM", defaults=_GEMMA_2, tied=True,
         even_width=True),
-    # Configurations of the models with images leave out even the sizes.
+    # Models with images omit even these sizes in their configurations.
     "gemma3_text": Architecture(
         read=settings.gemma3, names=tensor_names.GEMMA_2,
         transformers="Gemma3ForCausalLM", tied=True, even_width=True,

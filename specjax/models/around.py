@@ -6,7 +6,7 @@ from specjax.interfaces import Model
 class AroundModel(Model):
   """Model with the vocabulary and context length of its field `model`.
 
-  Subclasses are frozen dataclasses with that field.
+  Subclasses are frozen dataclasses with the field `model`.
   """
 
   model: Model

@@ -1,13 +1,13 @@
-"""Views: parts of the target's cache, for drafts of the target itself.
+"""Views of the target's cache, with which the target drafts for itself.
 
-A model can draft for itself if its drafting passes read a shorter past than
-its verification. The view copies some slots of the target's cache at the start
-of a round. No second cache is needed, and the output distribution does not
-change because verification reads the full cache.
+Passes over a short past are faster. So a model can draft for itself if its
+drafting passes read only part of its cache. A view copies some slots of the
+target's cache at the start of a round. No second cache is needed. The output
+distribution does not change, because verification reads the complete cache.
 
   Retrieved   chunks of the prompt with the highest attention, and the last
-              tokens: TriForce's middle cache
-  Recent      the first and the last tokens: StreamingLLM's cache
+              tokens (TriForce's middle cache)
+  Recent      the first and the last tokens (StreamingLLM's cache)
 """
 
 import dataclasses
@@ -26,15 +26,22 @@ from specjax.utils import fields
 
 
 class CacheView(Protocol):
-  """Choice of the slots that a drafting pass reads."""
+  """Interface of views: selection of the slots that a drafting pass reads."""
 
   def choose(self, model: Transformer, params: Any, root: jax.Array,
              cache: KVCache) -> Any:
-    """Returns the choice of slots; every leaf begins with B rows."""
+    """Returns a selection made after the prompts, arrays `[B, ...]`.
+
+    Args:
+      model: model of the cache.
+      params: parameters of the model.
+      root: `[B]` int32, the last token of each prompt.
+      cache: cache of the tokens before it.
+    """
     ...
 
   def open(self, chosen: Any, cache: KVCache) -> Any:
-    """Returns a `View` of the slots in `chosen`."""
+    """Returns the `View` of a selection and the current cache, for a round."""
     ...
 
 
@@ -43,27 +50,27 @@ class View(KVCache):
   """Copies of some slots of a cache, plus a reserved block of drafts.
 
   `k` and `v` are L arrays `[B, H, F, D]`, copies of F slots. `lengths` counts
-  all committed tokens, also those without a copy, so positions are positions in
-  the whole sequence. `settle` drops
-  the block and its drafts.
+  all committed tokens, also tokens without a copy. So positions are positions
+  in the complete sequence. `settle` drops the block and its drafts.
 
   Attributes:
-    used: number of filled slots of each row, `[B]` int32. They are the first
-      slots.
+    used: number of filled slots of each row, `[B]` int32. The filled slots are
+      the first ones.
   """
 
   used: jax.Array | None = None
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Attends over the slots in use and the block, see `KVCache.attend`.
+    """Attends over the filled slots and the block, see `KVCache.attend`.
 
     Raises:
-      ValueError: the layer has a window; positions of the slots are unknown.
+      ValueError: the layer has a window, which needs the slots' positions.
     """
     if window:
-      raise ValueError(f"layer {layer} has a window of {window} tokens; slots "
-                       "of a view are not ordered: draft with another cache")
+      raise ValueError(f"layer {layer} has a window of {window} tokens, but "
+                       "slots of a view are not ordered by position: draft "
+                       "with another cache")
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.used, self.block_k[layer],
         self.block_v[layer], self.in_block(ancestors), softcap=softcap,
@@ -77,12 +84,13 @@ class View(KVCache):
 
 @struct.dataclass
 class Chosen:
-  """Chunks of the sequence that a view contains.
+  """Chunks of the sequence that were selected for a view.
 
   Attributes:
-    chunks: `[B, L, H, K]` int32, chunks of each layer and head; best first.
+    chunks: `[B, L, H, K]` int32, numbers of the chunks of each layer and head,
+      best first.
     count: `[B]` int32, number of valid entries among the K.
-    end: `[B]` int32, number of tokens from which the chunks were chosen.
+    end: `[B]` int32, number of tokens that were in the cache at the selection.
   """
 
   chunks: jax.Array
@@ -92,20 +100,20 @@ class Chosen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieved:
-  """View of the chunks with the highest attention and the tokens after them.
+  """View of the prompt's chunks with the highest attention, and recent tokens.
 
   Sun et al. 2024 (TriForce, arXiv:2404.11912, section 4.1). The prompt is cut
   into chunks. Each layer and head selects the chunks whose mean key has the
-  largest product with the query of the last prompt token, averaged over heads
-  with shared keys. The first chunk contains the attention sinks and is always
-  selected. The selection is made once per prompt. (TriForce overwrites the end
-  of the budget with new tokens, which equals a reserved share of `recent`
-  tokens.)
+  largest product with the query of the last prompt token, averaged over query
+  heads with the same keys. The first chunk contains the attention sinks and is
+  always selected. The selection is made once per prompt. (TriForce overwrites
+  the end of the budget with new tokens. Here new tokens have the separate share
+  `recent`.)
 
   Attributes:
     budget: number of tokens in the selected chunks.
-    chunk: tokens per chunk.
-    recent: maximum number of last tokens after the chunks.
+    chunk: number of tokens per chunk.
+    recent: maximum number of tokens after the prompt; the last ones are used.
   """
 
   budget: int = 1024

@@ -27,18 +27,20 @@ class TransformerConfig:
     mlp_width: inner width of the MLP.
     context_length: longest sequence of the model, in tokens.
     rope_theta: base of the rotary frequencies.
-    rope_fraction: share of a head's dimensions that is rotated, from the first.
+    rope_fraction: share of a head's dimensions that is rotated, beginning with
+      the first.
     rope_scaling: scaling of the frequencies for long sequences, or None.
-    local_rope_theta: base of layers with a window, without scaling. None: the
-      same as other layers (Gemma 3 has two bases).
+    local_rope_theta: base in layers with a window, which have no scaling then
+      (Gemma 3). None: these layers are like the others.
     learned_positions: adds a table of `context_length` positions to the
       embedding and rotates nothing (GPT-2).
     norm: "rms", or "layer" with a bias.
-    norm_epsilon: number added to the mean square or the variance.
-    norm_plus_one: multiplies by 1 + scale in norms (Gemma).
+    norm_epsilon: number that is added to the mean square or the variance.
+    norm_plus_one: norms multiply by 1 + scale, instead of scale (Gemma).
     pre_norm: normalises the inputs of attention and MLP.
     post_norm: normalises the outputs of attention and MLP (Gemma 2, OLMo-2).
-    parallel_residual: adds attention and MLP of the same input (GPT-NeoX).
+    parallel_residual: attention and MLP read the same residual stream
+      (GPT-NeoX).
     qk_norm: RMSNorm of queries and keys before rotation: "head" per head (Qwen
       3), "all" over all heads (OLMo-2), or None.
     qkv_bias: bias of query, key and value.
@@ -48,8 +50,9 @@ class TransformerConfig:
     activation: "silu", "gelu" or "gelu_tanh".
     windows: attention window of each layer in tokens, including the token
       itself; 0 is unlimited. Empty: all layers are unlimited.
-    attention_softcap: c of c tanh(x / c) on attention scores (Gemma 2).
-    logit_softcap: c of c tanh(x / c) on logits.
+    attention_softcap: constant c; attention scores x become c tanh(x / c)
+      (Gemma 2). None: unchanged.
+    logit_softcap: constant c; logits x become c tanh(x / c). None: unchanged.
     query_scale: factor on attention scores; None: head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
     tie_embeddings: uses the embedding table as output head.
@@ -99,7 +102,7 @@ class TransformerConfig:
   def __post_init__(self):
     for name in ("features", "windows"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
-    if isinstance(self.rope_scaling, dict):  # of a JSON file
+    if isinstance(self.rope_scaling, dict):  # read from a JSON file
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
     sizes = ("vocab_size", "width", "layers", "heads", "kv_heads",
              "head_dim", "mlp_width", "context_length")
@@ -120,10 +123,12 @@ class TransformerConfig:
   def _check_features(self) -> None:
     for name in self.features:
       if name != FINAL and name not in range(self.layers + 1):
-        raise ValueError(f"features holds {name!r}; it must be {FINAL!r} or an "
-                         f"integer from 0 to the {self.layers} layers")
+        raise ValueError(f"features contains {name!r}; each must be {FINAL!r} "
+                         f"or an integer from 0 to {self.layers}, the number "
+                         "of layers")
     if len(set(self.features)) < len(self.features):
-      raise ValueError(f"features is {self.features}; name each state once")
+      raise ValueError(f"features is {self.features}; name each hidden state "
+                       "only once")
     fields.check_at_least("lookahead", self.lookahead, 0,
                           ": 0 is a plain decoder")
 
@@ -133,13 +138,13 @@ class TransformerConfig:
                        "heads must be a multiple of kv_heads")
     if self.windows and (len(self.windows) != self.layers
                          or min(self.windows) < 0):
-      raise ValueError(f"windows is {self.windows}; it must have a number of "
-                       f"at least 0 for each of the {self.layers} layers")
+      raise ValueError(f"windows is {self.windows}; it must have one number, "
+                       f"at least 0, for each of the {self.layers} layers")
     if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
       raise ValueError(
           f"head_dim is {self.head_dim} and rope_fraction "
-          f"{self.rope_fraction}; they give {self.rotated} rotary dimensions; "
-          "the number must be even and at most head_dim")
+          f"{self.rope_fraction}, which give {self.rotated} rotary dimensions; "
+          "this number must be even and at most head_dim")
 
   @property
   def rotated(self) -> int:

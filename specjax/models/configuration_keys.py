@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 # Keys of training, generation, other tasks and other libraries. They do not
-# change the output of the model.
+# change the model's output, so they may have any value.
 _HARMLESS = frozenset("""
     _attn_implementation _attn_implementation_autoset _name_or_path
     _num_labels add_bos_token architectures attention_dropout
@@ -34,7 +34,7 @@ _HARMLESS = frozenset("""
     unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
-# Keys that change nothing only if they have this value.
+# Keys that have no effect if they have this value. Other values are errors.
 _PLAIN = {"is_causal": True, "attention.causal": True,
           "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
@@ -49,11 +49,12 @@ _NAMES = (
     ("sliding_window_pattern", "_sliding_window_pattern"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}
-_OFF_BY_NULL = ("sliding_window",)  # null of other keys is ignored
+# Keys whose null means "off". Null for other keys is like a missing key.
+_OFF_BY_NULL = ("sliding_window",)
 _ADVICE = {
     "quantization_config": "take weights that are not quantised, or a GGUF "
                            "file",
-    # Without these numbers layers would be guessed.
+    # These keys list layers. Without them specjax would have to guess layers.
     "layers": "if it numbers the target's layers that a drafter reads, write "
               "it as eagle_aux_hidden_state_layer_ids, where i is the state "
               "that layer i reads; do not take it out",
@@ -62,9 +63,10 @@ _NUMBERS = re.compile(r"layers?_(ids|ind|num|to_)|aux_hidden|capture")
 
 
 class Keys:
-  """A configuration that records which keys were read.
+  """Published configuration that records which keys were read.
 
-  A key may have several names and places (see `outer` and `merged`). Their
+  So unknown keys can be rejected after reading (`refuse_others`). A key may
+  have several names, and may be in an enclosing configuration as well. Then its
   values must be equal.
 
   Attributes:
@@ -92,11 +94,11 @@ class Keys:
     self.context_length = context_length
     self.asked: set[str] = set()
     self._trusted: dict[str, Any] = {}
-    self._known: set[str] = set()  # names that need not be asked for
+    self._known: set[str] = set()  # names of keys that were read or accepted
     self._place, self._outer = place, outer
 
   def __call__(self, name: str, otherwise: Any = None) -> Any:
-    """Returns a value, its default, or `otherwise` if both are None.
+    """Returns a key's value, else its default, else `otherwise`.
 
     Raises:
       ValueError: the file has two values for the key.
@@ -115,7 +117,7 @@ class Keys:
     return otherwise if value is None else value
 
   def said(self, name: str) -> dict[str, Any]:
-    """Returns the values of a key in the file, by names and places."""
+    """Returns the values of a key in the file, by its names and places."""
     names = _SYNONYMS.get(name, (name,))
     self._known.update(names)
     before = f"{self._place}." if self._place else ""
@@ -139,16 +141,18 @@ class Keys:
         raise ValueError(
             f"{self.source} has {_short(value)} for {name} and "
             f"{_short(another)} {'in' if '.' in other else 'for'} {other}; the "
-            "two must be equal: take out the wrong one")
+            "two must be equal: remove the wrong one")
     return value
 
   def merged(self, parts: Mapping[str, Mapping[str, Any]],
              beside: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns the union of several objects, by the first name of each key.
+    """Returns the union of several objects of the configuration.
+
+    A key with synonyms is in the result under its first name.
 
     Args:
       parts: objects by place. Null values are omitted.
-      beside: keys that may also be at the top level.
+      beside: keys that may also be outside of the objects, at the top level.
 
     Raises:
       ValueError: a key has two values.
@@ -166,12 +170,11 @@ class Keys:
             if values}
 
   def ignore(self, *names: str) -> None:
-    """Accepts keys whose values change nothing here."""
+    """Accepts keys that have no effect in this configuration."""
     self._known.update(names)
 
   def trust(self, name: str, value: Any) -> None:
-    """Replaces the file's value of a key, for example by a size of the tensors.
-    """
+    """Replaces a key's value, for example by a size of the tensors."""
     self._trusted[name] = value
     self.said(name)
 
@@ -241,11 +244,11 @@ class Keys:
     value = self(name)
     if not isinstance(value, str) or value not in choices:
       raise ValueError(f"{self.source} has {_short(value)} for {name}; specjax "
-                       f"knows {', '.join(choices)}")
+                       f"supports {', '.join(choices)}")
     return choices[value]
 
   def refuse(self, name: str, value: Any) -> None:
-    """Raises `ValueError` about an unknown value."""
+    """Raises `ValueError` for a value that specjax does not support."""
     names = [name, *value] if isinstance(value, Mapping) else [name]
     numbers = "layer" in name and isinstance(value, list) and value and all(
         map(is_number, value))
@@ -254,14 +257,14 @@ class Keys:
         "", "use another model, or take the key out if it does not")
     raise ValueError(
         f"{self.source} has {_short(value)} for {name}, which specjax does not "
-        "know for this architecture and which may change what the model "
-        f"computes; {advice}")
+        "support for this architecture and which may change the model's "
+        f"output; {advice}")
 
   def refuse_others(self) -> None:
-    """Raises `ValueError` if a key was neither read nor is harmless.
+    """Raises `ValueError` if a key was not read and may change the output.
 
-    A key that is off (null, false, 0 or empty) is harmless, except the keys of
-    `_PLAIN`.
+    A key with the value null, false, 0 or empty is taken to have no effect,
+    except the keys of `_PLAIN`.
     """
     for name, value in self._given.items():
       if name in self._known or name in _HARMLESS:
@@ -293,7 +296,8 @@ def whole_numbers(source: str, name: str, value: Any
 
 
 def _needs(source: str, name: str, value: object, what: str) -> None:
-  raise ValueError(f"{source} has {_short(value)} for {name}; {what} is needed")
+  raise ValueError(f"{source} has {_short(value)} for {name}; it must be "
+                   f"{what}")
 
 
 def is_number(value: Any) -> bool:

@@ -16,12 +16,14 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.types import ModelOutput
 
-_FAR = 1e4  # exp(-1e4) is 0, and a logit keeps digits after the subtraction
+# exp(-1e4) is 0. With a larger number, the difference to a logit would lose
+# digits.
+_FAR = 1e4
 
 
 @struct.dataclass
 class ContrastiveCache(Cache):
-  """Caches of both models, for the same tokens.
+  """Caches of the strong and the weak model, with the same tokens.
 
   Attributes:
     expert: cache of the strong model.
@@ -46,21 +48,24 @@ class Contrastive(Model):
     (1 + beta) e - beta a   where e >= log(alpha) + max e,
 
   and e - 1e4 elsewhere, so that these tokens are sampled only if constraints
-  exclude all others. Logits of -inf of the amateur are replaced by -1e4 to keep
-  the result finite.
+  exclude all others. If a logit of the amateur is -inf, -1e4 is used instead,
+  so that the result is finite.
 
-  Verification is unchanged and the output follows this distribution exactly.
-  The amateur can also be the draft model (speculative contrastive decoding,
-  Yuan et al. 2023, arXiv:2311.08981), with a separate cache.
+  The model is used as a target. Its output then follows this distribution
+  exactly, with any lossless verifier. The amateur can also be the draft model
+  (speculative contrastive decoding, Yuan et al. 2023, arXiv:2311.08981), with a
+  separate cache.
 
-  Parameters are `{"expert": ..., "amateur": ...}`; `hidden` is the expert's.
+  Parameters are `{"expert": ..., "amateur": ...}`. `hidden` of the output is
+  the expert's.
 
   Attributes:
     expert: the strong model.
     amateur: the weak model, with the same vocabulary.
     alpha: plausibility threshold in (0, 1]. Tokens below alpha times the
       expert's largest probability are excluded.
-    beta: strength, at least 0. 0 is the expert with the threshold.
+    beta: strength of the contrast, at least 0. With 0 the amateur has no
+      effect.
 
   Example:
     >>> import jax
@@ -93,8 +98,9 @@ class Contrastive(Model):
       raise ValueError(f"beta is {self.beta}; it must be at least 0 and finite")
     if self.expert.vocab_size != self.amateur.vocab_size:
       raise ValueError(
-          f"the amateur has {self.amateur.vocab_size} tokens and the expert "
-          f"{self.expert.vocab_size}; both need the same vocabulary")
+          f"vocab_size of the amateur is {self.amateur.vocab_size} and of the "
+          f"expert {self.expert.vocab_size}; give models with the same "
+          "vocabulary")
 
   @property
   def vocab_size(self) -> int:

@@ -47,8 +47,9 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
     directory: directory, created if needed.
     model: the model. `features` of its configuration is not exported.
     params: parameters of the model.
-    tokenizer: tokenizer of the model.
-    generation: sampling settings. None: stop at the tokenizer's `eos`.
+    tokenizer: tokenizer of the model; None: no tokenizer is written.
+    generation: sampling settings. None: greedy decoding up to the tokenizer's
+      `eos`.
     dtype: dtype of the stored weights. None keeps the dtype of `params`.
 
   Returns:
@@ -64,7 +65,7 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
   directory = pathlib.Path(directory)
   if tokenizer is None and (directory / "tokenizer.json").exists():
     raise ValueError(f"{directory} has a tokenizer.json, which readers would "
-                     "use with this model; give tokenizer, or choose another "
+                     "use with this model; give `tokenizer`, or choose another "
                      "directory")
   tokenizer_files.check_alone(directory)
   flat = flax.traverse_util.flatten_dict(dict(params), sep=".")
@@ -104,7 +105,7 @@ def _sampling(generation: GenerationDefaults | None) -> dict[str, Any]:
 
 
 def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
-  """Returns the architecture and the keys of a configuration.
+  """Returns the published architecture of a configuration, and its keys.
 
   Raises:
     ValueError: no published architecture matches.
@@ -189,7 +190,8 @@ def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer,
                         else tokenizer.backend.id_to_token(token))
   content = json.loads(tokenizer.backend.to_str())
   if tokenizer.adds_bos and content.get("post_processor") is None:
-    # specjax adds bos itself; transformers needs a post-processor for it.
+    # specjax puts bos before a text itself. In transformers, a post-processor
+    # of the tokenizer does it.
     bos = name(tokenizer.bos)
     special = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = lambda place: {"Sequence": {"id": place, "type_id": 0}}

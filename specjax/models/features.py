@@ -1,9 +1,10 @@
 """Configuration of layers that draft from the features of a target.
 
-At position t such a layer reads (g_t, x_{t+1}): the target's feature at t and
-the next token. It predicts x_{t+2}, and its output replaces g_{t+1}, which the
-target has not computed yet. Four families differ only in normalisation, fusion,
-chaining and output head (`FeatureConfig`):
+A feature is one or several hidden states of the target at a position. At
+position t a feature layer reads the target's feature g_t and the next token
+x_{t+1}, and predicts x_{t+2}. Its output replaces g_{t+1}, which the target has
+not computed yet. Four families differ only in normalisation, fusion, chaining
+and output head (`FeatureConfig`):
 
   EAGLE-1 and 2   Li et al. 2024 (arXiv:2401.15077, arXiv:2406.16858)
   EAGLE-3         Li et al. 2025 (arXiv:2503.01840)
@@ -35,7 +36,7 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
   if ids and (list(ids) != sorted(set(ids)) or ids[0] < 0
               or ids[-1] >= vocab_size):
     raise ValueError(f"ids must be sorted, each once, in [0, {vocab_size}); "
-                     f"got {len(ids)} of them from {ids[0]} to {ids[-1]}")
+                     f"it has {len(ids)} ids from {ids[0]} to {ids[-1]}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,39 +46,41 @@ class FeatureConfig(TransformerConfig):
   Inherited fields describe its decoder layer and its norms.
 
   Attributes:
-    layers: 1.
+    layers: number of decoder layers of a module, always 1.
     target_width: width of the target's residual stream.
     taps: hidden states of the target that are read, by the names of
       `TransformerConfig.features`.
-    forecasts: K, draft length; without `reuse` also the number of modules.
-    entry: projects the concatenated taps to the layer's width (EAGLE-3's fc).
-      Without it, a single tap is read unchanged.
+    forecasts: default draft length K; without `reuse` also the number of
+      modules.
+    entry: projects the concatenated hidden states of `taps` to the layer's
+      width (EAGLE-3's fc). Without it, a single hidden state is read unchanged.
     entry_bias: bias of this projection.
-    entry_norm: norm before the projection, of "each" tap (fc_norm of
-      EAGLE-3.1), of "all" concatenated (norm_before_fc), or None.
-    fusion: combination of the token embedding e with the features g. "project":
+    entry_norm: norm before this projection. "each": a norm per hidden state
+      (fc_norm of EAGLE-3.1). "all": one norm of the concatenation
+      (norm_before_fc). None: no norm.
+    fusion: combination of the token embedding e with the feature g. "project":
       the layer reads W [e; g] (EAGLE-1, MTP). "attention": attention reads
-      [e; g] and the residual stream is g (EAGLE-3). "none": no token is read.
+      [e; g], and the residual stream is g (EAGLE-3). "none": no token is read.
     fusion_bias: bias of W.
     fusion_norms: normalises e and g before the fusion.
-    norm_before_residual: with "attention", the residual stream is the
-      normalised g.
+    norm_before_residual: uses the normalised g as the residual stream, with
+      fusion "attention".
     attention_norm: normalises the input of attention in the layer.
-    final_norm: norm before the head: the layer's "own", the "target"'s, or
+    final_norm: norm before the LM head: the layer's "own", the "target"'s, or
       None.
-    feed_normed: feeds the normalised output to the next step (norm_output of
-      EAGLE-3.1), else the output before the final norm.
+    feed_normed: feeds the output after the final norm to the next draft step
+      (norm_output of EAGLE-3.1). Otherwise the output before this norm.
     own_embedding: separate embedding table, else the target's.
-    own_head: separate head, else the target's.
-    narrow_head: columns `ids` of the target's head, copied once when the layer
-      is attached; neither trained nor stored.
-    ids: tokens of the head, sorted; empty: all. They are configuration because
-      optimisers must not change them.
+    own_head: separate LM head, else the target's.
+    narrow_head: uses the columns `ids` of the target's LM head. They are copied
+      when the layer is attached to a target, and neither trained nor stored.
+    ids: tokens that can be drafted, sorted; empty: all. They are configuration
+      because optimisers must not change them.
     reuse: applies one module repeatedly to its own output, one position further
       each time. Without it there are K modules: at position t, module k reads
-      token t + k and predicts t + k + 1.
-    chained: module k reads the output of module k - 1. Otherwise, without
-      `reuse`, all modules read the target's features.
+      token t + k and predicts token t + k + 1.
+    chained: module k reads the output of module k - 1. Otherwise all modules
+      read the target's features.
   """
 
   layers: int = 1
@@ -118,10 +121,10 @@ class FeatureConfig(TransformerConfig):
               self.learned_positions)
     if self.layers != 1 or any(others):
       raise ValueError(
-          f"a feature layer has layers {self.layers}, windows {self.windows}, "
-          f"features {self.features}, lookahead {self.lookahead} and "
-          f"learned_positions {self.learned_positions}; set layers=1 and leave "
-          "out the others")
+          f"layers is {self.layers}, windows {self.windows}, features "
+          f"{self.features}, lookahead {self.lookahead} and learned_positions "
+          f"{self.learned_positions}; for a feature layer set layers=1 and "
+          "leave out the others")
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one of the "
                        "target's hidden states, and each once")
@@ -129,7 +132,8 @@ class FeatureConfig(TransformerConfig):
     check_ids(self.ids, self.vocab_size)
 
   def _check_unused(self) -> None:
-    """Raises `ValueError` if the fusion or the entry ignores an option."""
+    """Raises `ValueError` if an option has no effect with this configuration.
+    """
     for name, conflict, fix in (
         ("reuse", self.reuse and self.fusion == "none", "reuse=False"),
         ("attention_norm", self.attention_norm and self.fusion == "attention",
@@ -155,8 +159,9 @@ class FeatureConfig(TransformerConfig):
     joined = len(self.taps) * self.target_width
     if not self.entry and joined != self.width:
       raise ValueError(
-          f"width is {self.width} and the {len(self.taps)} taps have {joined}; "
-          "without the matrix of entry=True both must be equal")
+          f"width is {self.width}, but the {len(self.taps)} hidden states of "
+          f"taps have width {joined}; both must be equal unless entry=True, "
+          "which adds a projection")
     self._check_head()
     if self.width == self.target_width:
       return
@@ -166,19 +171,21 @@ class FeatureConfig(TransformerConfig):
                       ("final_norm", self.final_norm != "target")):
       if not own:
         raise ValueError(
-            f"width is {self.width} and target_width {self.target_width}, and "
-            f"{name} is {getattr(self, name)!r}, the target's; a layer of "
-            "another width needs its own")
+            f"width is {self.width} and target_width {self.target_width}, but "
+            f"{name} is {getattr(self, name)!r}, so the target's is used; a "
+            "layer of another width needs its own")
 
   def _check_head(self) -> None:
     if self.ids and not (self.own_head or self.narrow_head):
-      raise ValueError(f"ids names {len(self.ids)} tokens and own_head is "
-                       "False; the target's head knows all: set own_head=True, "
-                       "or narrow_head=True for these columns of the target's")
+      raise ValueError(f"ids has {len(self.ids)} tokens and own_head is "
+                       "False, but the target's head has all tokens: set "
+                       "own_head=True, or narrow_head=True for these columns "
+                       "of the target's head")
     if self.narrow_head and (self.own_head or not self.ids):
-      raise ValueError(f"narrow_head is True, own_head {self.own_head} and ids "
-                       f"names {len(self.ids)} tokens; it is the target's head "
-                       "for these tokens: set own_head=False and name them")
+      raise ValueError(f"narrow_head is True, own_head is {self.own_head} and "
+                       f"ids has {len(self.ids)} tokens; narrow_head uses the "
+                       "target's head for the tokens in ids: set "
+                       "own_head=False and give ids")
 
   @property
   def modules(self) -> int:
@@ -187,5 +194,5 @@ class FeatureConfig(TransformerConfig):
 
   @property
   def draft_size(self) -> int:
-    """Returns the number of tokens of the head."""
+    """Returns the number of tokens that can be drafted."""
     return len(self.ids) or self.vocab_size

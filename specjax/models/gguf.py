@@ -1,7 +1,8 @@
 """Models in GGUF files, the format of llama.cpp.
 
-Metadata is translated to the keys of a Hugging Face configuration, so that
-both use one description of each architecture. The package `gguf` dequantises.
+Metadata is translated to the keys of a Hugging Face configuration, so that both
+formats use one description of each architecture. The package `gguf` dequantises
+tensors.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,7 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Keys with another name in the configurations of an architecture.
+# Keys whose names in Hugging Face configurations differ by architecture.
 _RENAMED = {
     "gpt2": {
         "max_position_embeddings": "n_positions", "hidden_size": "n_embd",
@@ -64,8 +65,9 @@ _RENAMED = {
         "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"},
     "gpt_neox": {"rope_theta": "rotary_emb_base"},
 }
-# llama.cpp recognises models that scale queries by the width by their number of
-# layers, because the file has no key for it.
+# Number of layers of models whose queries are scaled by the width per head,
+# instead of head_dim. The file has no key for this property. So, like
+# llama.cpp, specjax recognises such models by their number of layers.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 # Control tokens that always end a sequence in llama.cpp.
 _ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|im_end|>",
@@ -125,11 +127,11 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 def ends(metadata: Mapping[str, Any], control: Mapping[int, str]
          ) -> tuple[int, ...]:
-  """Returns the ids that end a sequence: named ones, and ends of chat turns.
+  """Returns the ids of tokens that end a sequence or a chat turn.
 
   Args:
-    metadata: the metadata of the file.
-    control: the control tokens of the file's tokenizer, by id.
+    metadata: metadata of the file.
+    control: control tokens of the file's tokenizer, by id.
   """
   named = [metadata.get(f"tokenizer.ggml.{kind}_token_id")
            for kind in ("eos", "eot", "eom")]
@@ -142,9 +144,9 @@ class _Type(NamedTuple):
   """Storage type of tensors.
 
   Attributes:
-    numbers: numbers of a block.
-    size: bytes of a block.
-    dequantized: function from the bytes `[1, N]` of blocks to their numbers.
+    numbers: number of weights in a block.
+    size: number of bytes of a block.
+    dequantized: function from the bytes `[1, N]` of blocks to their weights.
   """
 
   numbers: int
@@ -158,8 +160,9 @@ def _type(gguf: types.ModuleType, path: pathlib.Path, number: int) -> _Type:
     kind = gguf.GGMLQuantizationType(number)
   except ValueError:
     raise ValueError(
-        f"{path} has a tensor of type {number}, which the installed package "
-        "gguf does not know: pip install --upgrade gguf") from None
+        f"{path} has a tensor of type {number}, which the installed version of "
+        "the package gguf does not support: pip install --upgrade gguf"
+        ) from None
   numbers, size = gguf.GGML_QUANT_SIZES[kind]
   result = _Type(numbers, size, lambda data: gguf.dequantize(data, kind))
   try:
@@ -180,7 +183,8 @@ class _Rows(NamedTuple):
 
   def __getitem__(self, rows: slice) -> np.ndarray:
     data = self.data[rows]
-    # As one row, because the package dequantises 16 rows at a time.
+    # The package dequantises 16 rows at a time, which is slow. So all blocks
+    # are passed as one row.
     return self.type.dequantized(data.reshape(1, -1)).reshape(
         len(data), *self.shape[1:])
 
@@ -213,15 +217,15 @@ def _config(source: str, kind: str, model_type: str,
   head_dim = _add_head_dim(config, keys, model_type, layers)
   if (model_type == "phi3" and layers in (32, 40)
       and keys.size("context_length") == 4096):
-    # Missing in the first files of Phi-3 mini and medium; llama.cpp now adds
-    # it.
+    # The first files of Phi-3 mini and medium lack the window. llama.cpp has
+    # this default for them.
     config.setdefault("sliding_window", 2047)
   config |= _layer_types(keys, layers)
   config |= _biases(model_type, tensors)
   config |= _rotated_share(keys, model_type, head_dim)
   config |= _rope_scaling(keys, tensors)
   for name in ("rope.scaling.finetuned", "tensor_data_layout"):
-    keys(name)  # describes the conversion
+    keys(name)  # accepted, because it only describes the file's conversion
   keys.refuse_others()
   config["tie_word_embeddings"] = "output.weight" not in tensors
   renamed = _RENAMED.get(model_type, {})
@@ -230,7 +234,7 @@ def _config(source: str, kind: str, model_type: str,
 
 def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,
                   layers: int) -> int:
-  """Returns the width of a head; adds the query scale that depends on it."""
+  """Returns the width of a head; adds it and the query scale to `config`."""
   heads = keys.size("attention.head_count")
   width = keys.size("embedding_length")
   head_dim = config.get("head_dim") or width // heads
@@ -244,7 +248,8 @@ def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,
 
 def _biases(model_type: str, tensors: Mapping[str, StoredTensor]
             ) -> dict[str, bool]:
-  """Returns the keys of biases, which GGUF files show only by tensors."""
+  """Returns the keys about biases. GGUF files have no keys, only the tensors.
+  """
   biases = {}
   if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
     biases["attention_bias"] = True
@@ -283,8 +288,9 @@ def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
   all_lengths, short, long = (
       tensors[name].read().tolist() if name in tensors else None
       for name in _FACTORS)
-  # Each branch reads only the keys that it uses; others raise an error.
-  if all_lengths:  # divisors of the frequencies at all lengths (Llama 3)
+  # Each branch reads only the keys that it uses. So a key that has no meaning
+  # for its type of scaling raises an error later.
+  if all_lengths:  # a tensor with divisors of the frequencies (Llama 3)
     _scaling_type(keys, "none", "linear")
     return dict(rope_scaling=dict(
         rope_type="longrope", short_factor=all_lengths, long_factor=all_lengths,
@@ -312,7 +318,7 @@ def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
 
 def _scaling_type(keys: Keys, *expected: str) -> str:
   """Returns the type of rope scaling; raises unless it is expected."""
-  kind = keys("rope.scaling.type", "linear")  # as in llama.cpp
+  kind = keys("rope.scaling.type", "linear")  # llama.cpp has the same default
   if kind not in expected:
     keys.refuse("rope.scaling.type", kind)
   return kind

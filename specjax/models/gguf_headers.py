@@ -1,7 +1,8 @@
-"""Headers of GGUF files: metadata, and the places of the tensors.
+"""Headers of GGUF files: metadata, and the locations of the tensors.
 
-The package `gguf` also reads them, but makes several arrays for every string
-of the vocabulary, which takes longer than dequantising a model of 0.5B.
+The package `gguf` can also read headers, but makes several arrays for every
+string of the vocabulary. That takes longer than dequantising a model of 0.5
+billion parameters.
 """
 
 import mmap
@@ -13,14 +14,14 @@ from typing import NamedTuple
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?",
-            10: "Q", 11: "q", 12: "d"}  # format codes of `struct` by type
+            10: "Q", 11: "q", 12: "d"}  # format code of `struct` by GGUF type
 
 
 class TensorHeader(NamedTuple):
-  """Entry of a tensor.
+  """Entry of a tensor in the header.
 
   Attributes:
-    shape: sizes of the axes, the innermost last.
+    shape: sizes of the axes, the innermost axis last.
     kind: number of the storage type (`gguf.GGMLQuantizationType`).
     offset: first byte in the file.
   """
@@ -54,7 +55,7 @@ class _Reader:
     self._data = data
 
   def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-    """Returns `count` numbers of a format code of `struct`."""
+    """Reads `count` numbers with a format code of `struct`."""
     form = struct.Struct(f"<{count}{code}")
     values = form.unpack_from(self._data, self.position)
     self.position += form.size

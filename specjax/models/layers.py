@@ -29,8 +29,9 @@ _ACTIVATIONS = {
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Returns the product `[B, S, ...]` of `[B, S, D]` and `[D, ...]`.
 
-  Sums are in float32 or wider. On a CPU, a single bfloat16 row is duplicated,
-  because XLA's product of one row takes four times as long as of two.
+  Sums are in float32 or wider. On a CPU, XLA's bfloat16 product of one row
+  takes four times as long as the product of two rows. So a single row is
+  duplicated.
   """
   if isinstance(kernel, QuantizedMatrix):
     return kernel.product(x)
@@ -45,16 +46,17 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def parameter(module: nn.Module, name: str, initial: Any,
               shape: tuple[int, ...]) -> Any:
-  """Returns a parameter of a module in a compact method, created in float32.
+  """Returns a parameter of a module, created in float32 if it does not exist.
 
-  `module.param` would trace the initialiser in every pass to check the shape,
-  which takes an eighth of the tracing time of a round.
+  Call it in a compact method. It replaces `module.param`, which traces the
+  initialiser in every pass to check the shape; that takes an eighth of the
+  tracing time of a round.
 
   Args:
-    module: the calling module.
+    module: calling module.
     name: name of the parameter.
     initial: initialiser.
-    shape: shape by the configuration.
+    shape: shape that the configuration requires.
 
   Returns:
     An array, or an object that replaces it (`QuantizedMatrix`).
@@ -67,13 +69,13 @@ def parameter(module: nn.Module, name: str, initial: Any,
   value = module.get_variable("params", name)
   if value.shape != shape:
     raise ValueError(
-        f"parameter {'/'.join((*module.path, name))} has shape {value.shape} "
-        f"and the model needs {shape}; give the parameters of this model")
+        f"parameter {'/'.join((*module.path, name))} has shape {value.shape}, "
+        f"but the model needs {shape}; give the parameters of this model")
   return value
 
 
 class Linear(nn.Module):
-  """Product with a kernel `[D, *outputs]`; the bias is flat.
+  """Product with a kernel `[D, *outputs]`; the bias is stored as one axis.
 
   Attributes:
     outputs: sizes of the output axes.
@@ -101,7 +103,7 @@ class Norm(nn.Module):
   """RMSNorm or LayerNorm, computed in float32 or wider."""
 
   config: TransformerConfig
-  rms: bool = False  # RMSNorm regardless of the configuration
+  rms: bool = False  # True: RMSNorm, whatever `config.norm` is
 
   @nn.compact
   def __call__(self, x):
@@ -151,10 +153,11 @@ class RotaryTables(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Attention whose query, key and value are one product.
+  """Attention whose queries, keys and values are computed by one product.
 
-  The kernel is `[D, K, G + 2, H]`: for each of K key-value heads its G query
-  heads, the key and the value, so a mesh splits all three along K.
+  The kernel is `[D, K, G + 2, H]`. For each of K key-value heads it has the G
+  query heads, the key and the value, all of width H. So a mesh can split all of
+  them along K.
   """
 
   config: TransformerConfig
@@ -172,10 +175,12 @@ class Attention(nn.Module):
     key, value = key[:, :, :, 0], value[:, :, :, 0]
     query, key = self._prepared(
         query, key, tables.local if window else tables.full)
-    # Stored only if the caller makes "intermediates" mutable.
+    # `sow` stores the queries only if the caller makes "intermediates" mutable
+    # (`cache_views`).
     self.sow("intermediates", "query", query)
 
-    # Passed only if the model uses them, because some caches lack them.
+    # Some caches do not have these arguments. So they are passed only if the
+    # model uses them.
     options = {name: value for name, value in
                (("window", window), ("softcap", c.attention_softcap)) if value}
     if cache is None:
@@ -198,7 +203,7 @@ class Attention(nn.Module):
     if table is not None:
       query, key = rotary.rotate(query, table), rotary.rotate(key, table)
     if c.query_scale is not None:
-      # In float32 or wider, because bfloat16 would round the factor.
+      # bfloat16 would round the factor. So the product is in float32 or wider.
       wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
       query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
     return query, key
@@ -233,9 +238,9 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
                   read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
-  """Applies one decoder layer; call it inside a compact module.
+  """Applies one decoder layer; call it in a compact method.
 
-  Its parameters belong to the calling module, with names that end in `i`.
+  The parameters belong to the calling module. Their names end in `i`.
 
   Args:
     config: configuration of the decoder.
@@ -243,16 +248,17 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
     x: `[B, S, D]`, the residual stream before the layer.
     tables: rotary tables of the positions.
     ancestors: ancestor mask, see `Cache.attend`.
-    cache: `Cache` of the decoder; None: the tokens have no past.
-    read: `[B, S, ...]`, normalised input of attention in place of the stream.
-    sublayers: sublayers to run; None: both.
+    cache: `Cache` of the decoder; None: there are no earlier tokens.
+    read: `[B, S, ...]`, input of attention, already normalised; None: the
+      residual stream after the layer's norm.
+    sublayers: sublayers to run; None: attention and MLP.
     keep: `[2]` or `[2, B]`, factors on the outputs of attention and MLP; None:
       1.
 
   Returns:
     The stream after the layer, and the cache with its keys and values.
   """
-  c, out, new = config, 0, 0  # skipped sublayers add 0
+  c, out, new = config, 0, 0  # a skipped sublayer adds 0 to the stream
   both = sublayers or Sublayers.between(i, i + 1)
 
   def norm(enabled: bool, name: str, x: jax.Array) -> jax.Array:

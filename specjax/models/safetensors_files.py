@@ -21,7 +21,7 @@ from specjax.utils.files import check_downloaded
 
 _AGAIN = ("it is truncated or no safetensors file: download it again, or write "
           "it again")
-_AT_ONCE = 1 << 16  # numbers that are read at a time
+_AT_ONCE = 1 << 16  # number of weights that are read at a time
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 class Rows(Protocol):
-  """Numbers that are read when they are sliced along the first axis."""
+  """Interface of arrays that are read when sliced along the first axis."""
 
   def __getitem__(self, rows: slice, /) -> np.ndarray:
     ...
@@ -43,8 +43,8 @@ class StoredTensor:
   Attributes:
     shape: sizes of the axes.
     dtype: dtype of the numbers that are read.
-    load: function that opens the tensor. Slices of the result are read from
-      the file; the file stays mapped as long as the result exists.
+    load: function that opens the tensor. Slices of its result are read from the
+      file. The file is mapped into memory as long as the result exists.
   """
 
   shape: tuple[int, ...]
@@ -68,10 +68,10 @@ class StoredTensor:
 
 
 def rows_at_once(size: int) -> int:
-  """Returns how many rows of `size` numbers are read at a time.
+  """Returns the number of rows of `size` numbers that are read at a time.
 
-  Dequantising and transposing are twice as fast if a core's cache contains the
-  rows.
+  Dequantising and transposing are twice as fast if the rows fit into a core's
+  cache.
   """
   return max(1, _AT_ONCE // max(1, size))
 
@@ -90,8 +90,8 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
   with open(path, "rb") as f:
     length = int.from_bytes(f.read(8), "little")
     if not 2 <= length <= size - 8:
-      raise ValueError(f"{path} has {size} bytes and should begin with a "
-                       f"header of {length}; {_AGAIN}")
+      raise ValueError(f"{path} has {size} bytes, but its header should have "
+                       f"{length}; {_AGAIN}")
     header = f.read(length)
   entries = _header(path, header)
   tensors = {}
@@ -99,15 +99,15 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     dtype, shape, (begin, end) = (
         entry[key] for key in ("dtype", "shape", "data_offsets"))
     if dtype not in DTYPES:
-      raise ValueError(f"{path} holds {name} as {dtype}; specjax reads "
-                       f"{', '.join(DTYPES)}: take weights that are not "
+      raise ValueError(f"{path} has the tensor {name} as {dtype}; specjax "
+                       f"reads {', '.join(DTYPES)}: give weights that are not "
                        "quantised, or a GGUF file")
     dtype = np.dtype(DTYPES[dtype])
     if not 0 <= begin <= end <= size - 8 - length:
       raise ValueError(f"{path} ends before its tensor {name}; {_AGAIN}")
     if end - begin != math.prod(shape) * dtype.itemsize:
-      raise ValueError(f"{path} gives {end - begin} bytes to {name}, which is "
-                       f"{dtype} {shape}; {_AGAIN}")
+      raise ValueError(f"{path} has {end - begin} bytes for the tensor {name}, "
+                       f"which is {dtype} {shape}; {_AGAIN}")
     tensors[name] = StoredTensor(
         tuple(shape), dtype, functools.partial(
             mapped, path, 8 + length + begin, tuple(shape), dtype))
@@ -152,14 +152,14 @@ def float_dtype(dtype: Any) -> np.dtype:
     raise ValueError(f"dtype is {dtype!r}; give float32, bfloat16 or float16"
                      ) from None
   if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"dtype is {dtype.name}, in which weights would be whole "
-                     "numbers; give float32, bfloat16 or float16, and see "
-                     "models.quantization for int8")
+    raise ValueError(f"dtype is {dtype.name}, an integer type; give float32, "
+                     "bfloat16 or float16, and use models.quantization for "
+                     "int8")
   return dtype
 
 
 def check_float(source: str, name: str, tensor: StoredTensor) -> None:
-  """Refuses integer weights, whose scales would be ignored.
+  """Raises `ValueError` for integer weights, whose scales would be ignored.
 
   Args:
     source: name of the file in errors.
@@ -171,8 +171,8 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
   """
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
-                     "which are whole numbers; take weights that are not "
-                     "quantised, or a GGUF file")
+                     "an integer type; give weights that are not quantised, or "
+                     "a GGUF file")
 
 
 def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
@@ -187,14 +187,15 @@ def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
   with np.errstate(over="ignore"):
     out = x.astype(dtype)
   if not np.isfinite(out).all():
-    raise ValueError(f"the weights do not fit {dtype.name}, in which some of "
-                     "them are infinite or no numbers; write them in float32 "
-                     "or bfloat16")
+    raise ValueError(f"some weights are infinite or NaN in dtype {dtype.name}; "
+                     "write them in float32 or bfloat16")
   return out
 
 
 def check_arrays(params: Mapping[str, Any]) -> None:
-  """Refuses parameters that are not arrays, such as those of `quantize`.
+  """Raises `ValueError` unless all parameters are arrays.
+
+  The matrices of `quantize`, for example, are not arrays.
 
   Args:
     params: parameters by name.
@@ -204,9 +205,9 @@ def check_arrays(params: Mapping[str, Any]) -> None:
   """
   for name, x in params.items():
     if not isinstance(x, (jax.Array, np.ndarray)):
-      raise ValueError(f"the parameter {name} is a {type(x).__name__}, and "
-                       "only arrays are stored; give the parameters that "
-                       "`quantize` was given, or that `init` returned")
+      raise ValueError(f"the parameter {name} is a {type(x).__name__}, but "
+                       "only arrays can be stored; give the parameters before "
+                       "`quantize`")
 
 
 def write_safetensors(path: str | os.PathLike[str],
@@ -217,7 +218,7 @@ def write_safetensors(path: str | os.PathLike[str],
   Args:
     path: path of the file.
     kinds: shape and dtype of each tensor, by name.
-    arrays: tensors in this order, consumed one at a time.
+    arrays: tensors in the order of `kinds`, consumed one at a time.
   """
   codes = {np.dtype(value): key for key, value in DTYPES.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0

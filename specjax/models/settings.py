@@ -33,13 +33,18 @@ def _biases(keys: Keys) -> Fields:
 
 
 def _windows(keys: Keys, types: list[str]) -> Fields:
-  """Windows of the layers whose type says so, by default `types`."""
+  """Returns the field with the windows of layers of the sliding type.
+
+  Args:
+    keys: keys of the configuration.
+    types: type of each layer if the configuration has no `layer_types`.
+  """
   types = keys("layer_types", types)
   layers = keys.size("num_hidden_layers")
   if not isinstance(types, list) or len(types) != layers or any(
       kind not in (SLIDING, FULL) for kind in types):
     keys.refuse("layer_types", types)
-  keys("sliding_window")  # need not be there if no layer has one
+  keys("sliding_window")  # accepted, but not required if no layer has a window
   if SLIDING not in types:
     return {}
   size = keys.size("sliding_window")
@@ -55,14 +60,15 @@ def _same_window(keys: Keys) -> Fields:
 
 
 def _upper_windows(keys: Keys) -> Fields:
-  """Windows from a layer on, if they are switched on (Qwen)."""
+  """Returns the field with Qwen's windows: optional, from some layer upwards.
+  """
   layers = range(keys.size("num_hidden_layers"))
   on = keys.switch("use_sliding_window", False)
   first = keys.number("max_window_layers", 0)
   types = [SLIDING if on and i >= first else FULL for i in layers]
   given = keys("layer_types", types)
   if not on:
-    keys("sliding_window")  # is not used
+    keys("sliding_window")  # accepted; has no effect
     if given != types:
       keys.refuse("use_sliding_window", on)
     return {}
@@ -94,7 +100,7 @@ def olmo2(keys: Keys) -> Fields:
 
 
 def phi3(keys: Keys) -> Fields:
-  for name in ("interpolate_factor", "full_attn_mod"):  # of Phi-4-mini
+  for name in ("interpolate_factor", "full_attn_mod"):  # keys of Phi-4-mini
     if keys(name, 1) != 1:
       keys.refuse(name, keys(name))
   return (_sizes(keys) | read_rope(keys, fraction="partial_rotary_factor")
@@ -107,7 +113,8 @@ def _norms(keys: Keys) -> Fields:
 
 
 def gemma(keys: Keys) -> Fields:
-  # Its first configurations say "gelu" and mean that by tanh.
+  # Gemma's first configurations have "gelu", but the models use the tanh
+  # approximation.
   name = "hidden_activation" if keys("hidden_activation") else "hidden_act"
   fields = _sizes(keys, activation=name)
   if fields["activation"] == "gelu":
@@ -121,7 +128,7 @@ def _softcap(keys: Keys, name: str) -> float | None:
 
 
 def _parts(keys: Keys) -> Fields:
-  keys("hidden_act")  # is not used
+  keys("hidden_act")  # accepted; has no effect
   return (_sizes(keys, activation="hidden_activation") | _biases(keys)
           | _norms(keys) | dict(
               post_norm=True,

@@ -4,12 +4,12 @@ Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) and SWIFT (Xia et al. 2024,
 arXiv:2410.06916) draft with a part of the target. Parameters are shared: pass
 `params["target"]` as `params["drafter"]`.
 
-  Shortened   sublayers fixed at compile time; skipped sublayers cost nothing
-  Masked      sublayers chosen by an array; no speedup, one program for all
+  Shortened   sublayers fixed at compile time; skipped sublayers take no time
+  Masked      sublayers selected by an array; no speedup, one program for all
 
-Each has its own cache. Keys and values of the target's later layers depend on
-the skipped layers, so sharing them would make the draft distribution depend on
-the position at which the draft began.
+Each model has its own cache. Keys and values of the target's later layers
+depend on layers that are skipped here. With the target's cache, the draft
+distribution would depend on the position where the draft began.
 """
 
 from collections.abc import Mapping
@@ -55,11 +55,12 @@ class Shortened(AroundModel):
 
   @classmethod
   def early_exit(cls, model: Transformer, layers: int) -> "Shortened":
-    """Returns the first `layers` layers with final norm and head."""
+    """Returns the model of the first `layers` layers, final norm and LM head.
+    """
     return cls(model, Sublayers.between(0, layers))
 
   def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
-    """Returns an empty cache of the attention layers in use."""
+    """Returns an empty cache with only the layers whose attention runs."""
     return self.model.init_cache(
         params, batch, capacity, layers=len(self.sublayers.attention))
 
@@ -87,7 +88,7 @@ class Masked(AroundModel):
   """`Transformer` whose sublayers are switched off by an array.
 
   Parameters are `{"model": parameters of the model, "keep": [L, 2]}`. `keep` is
-  1 for each attention and MLP in use and 0 for the others, see `mask`; or
+  1 for each attention and MLP that runs and 0 for the others, see `mask`. It is
   `[L, 2, B]` if rows differ.
 
   Attributes:
@@ -119,7 +120,7 @@ class Masked(AroundModel):
 
 
 def mask(sublayers: Sublayers, layers: int) -> jax.Array:
-  """Returns `[layers, 2]` float32, the `keep` of `Masked`."""
+  """Returns sublayers as the array `keep [layers, 2]` float32 of `Masked`."""
   numbers = jnp.arange(layers)[:, None]
   runs = lambda chosen: jnp.any(
       numbers == jnp.array(chosen, jnp.int32), axis=1)
@@ -139,5 +140,5 @@ def check_exit(exit: int, model: Any) -> None:
   check_whole(model)
   layers = model.config.layers
   if not 1 <= exit < layers:
-    raise ValueError(f"exit is {exit} and the target has {layers} layers; it "
+    raise ValueError(f"exit is {exit}; with {layers} layers of the target it "
                      f"must be from 1 to {layers - 1}")

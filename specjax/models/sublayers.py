@@ -14,8 +14,8 @@ class Sublayers:
   Attributes:
     attention: layers whose attention runs, in order.
     mlp: layers whose MLP runs.
-    packed: whether the cache contains only these attentions, in this order.
-      Otherwise it contains all layers.
+    packed: True if the cache contains only the layers in `attention`, in this
+      order. False if it contains all layers.
   """
 
   attention: tuple[int, ...]

@@ -1,11 +1,13 @@
 """Layouts of parameters in the tensors of files.
 
-A layout maps a parameter to views of it: for each tensor of the file, the views
-that it stores one after another along its rows. Loading writes through these
-views, export reads them, and they determine the shapes of the tensors.
+A layout is a function from a parameter to numpy views of it. For each tensor of
+the file it returns the list of views that the tensor stores, one after another
+along its rows. Loading writes through these views, and export reads them. They
+also determine the shapes of the tensors.
 
-Kernels are `[D, K, G + 2, H]` (query, key and value), `[D, 2, F]` (gate and up)
-or `[in, out]`; files store `[out, in]`.
+Kernels of specjax are `[D, K, G + 2, H]` (query, key and value of K key-value
+heads with G query heads each, of width H), `[D, 2, F]` (gate and up) or
+`[in, out]`. Files store `[out, in]`.
 """
 
 from collections.abc import Callable
@@ -40,7 +42,10 @@ def turned(c: TransformerConfig, x: np.ndarray) -> Views:
 
 def _query_key_value(c: TransformerConfig, x: np.ndarray
                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """`[K, G or 1, H, D]` each, or `[K, G or 1, H]` of a bias."""
+  """Returns query, key and value, each `[K, G or 1, H, D]`.
+
+  The parts of a bias are `[K, G or 1, H]`.
+  """
   if x.ndim == 1:
     x = x.reshape(c.kv_heads, c.group + 2, c.head_dim)
   else:
@@ -98,8 +103,8 @@ class Stored:
   Attributes:
     names: names of the tensors without `.weight`, with `{i}` for the layer.
     layout: layout of the parameter in the tensors.
-    inputs_first: whether matrices are `[in, out]` (GPT-2).
-    offset: number that was added before storing.
+    inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
+    offset: number that the file adds to the parameter.
   """
 
   names: tuple[str, ...]
@@ -124,13 +129,15 @@ class Stored:
 
   def join(self, config: TransformerConfig, shape: tuple[int, ...],
            tensors: Iterable[StoredTensor], dtype: np.dtype) -> np.ndarray:
-    """Returns a parameter; the tensors are read some rows at a time."""
+    """Returns the parameter in `tensors`, which are read some rows at a time.
+    """
     if self.layout is as_it_is and not self.offset:
       [tensor] = tensors
       return tensor.read(dtype)
     out, matrix = np.empty(shape, dtype), len(shape) > 1
     for views, tensor in zip(self.layout(config, out), tensors):
-      if self.offset:  # rounded once, after the difference
+      # The difference is computed in float32, and then rounded once.
+      if self.offset:
         rows = tensor.read(np.float32) - np.float32(self.offset)
       elif matrix and not self.inputs_first:
         rows = tensor.load()
@@ -163,10 +170,10 @@ def _write(view: np.ndarray, rows: Rows, start: int, matrix: bool) -> int:
     view: array `[..., columns]` of a matrix, else an array of any shape.
     rows: rows of the tensor.
     start: first row to read.
-    matrix: whether the tensor is a matrix.
+    matrix: True if the tensor is a matrix.
 
   Returns:
-    The row after the last one that was read.
+    The number of the row after the last row that was read.
   """
   size = math.prod(view.shape[1:])
   step = rows_at_once(size)
@@ -202,7 +209,7 @@ class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.
 
   Attributes:
-    axes: the number of these axes. Their indices replace `{}` in the names.
+    axes: number of first axes. Their indices replace `{}` in the names.
   """
 
   axes: int = 1
@@ -222,16 +229,19 @@ class Each(Stored):
 
 
 Table = Mapping[str, Stored]
-# Modules whose kernels files store as `[out, in]`.
+# Modules of drafters whose kernels are `[in, out]` and stored as `[out, in]`.
 _TURNED = ("head", "out", "up", "down", "entry", "fc", "fusion", "gate",
            "joint", "w2", "skip", "inner", "block_{j}", "output")
 
 
 def table(names: Mapping[str, str | Stored]) -> Table:
-  """Returns a table from names; kernels among them are stored as `[out, in]`.
+  """Returns a table of `Stored`, given names of tensors.
+
+  Kernels of the modules `_TURNED` are stored as `[out, in]`, other parameters
+  unchanged.
 
   Args:
-    names: name of the tensor, or its `Stored`, for each path of a module.
+    names: name of the tensor, or its `Stored`, by the path of the module.
   """
   return {
       path: name if isinstance(name, Stored) else Stored(
@@ -241,14 +251,15 @@ def table(names: Mapping[str, str | Stored]) -> Table:
 
 def locate(table: Table, path: str, shape: tuple[int, ...],
            sizes: Mapping[str, int]) -> tuple[Stored, list[str]]:
-  """Returns how a parameter is stored, and the names of its tensors.
+  """Returns the `Stored` of a parameter, and the names of its tensors.
 
   Args:
-    table: from the path of a module, with `{i}` and `{j}` for the numbers in
-      it, to its `Stored`.
+    table: `Stored` by the path of a module, in which `{i}` and `{j}` stand for
+      the first and the second number.
     path: path of the parameter, such as "attention_3.qkv.kernel".
     shape: shape of the parameter.
-    sizes: values of other words in braces; `first` is added to `{i}`.
+    sizes: values of other words in braces. The value of `first` is added to
+      `{i}`.
 
   Raises:
     KeyError: the table has no such parameter.

@@ -1,8 +1,8 @@
 """Tables of tensor names per architecture.
 
 A table maps the path of a module of `Transformer`, with `{i}` for the layer, to
-a `Stored`. Hugging Face names omit the prefix of the base model (`model.`,
-`transformer.`, `gpt_neox.`), which some files lack.
+a `Stored`. Some files of Hugging Face have a prefix (`model.`, `transformer.`,
+`gpt_neox.`) before the names. The tables omit it.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from specjax.models.tensor_layouts import turned
 
 
 def decoder_layer(layer: str, before: str = "", number: str = "{i}") -> Table:
-  """Returns the table of a decoder layer as Llama's files name its tensors.
+  """Returns the table of a decoder layer, with the tensor names of Llama.
 
   Args:
     layer: name of the layer in files, such as "layers.{i}".
-    before: beginning of the paths of its parameters.
-    number: number of the layer in the paths of its parameters.
+    before: beginning of the paths of the layer's parameters.
+    number: number of the layer in the paths of the layer's parameters.
   """
   attention, mlp = f"{before}attention_{number}", f"{before}mlp_{number}"
   parts = lambda *names: tuple(f"{layer}.{name}" for name in names)
@@ -106,7 +106,8 @@ GGUF_LLAMA = GGUF | {"attention_{i}.qkv": Stored(_BLOCK, interleaved)}
 GGUF_FUSED = GGUF | {
     "attention_{i}.qkv": Stored(("blk.{i}.attn_qkv",), stacked),
     "mlp_{i}.gate_up": Stored(("blk.{i}.ffn_up",), gate_stacked)}
-# llama.cpp multiplies by a norm's weight where Gemma does by 1 + its weight.
+# Gemma's norms multiply by 1 + scale. GGUF files store 1 + scale, by which
+# llama.cpp multiplies.
 GGUF_GEMMA = {
     path: dataclasses.replace(stored, offset=1.0) if "norm" in path else stored
     for path, stored in GGUF.items()}

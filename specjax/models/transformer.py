@@ -1,8 +1,8 @@
 """Decoder in Flax Linen for many published architectures.
 
 Differences between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
-OLMo-2 are fields of `TransformerConfig`; the defaults are Llama's. The cache is
-an argument and a result; the module has no state.
+OLMo-2 are fields of `TransformerConfig`, whose defaults are Llama's. The module
+has no state: the cache is an argument and a result of every pass.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.utils.fields import check_divisible
 
-# Axes of each matrix that a mesh splits.
+# For each matrix, the axes that a mesh splits.
 _SPLITS = {
     "embedding": (True, False), "head": (False, True),
     "qkv": (False, True, False, False),
@@ -32,14 +32,15 @@ _SPLITS = {
     "gate_up": (False, False, True), "up": (False, True),
     "down": (True, False),
 }
-_REPLICATED = ("scale", "bias", "positions", "lookahead")  # a few rows
+# Small parameters, which every device stores completely.
+_REPLICATED = ("scale", "bias", "positions", "lookahead")
 
 
 class TransformerModule(nn.Module):
   """Linen module behind `Transformer`."""
 
   config: TransformerConfig
-  sublayers: Sublayers | None = None  # None: a whole pass
+  sublayers: Sublayers | None = None  # None: all sublayers
 
   @nn.compact
   def __call__(self, tokens, depths=None, ancestors=None, cache=None, x=None,
@@ -80,7 +81,8 @@ class TransformerModule(nn.Module):
     """Returns `[B, S, D]`, the residual stream before the first layer."""
     c = self.config
     if c.lookahead:
-      # A separate table avoids a copy of the large one.
+      # One table of all rows would be a copy of the large one. So look-ahead
+      # tokens have a separate table.
       extra = layers.parameter(
           self, "lookahead", nn.initializers.normal(0.02),
           (c.lookahead, c.width))
@@ -100,7 +102,7 @@ class TransformerModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Transformer(Model):
-  """Decoder as a `Model`, hashable by value; weights are an argument.
+  """Decoder as a `Model`, hashable by value; the parameters are an argument.
 
   Attributes:
     config: configuration of the decoder.
@@ -143,8 +145,8 @@ class Transformer(Model):
                cache: Cache | None = None) -> ModelOutput:
     """Runs one pass, see `Model`.
 
-    Without `depths` and `ancestors` the tokens are a chain; without a cache
-    they have no past.
+    Without `depths` and `ancestors` the tokens are a chain. Without a cache
+    there are no earlier tokens.
     """
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
@@ -154,26 +156,27 @@ class Transformer(Model):
           ancestors: jax.Array | None = None, cache: Cache | None = None, *,
           hidden: jax.Array | None = None, keep: jax.Array | None = None
           ) -> ModelOutput:
-    """Runs some sublayers, as if there were no others.
+    """Runs some sublayers and skips all others.
 
-    Several such passes form a full one: `hidden` and `cache` of one pass are
-    arguments of the next. Before the cache commits a block, every layer must
-    have all of its keys and values.
+    Several such passes can form a complete one: `hidden` and `cache` of the
+    output are arguments of the next pass. Before the cache commits a block,
+    every layer must have computed its keys and values of the block.
 
     Args:
       params: parameters of the full model.
-      sublayers: sublayers to run, `Sublayers.between(a, b)` for full layers.
+      sublayers: sublayers to run; `Sublayers.between(a, b)` for both sublayers
+        of layers a to b - 1.
       tokens: `[B, S]` int32; None if `hidden` is given.
       depths: depths of the tokens, see `Model`.
       ancestors: ancestor mask, see `Model`.
       cache: cache, see `Model`.
-      hidden: `[B, S, D]`, residual stream before any norm, in place of tokens.
+      hidden: `[B, S, D]`, residual stream before any norm, instead of tokens.
       keep: `[L, 2]` or `[L, 2, B]`, factors on the outputs of attention and
         MLP. A factor of 0 skips a sublayer without saving time.
 
     Returns:
-      `logits` from final norm and LM head on the output of the last layer;
-      `hidden` is this output, `[B, S, D]`, without the norm.
+      `hidden [B, S, D]` is the residual stream after the last sublayer, and
+      `logits` are the final norm and the LM head applied to it.
     """
     return TransformerModule(self.config, sublayers).apply(
         {"params": params}, tokens, depths, ancestors, cache, hidden, keep)
@@ -182,7 +185,8 @@ class Transformer(Model):
                 ) -> jax.Array:
     """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass.
 
-    Other positions are not computed if nothing else reads them.
+    Logits of other positions are not computed unless the program reads
+    `output.logits`.
     """
     if FINAL not in (self.config.features or (FINAL,)):
       return jnp.take_along_axis(output.logits, at[..., None], axis=1)
@@ -207,8 +211,8 @@ class Transformer(Model):
     """
     names = self.config.features or (FINAL,)
     if name not in names:
-      raise ValueError(f"the model returns the hidden states {names} and not "
-                       f"{name!r}; name it in TransformerConfig.features")
+      raise ValueError(f"the model returns the hidden states {names}, but not "
+                       f"{name!r}; add it to TransformerConfig.features")
     start = names.index(name) * self.config.width
     return hidden[..., start:start + self.config.width]
 
@@ -221,7 +225,8 @@ class Transformer(Model):
     Norms, biases, positions and look-ahead embeddings are replicated.
 
     With fewer key-value heads than devices, every device has all keys and
-    values. Their product is then split on its input, which adds one all-reduce.
+    values. Then the product that computes them is split on its input, which
+    adds one all-reduce.
 
     Args:
       axis: name of the mesh axis.
@@ -231,8 +236,8 @@ class Transformer(Model):
       A tree of `PartitionSpec` like the parameters.
 
     Raises:
-      ValueError: heads, kv_heads, mlp_width or vocab_size is not a multiple of
-        `size`; kv_heads may also be a divisor.
+      ValueError: heads, mlp_width or vocab_size is not a multiple of `size`, or
+        kv_heads is neither a multiple nor a divisor.
       KeyError: a parameter is unknown.
     """
     few = self.config.kv_heads < size and size % self.config.kv_heads == 0
@@ -246,8 +251,8 @@ class Transformer(Model):
         return PartitionSpec()
       name = names[-2] if names[-1] == "kernel" else names[-1]
       if name not in _SPLITS:
-        raise KeyError(f"no placement is known for parameter "
-                       f"{'/'.join(names)}; add it to Transformer.param_specs")
+        raise KeyError(f"parameter {'/'.join(names)} has no sharding; add it "
+                       "to Transformer.param_specs")
       splits = _SPLITS["qkv of few heads" if few and name == "qkv" else name]
       return PartitionSpec(*(axis if split else None for split in splits))
 

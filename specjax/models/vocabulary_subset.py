@@ -1,9 +1,9 @@
 """LM head of a draft model with a subset of the vocabulary.
 
 FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). A draft model spends much of its
-time in the LM head of V columns. This head has r columns, for the most frequent
-tokens. Logits of other tokens are so low that their q is 0, and the drafter
-reports this q, so decoding remains lossless. If a transform bans all r tokens,
+time in the LM head of V columns. This head has only r columns, those of the
+most frequent tokens. The draft probability q of other tokens is 0. Drafts
+contain this q, so decoding remains lossless. If a transform bans all r tokens,
 the distribution over the other tokens is uniform.
 """
 
@@ -23,7 +23,9 @@ from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
 
-_NEVER = -1e30  # exp is 0; finite, so tokens remain if all others are banned
+# Logit of tokens without a column. Its exp is 0. It is finite, so the softmax
+# is defined if a transform sets all other logits to -inf.
+_NEVER = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +33,11 @@ class VocabularySubset(AroundModel):
   """`Transformer` that reads all tokens and predicts a subset.
 
   It replaces the model in any drafter, such as
-  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`. Its
-  parameters are made by `parameters`.
+  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`. `parameters`
+  makes its parameters.
 
   Attributes:
-    model: the full model; it must return its final hidden state.
+    model: complete model; it must output its final hidden state.
   """
 
   model: Transformer
@@ -46,15 +48,15 @@ class VocabularySubset(AroundModel):
                        "Transformer is required")
     features = self.model.config.features
     if features and FINAL not in features:
-      raise ValueError(f"features is {features}; the head reads {FINAL!r}: add "
-                       "it to TransformerConfig.features")
+      raise ValueError(f"features is {features}; the head reads the hidden "
+                       f"state {FINAL!r}: add it to TransformerConfig.features")
 
   def parameters(self, params: Any, ids: ArrayLike) -> dict[str, Any]:
     """Returns the parameters with a head for some tokens.
 
     Args:
-      params: parameters of the model. They are shared; only the head of r
-        columns is copied.
+      params: parameters of the model. The result contains the same arrays; only
+        the r columns of the head are copied.
       ids: `[r]`, the tokens that can be predicted, without duplicates.
 
     Raises:
@@ -72,7 +74,7 @@ class VocabularySubset(AroundModel):
                          f"[0, {self.vocab_size})")
     twice = ids[1:][np.diff(ids) == 0]
     if twice.size:
-      raise ValueError(f"ids has {twice[0]} twice; give each token once")
+      raise ValueError(f"ids has {twice[0]} twice; give each token only once")
     ids = jnp.asarray(ids, jnp.int32)
     whole = params[self._head]
     head = whole[ids] if self.model.config.tie_embeddings else whole[:, ids]
@@ -89,7 +91,8 @@ class VocabularySubset(AroundModel):
     """Runs one pass, see `Model`; logits outside of the subset are -1e30."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # The full logits are not used, so XLA does not compute them.
+    # `logits_at` reads only the hidden states. So XLA does not compute the
+    # model's logits of all V tokens.
     return out.replace(logits=self.logits_at(params, out, at))
 
   def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
@@ -100,7 +103,7 @@ class VocabularySubset(AroundModel):
     return placed(some, params["ids"], self.vocab_size)
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the specs of the model; the small head is replicated."""
+    """Returns the specs of the model; every device stores the small head."""
     return {"model": self.model.param_specs(axis, size),
             "head": PartitionSpec(), "ids": PartitionSpec()}
 
@@ -110,7 +113,7 @@ class VocabularySubset(AroundModel):
 
 
 def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
-  """Returns logits `[..., V]` from logits `some [..., r]` of a few tokens.
+  """Expands logits `[..., r]` of some tokens to logits `[..., V]` of all.
 
   Args:
     some: logits of the tokens.
@@ -149,8 +152,8 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
   """
   counts, always = np.asarray(counts), sorted(set(map(int, always)))
   if counts.ndim != 1 or not counts.size or not (counts >= 0).all():
-    raise ValueError(f"counts has shape {counts.shape}; it must be [V], none "
-                     "below 0")
+    raise ValueError(f"counts has shape {counts.shape}; it must be [V] with no "
+                     "value below 0")
   for token in always:
     if not 0 <= token < counts.size:
       raise ValueError(f"always has {token}; token ids must be in "

@@ -1,4 +1,4 @@
-"""The one loader of weights: parameters from named tensors of any file."""
+"""Loader of parameters from the named tensors of a file of any format."""
 
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
 def places(template: Any, table: Table | None,
            sizes: Mapping[str, int] | None = None) -> list[Place]:
-  """Returns where the parameters of a tree are stored, in the tree's order.
+  """Returns the locations of a tree's parameters, in the order of the tree.
 
   Args:
     template: tree of dicts whose leaves have a shape.
-    table: table of the layout, see `locate`. None: every tensor has the path
+    table: table of tensor names, see `locate`. None: every tensor has the path
       of its parameter as its name, as in the files of `save_model`.
-    sizes: values of the words in the table's names.
+    sizes: values of the words in braces in the table's names.
 
   Raises:
     ValueError: the layout has no place for a parameter.
@@ -62,25 +62,26 @@ def fill(template: Any, table: Table | None,
          tensors: Mapping[str, StoredTensor], dtype: np.dtype, *, source: str,
          kind: str, config: Any = None, sizes: Mapping[str, int] | None = None,
          used: Collection[str] = ()) -> Any:
-  """Returns parameters from tensors, each of which must be used.
+  """Returns parameters from tensors; a tensor that is not used is an error.
 
-  Parameters go to the device one after the other, so that host memory contains
-  the largest one at most.
+  Parameters are sent to the device one after another, so the host's memory
+  contains at most the largest one.
 
   Args:
     template: tree of the parameters' shapes, such as `jax.eval_shape` returns.
-    table: table of the layout, see `places`.
+    table: table of tensor names, see `places`.
     tensors: tensors of the file, by name.
     dtype: dtype of the parameters.
     source: name of the file in errors.
     kind: name of the architecture or the layout in errors.
-    config: sizes that layouts read, such as a `TransformerConfig`.
-    sizes: values of the words in the table's names.
+    config: configuration with sizes that layouts read, such as a
+      `TransformerConfig`.
+    sizes: values of the words in braces in the table's names.
     used: names of further tensors that may be in the file.
 
   Raises:
-    ValueError: a tensor is missing, unknown, of another shape or of integers.
-      No tensor has been read then. Or the layout has no place for a parameter.
+    ValueError: a tensor is missing, unknown, of another shape or of integers,
+      or the table lacks a parameter. It is raised before tensors are read.
   """
   stored = places(template, table, sizes)
   used = set(used)
@@ -91,10 +92,9 @@ def fill(template: Any, table: Table | None,
       used.add(name)
   for name in sorted(tensors.keys() - used):
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
-                     f"which specjax does not know in {kind}; the model "
-                     "computes something else, or its files do not belong "
-                     "together")
-  # The transfer is awaited, so that the host array is freed.
+                     f"which {kind} does not have; give files of one model, or "
+                     "a model that specjax supports")
+  # Waiting for each transfer frees the host's array before the next is read.
   return jax.tree.unflatten(jax.tree.structure(template), [
       jax.device_put(place.stored.join(
           config, place.shape, [tensors[name] for name in place.names], dtype)
@@ -106,10 +106,9 @@ def _check(tensors: Mapping[str, StoredTensor], name: str,
   """Raises `ValueError` unless a tensor has this shape and a float dtype."""
   if name not in tensors:
     raise ValueError(f"{source} has no tensor {name} {shape}, which {kind} "
-                     "requires; download the file again, or its files do "
-                     "not belong together")
+                     "requires; download the file again, or give files of one "
+                     "model")
   if tensors[name].shape != shape:
-    raise ValueError(f"{source} has the tensor {name} {tensors[name].shape} "
-                     f"and {kind} requires {shape}; the two do not "
-                     "belong together")
+    raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
+                     f"but {kind} requires {shape}; give files of one model")
   check_float(source, name, tensors[name])

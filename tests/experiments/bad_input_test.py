@@ -316,7 +316,7 @@ def test_weights_of_another_configuration(saved, change):
   config = json.loads((saved / "config.json").read_text())
   (saved / "config.json").write_text(json.dumps({**config, **change}))
   _raises_one_line(lambda: checkpoint.load_model(saved), "model.safetensors",
-                   "config.json", "do not belong together")
+                   "config.json", "files of one model")
 
 
 @pytest.mark.parametrize("change,words", [

@@ -63,7 +63,7 @@ def test_named_hidden_states():
       alone, layers=1, features=(1,)))
   np.testing.assert_allclose(first(params, tokens).hidden,
                              model.feature(hidden, 1), atol=1e-6)
-  for features, words in (((3,), "features holds 3"), ((-1,), "holds -1"),
+  for features, words in (((3,), "features contains 3"), ((-1,), "contains -1"),
                           (("last",), "'last'"), ((1, 1), "once")):
     with pytest.raises(ValueError, match=words):
       dataclasses.replace(model.config, features=features)

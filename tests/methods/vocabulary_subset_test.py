@@ -81,7 +81,7 @@ def test_frequent_tokens():
     (lambda: frequent_tokens([1, 2], 3), "size is 3.*size 2"),
     (lambda: frequent_tokens([1, 2, 3], 1, always=(0, 1)), "size is 1.*from 2"),
     (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always has 5"),
-    (lambda: frequent_tokens([0.5, np.nan], 1), "none below 0"),
+    (lambda: frequent_tokens([0.5, np.nan], 1), "no value below 0"),
     (lambda: frequent_tokens([[1, 2]], 1), r"shape \(1, 2\)")])
 def test_settings_that_make_no_sense(make, words):
   # Broken: a slip is drafted with, or told in an error of the compiler.

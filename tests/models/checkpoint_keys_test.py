@@ -244,8 +244,8 @@ def test_models_of_other_tasks(copy, architecture, change, words, tied):
   # embedding is taken for the head that it lacks.
   target = copy("llama", change, architectures=[architecture], **tied)
   with pytest.raises(ValueError, match=(
-      rf"llama/model.safetensors has {words}.* not a LlamaForCausalLM; .*"
-      rf"says that it is a {architecture}: ")) as e:
+      rf"llama/model.safetensors has {words}.* not a LlamaForCausalLM .*"
+      rf"config.json: {architecture}.; give")) as e:
     load_pretrained(target)
   assert "download" not in str(e.value)
 

@@ -227,7 +227,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(vocab_size=49),
      ["embed_tokens", "(48, 16)", "(49, 16)"]),
     ("llama_tied", dict(num_hidden_layers=3), ["layers.2", "no tensor"]),
-    ("llama_tied", dict(num_hidden_layers=1), ["layers.1", "does not know"]),
+    ("llama_tied", dict(num_hidden_layers=1), ["layers.1", "does not have"]),
     ("llama_tied", dict(tie_word_embeddings=False), ["lm_head", "no tensor"]),
     ("llama_tied", dict(tie_word_embeddings="false"), ["true or false"]),
     ("gpt_neox", dict(use_parallel_residual="false"), ["true or false"]),
@@ -297,11 +297,11 @@ def test_damaged_files(copy, tmp_path):
   for other in (None, places["weight_map"].pop(name) and places):
     index.write_text(json.dumps(other or {"weight_map": {name: None}}))
     _refuses(sharded, name if other else "no weight_map")
-  _refuses(tmp_path / "nowhere" / "at" / "all", "no model at")
+  _refuses(tmp_path / "nowhere" / "at" / "all", "does not exist")
   _refuses("no_file.gguf", "no_file.gguf")
   _refuses(copy("llama_tied", lambda held: held | {
       "model.layers.0.self_attn.sinks": np.ones(4, np.float32)}), "sinks",
-           "does not know")
+           "does not have")
 
 
 def test_damaged_gguf(tmp_path):

@@ -276,7 +276,7 @@ def test_what_cannot_be_exported(tmp_path):
   with pytest.raises(ValueError, match="float16"):
     export_pretrained(tmp_path, model, params, dtype=np.float16)
   for write in (export_pretrained, sj.models.save_model):
-    with pytest.raises(ValueError, match="dtype is int8.*whole numbers"):
+    with pytest.raises(ValueError, match="dtype is int8.*integer"):
       write(tmp_path, model, params, dtype="int8")
   with pytest.raises(ValueError, match="dtype is int8"):
     load_pretrained(GOLDEN / "gpt2", dtype="int8")

@@ -92,10 +92,10 @@ def test_every_number_is_the_nearest_one(bits, group, name, axis):
     ({"kernel": np.ones((4, 4))}, dict(bits=3), "bits is 3"),
     ({"kernel": np.ones((4, 4))}, dict(group=0), "group is 0"),
     ({"kernel": np.ones((6, 4))}, dict(group=4),
-     r"group is 4 and \['kernel'\] has 6 inputs; .* such as 2"),
+     r"group is 4, but \['kernel'\] has 6 inputs; .* such as 2"),
     ({"scale": np.ones(4)}, {}, "no kernel"),
     ({"kernel": QuantizedMatrix(np.ones((4, 4)), np.ones((1, 4)))}, {},
-     "quantised already"),
+     "already quantised"),
 ], ids=["bits", "group", "divisor", "none", "twice"])
 def test_what_cannot_be_quantised_is_refused(params, options, message):
   # Broken: a copy of other numbers than those asked for drafts in silence.

@@ -156,7 +156,7 @@ def test_windows_lie_side_by_side():
     (lambda: objectives.Distillation(
         model=_MODEL, target=_MODEL, divergence="kl"), "divergence is 'kl'"),
     (lambda: objectives.Distillation(
-        model=_MODEL, target=_MODEL, keep=0), "keep is 0.*share"),
+        model=_MODEL, target=_MODEL, keep=0), "keep is 0.*above 0"),
     (lambda: objectives.Distillation(
         model=_MODEL, target=testing.MarkovModel(9)), "4 tokens.*target 9"),
     (lambda: objectives.AcceptedLength(
@@ -165,7 +165,7 @@ def test_windows_lie_side_by_side():
         model=_MODEL, target=_MODEL, gamma=0), "gamma is 0"),
     (lambda: objectives.AcceptedLength(model=_MODEL, target=_MODEL, gamma=8)(
         {}, {}, {"tokens": jnp.zeros((1, 12), jnp.int32)}, None),
-     "11 tokens and gamma is 8.*15"),
+     "11 tokens, but gamma is 8.*15"),
 ])
 def test_bad_values(make, words):
   # Broken: an error about arrays, or a loss of nothing.
