@@ -432,7 +432,7 @@ _REFUSED = {
         "has num_target_layers 36 and the target 12"),
     "another tensor's shape": (
         "medusa", dict(tensors={"1.0.linear.bias": np.ones(3, np.float32)}),
-        r"has the tensor 1.0.linear.bias \(3,\) .* \(16,\)"),
+        r"has the tensor 1.0.linear.bias \(3,\).* \(16,\)"),
     "two layers": (
         "eagle1", dict(tensors={
             "layers.1.mlp.up_proj.weight": np.ones((2, 2), np.float32)}),

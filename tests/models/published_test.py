@@ -284,7 +284,7 @@ def test_what_cannot_be_exported(tmp_path):
   heads = sj.methods.MedusaHeads.for_target(model, 1)
   for write in (export_pretrained, sj.models.save_model, lambda path, *found:
                 sj.methods.save_heads(path, heads, found[1], model)):
-    with pytest.raises(ValueError, match="is a QuantizedMatrix, and only"):
+    with pytest.raises(ValueError, match="is a QuantizedMatrix, but only"):
       write(tmp_path, model, quantised)
   assert not [*tmp_path.iterdir()]
   (tmp_path / "chat_template.jinja").write_text("another model's")
