@@ -68,16 +68,20 @@ from specjax.training import loop
 from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer(
-    "pairs", 15, "Number of interleaved pairs per ratio, at least 3", 3)
+    "pairs", 15, "Number of timings per ratio, at least 3. Each times both "
+    "operations of the ratio", 3)
 _MADE = flags.DEFINE_integer(
-    "made", 3, "Number of times that the arrays of rounds are allocated; a "
-    "ratio of rounds depends on their memory addresses", 1)
-_GAMMA = shared.gamma(4, "Draft length of the rounds in tokens")
+    "made", 3, "Number of repetitions of round_overhead and block_over_token, "
+    "each with newly allocated arrays, because times depend on memory "
+    "addresses", 1)
+_GAMMA = shared.gamma(4, "Draft length of the timed rounds, in tokens")
 _USED = flags.DEFINE_integer(
     "used", 64, "Number of tokens in the KV cache, at least 2", 2)
-_TREE_NODES = shared.nodes(64, "Number of nodes of the draft trees in tree_law")
+_TREE_NODES = shared.nodes(
+    64, "Number of nodes of the draft trees in the ratio tree_law")
 _SUM_MEGABYTES = flags.DEFINE_integer(
-    "sum_megabytes", 512, "Size of the summed array in MiB", 1)
+    "sum_megabytes", 512, "Size in MiB of the array whose sum measures the "
+    "memory bandwidth", 1)
 _OUTPUT_DIR = shared.output_dir(
     "results/benchmark", "Directory for benchmark.json")
 _SIZES = (5, 9, 17)  # tokens per pass; timed against one token
@@ -87,7 +91,8 @@ _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
-    "Pairs of models to time. Default: both")
+    "Pair of target and drafter to time: random (random weights) or bundled; "
+    "repeat the flag for both. Default: both")
 _MESH = shared.mesh()
 
 

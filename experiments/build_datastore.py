@@ -36,13 +36,14 @@ _TARGET = flags.DEFINE_string(
     "target", "bundled", "Model whose tokenizer is used: bundled, "
     f"a tokenizer.json, {shared.PUBLISHED}")
 _PART = flags.DEFINE_enum(
-    "part", "training", ["training", "all"], "Documents to index: "
-    "training (without the held-out documents that scripts measure with) or "
-    "all")
+    "part", "training", ["training", "all"], "Documents to index: training "
+    "(all except the held-out documents, from which the studies take their "
+    "prompts) or all")
 _DEPTH = flags.DEFINE_integer(
-    "depth", datastores.DEPTH, "Number of tokens by which suffixes are "
-    "sorted; the longest possible match", 1, datastores.DEEPEST)
-_OUTPUT = flags.DEFINE_string("output", None, "File to write", required=True)
+    "depth", datastores.DEPTH, "Longest match, in tokens, that a drafter can "
+    "look up. Suffixes are sorted by this many tokens", 1, datastores.DEEPEST)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "File for the datastore", required=True)
 
 _BATCH = 256  # documents per tokenizer call, which limits its memory
 
@@ -71,8 +72,9 @@ def main() -> None:
   documents = corpora.read_documents(_DATA.value, _FIELD.value)
   if _PART.value == "training":
     if len(documents) == 1:
-      raise ValueError(f"--data={_DATA.value} has one document, of which no "
-                       "part can be held out; take all of it with --part=all")
+      raise ValueError(f"--data={_DATA.value} has one document, and "
+                       "--part=training needs two, because some are held out; "
+                       "set --part=all")
     documents, _ = corpora.split(documents)
   start = time.perf_counter()
   parts = _documents(tokenizer, [d.text for d in documents])

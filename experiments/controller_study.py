@@ -42,10 +42,11 @@ _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="small,noise", help_=f"{compositions.HELP}, ")
 _BATCH = flags.DEFINE_list(
-    "slots", "1,4,16", "Batch sizes, comma-separated")
+    "slots", "1,4,16", "Batch sizes (prompts decoded together), "
+    "comma-separated")
 _LENGTHS = shared.gammas(
-    "2,4,8", "Draft lengths in tokens, comma-separated; 0 is always one of "
-    "them")
+    "2,4,8", "Draft lengths in tokens, comma-separated. The length 0 (no "
+    "draft) is always measured too")
 _BATCHES = flags.DEFINE_integer(
     "batches", 6, "Number of random batches per batch size, at least 2", 2)
 _PROMPTS = shared.prompts("code,tests,docstrings,prose")
@@ -159,7 +160,8 @@ def main():
               for name in names}
   for name, (strategy, _) in drafters.items():
     if strategy.drafter.with_gamma(1) is None:
-      raise ValueError(f"--drafter={name} has no length to choose; give chains "
+      raise ValueError(f"--drafter={name} drafts trees, and the controller "
+                       "chooses the length of chains; set drafters of chains, "
                        "such as small, ngram or suffix")
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,

@@ -67,12 +67,14 @@ _PROMPT_TOKENS = shared.prompt_tokens(128)
 _NEW_TOKENS = shared.new_tokens(160)
 _OUTPUT_DIR = shared.output_dir(None, "Directory for the drafter")
 _ROWS_A_FILE = flags.DEFINE_integer(
-    "rows_per_file", 64, "Answers per file; the first file is held out", 1)
+    "rows_per_file", 64, "Number of the target's answers per file. The answers "
+    "of the first file are held out for evaluation", 1)
 _TOP = flags.DEFINE_integer(
-    "top", 24, "Number of probabilities stored per target distribution", 1)
+    "top", 24, "Number of most likely tokens whose probabilities are stored "
+    "per target distribution", 1)
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "Size of the drafter's vocabulary in tokens. 0 uses "
-    "the target's vocabulary", 0)
+    "vocab_size", 8192, "Size of the drafter's vocabulary: the most frequent "
+    "tokens of the answers. 0 uses the target's full vocabulary", 0)
 _WIDTH = flags.DEFINE_integer("width", 192, "Width of the residual stream", 1)
 _LAYERS = flags.DEFINE_integer("layers", 4, "Number of transformer layers", 1)
 _HEADS = flags.DEFINE_integer("heads", 3, "Number of query heads", 1)
@@ -163,9 +165,8 @@ def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
   for name in _PROMPTS.value or ():
     if name in prompt_sets.EMBEDDED:
       raise ValueError(
-          f"--prompts={name} are overlapping excerpts of the modules that "
-          "studies measure with; give prompts of your own, such as a .jsonl "
-          "file")
+          f"--prompts={name} overlaps with the prompts on which the studies "
+          "measure drafters; give your own prompts, such as a .jsonl file")
   prompts = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
@@ -173,9 +174,9 @@ def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
                          target.model.context_length)
   if _ROW_TOKENS.value <= prompts.longest:
     raise ValueError(
-        f"--row_tokens is {_ROW_TOKENS.value} and the longest prompt has "
-        f"{prompts.longest} tokens, so that nothing is learned of its answer; "
-        "give more, or a smaller --prompt_tokens")
+        f"--row_tokens is {_ROW_TOKENS.value}, and the longest prompt has "
+        f"{prompts.longest} tokens, so its row contains no answer; set a "
+        "larger value, or a smaller --prompt_tokens")
   order = np.random.default_rng(_SEED.value).permutation(len(prompts.all))
   rows = [prompts.all[i] for i in order]
   held_out = rows[:_ROWS_A_FILE.value]
@@ -184,9 +185,10 @@ def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
   least = max(_ROWS_A_FILE.value, _BATCH_SIZE.value)
   if len(learned) < least:
     raise ValueError(
-        f"there are {len(rows)} prompts, {len(held_out)} are held out and "
-        f"{len(learned)} others differ from them; give {least} of these at "
-        "least, or lower --rows_per_file and --batch_size")
+        f"--prompts has {len(rows)} prompts; {len(held_out)} are held out, and "
+        f"{len(learned)} different ones remain for training, less than "
+        f"{least}; give more prompts, or lower --rows_per_file and "
+        "--batch_size")
   return held_out + learned
 
 
@@ -260,9 +262,9 @@ def _evaluation(objective: objectives.StoredLaws, held_out: LawRows
   if not any(held_out.rows(np.array([i]))["weights"].any()
              for i in range(len(held_out))):
     raise ValueError(
-        f"--row_tokens is {_ROW_TOKENS.value}, and the prompts that are held "
-        "out have as many in the drafter's tokenizer, so that nothing is "
-        "measured of their answers; give more, or a smaller --prompt_tokens")
+        f"--row_tokens is {_ROW_TOKENS.value}, and every held-out prompt has "
+        "at least as many tokens in the drafter's tokenizer, so no answer can "
+        "be evaluated; set a larger value, or a smaller --prompt_tokens")
 
   def evaluate(params: Params) -> dict[str, float]:
     found, weights = [], []
@@ -295,11 +297,13 @@ def main() -> None:
   dtype = common.dtype_of(_DTYPE)
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
   if _ROW_TOKENS.value > target.model.context_length:
-    raise ValueError(f"--row_tokens is {_ROW_TOKENS.value} and the target's "
-                     f"context has {target.model.context_length}; give fewer")
+    raise ValueError(f"--row_tokens is {_ROW_TOKENS.value}, and the target's "
+                     f"context length is {target.model.context_length}; set a "
+                     "smaller value")
   if _TOP.value > target.model.vocab_size:
-    raise ValueError(f"--top is {_TOP.value} and a law of the target has "
-                     f"{target.model.vocab_size} probabilities; give fewer")
+    raise ValueError(f"--top is {_TOP.value}, and a distribution of the target "
+                     f"has {target.model.vocab_size} probabilities; set a "
+                     "smaller value")
   # Invalid flags are rejected before the target generates answers.
   meshes.specs(mesh, {"drafter": _drafter(
       _VOCAB_SIZE.value or tokenizer.vocab_size, target.model)})

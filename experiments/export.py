@@ -56,27 +56,27 @@ _MODEL = flags.DEFINE_string(
     f"{', '.join(models.HEADS)}, a directory of train_drafter.py or of a "
     "published drafter")
 _LAYOUT = flags.DEFINE_string(
-    "layout", None, "Heads only: layout of the exported files, one of "
+    "layout", None, "File layout of exported heads: one of "
     f"{', '.join(published.WRITTEN)}, or the name after 'of', such as "
-    "speculators. Required to export the heads of a directory that also holds "
-    "a target. Default: the first one that can hold the heads")
+    "speculators. Required if the directory of the heads also contains a "
+    "target. Default: the first layout that can store the heads")
 _TARGET = shared.target()
 _OUTPUT_DIR = shared.output_dir(None, "Directory for the exported model")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"],
-    "Precision of the exported weights; float32 holds all others exactly")
+    "Precision of the exported weights. float32 stores every value exactly")
 
 
 def _check_output() -> None:
   """Rejects an output directory with files that would be overwritten."""
   if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
-    raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds a "
-                     "training run, whose weights would be replaced; choose "
+    raise ValueError(f"--output_dir={_OUTPUT_DIR.value} contains a training "
+                     "run, and its weights would be overwritten; choose "
                      "another directory")
   if os.path.isdir(_MODEL.value) and os.path.isdir(_OUTPUT_DIR.value) and (
       os.path.samefile(_MODEL.value, _OUTPUT_DIR.value)):
-    raise ValueError(f"--output_dir is {_OUTPUT_DIR.value}, which holds the "
-                     "model itself, whose files would be replaced; choose "
+    raise ValueError(f"--output_dir={_OUTPUT_DIR.value} is the directory of "
+                     "--model, and its files would be overwritten; choose "
                      "another directory")
 
 
@@ -129,9 +129,9 @@ def main() -> None:
     heads = not pathlib.Path(_MODEL.value, "heads.json").exists() or (
         not pathlib.Path(_MODEL.value, "model.safetensors").exists())
   if not heads and _LAYOUT.value is not None:
-    raise ValueError(f"--layout is {_LAYOUT.value}, and --model="
-                     f"{_MODEL.value} names no heads; leave it out, or give a "
-                     "directory of train_drafter.py")
+    raise ValueError(f"--layout={_LAYOUT.value} requires heads, and --model="
+                     f"{_MODEL.value} is a language model; leave --layout out, "
+                     "or set --model to a directory of train_drafter.py")
   summary = _heads() if heads else _model()
   print(json.dumps({**summary, "output_dir": str(_OUTPUT_DIR.value)}))
 

@@ -69,15 +69,16 @@ _DRAFTER = shared.drafters(
     help_=f"{compositions.HELP}, heads, ")
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", True, "Also decode with the controller, which chooses the "
-    "draft length. Costs of rounds are measured once per machine")
+    "controller", True, "Also measure every drafter with the adaptive "
+    "controller, which chooses the draft length before every target pass. The "
+    "times that it needs are measured once per machine")
 _TAIL = flags.DEFINE_bool(
-    "tail", True, "For a cascade a+b: append a's own draft after the tokens "
-    "of b, so that the target verifies a longer draft")
+    "tail", True, "For a cascade --drafter=a+b, where a drafts for b: after "
+    "the tokens of b, a drafts further tokens for the target")
 _DATASTORE = shared.datastore()
 _TRANSFORMERS = flags.DEFINE_enum(
     "transformers", "auto", ["auto", "yes", "no"],
-    "Compare with transformers. auto: if it is installed")
+    "Also decode with the library transformers. auto: if it is installed")
 _PROMPTS = shared.prompts("rename,summarise,code,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()

@@ -73,13 +73,13 @@ _SPECIAL = flags.DEFINE_bool(
     "prompt. Default: treat them as ordinary text")
 _KEEP_LAST = flags.DEFINE_bool(
     "keep_last", False, "Truncate input that exceeds the context length: a "
-    "prompt keeps its last tokens, a chat its last exchanges. Default: an "
-    "error")
+    "prompt keeps its last tokens, a chat its last exchanges. Default: such "
+    "input is an error")
 _CHAT = shared.chat("Format the prompt as a user message in the target's chat "
                     "template, and print only the answer")
 _SYSTEM = flags.DEFINE_string(
     "system", None, "System message at the start of a chat; requires --chat or "
-    "--interactive. Default: the chat template's own")
+    "--interactive. Default: the system message of the chat template")
 _INTERACTIVE = flags.DEFINE_bool(
     "interactive", False, "Chat: each line of the terminal or of standard "
     "input is a user message. --prompt, if given, is the first message")
@@ -88,16 +88,17 @@ _DRAFTER = shared.drafter(
     "Drafter. Bundled: small, tiny (draft models), "
     f"{', '.join(sj.zoo.HEADS)} for the bundled target; "
     f"{', '.join((*sj.zoo.FOR_SMOLLM2, *sj.zoo.HEADS_FOR_SMOLLM2))} for "
-    f"smollm2. Other models: {shared.PUBLISHED}, or itself (the target, with "
-    "--quantize or --draft_cache). Trained for a target: an --output_dir of "
+    f"smollm2. Other models: {shared.PUBLISHED}, or itself (a copy of the "
+    "target, changed by --quantize or --draft_cache). Trained heads: an "
+    "--output_dir of "
     "train_drafter.py, or a directory of a published drafter (Medusa, Hydra, "
     "EAGLE, MTP, DFlash, DSpark). Without training: "
     f"{compositions.HELP}. none: no drafter. Default: small for the bundled "
     "target, smol for smollm2, otherwise none",
     None)
 _TAIL = flags.DEFINE_bool(
-    "tail", False, "For a cascade a+b: append a's own draft after the tokens "
-    "of b, so that the target verifies a longer draft")
+    "tail", False, "For a cascade --drafter=a+b, where a drafts for b: after "
+    "the tokens of b, a drafts further tokens for the target")
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
     "Method for a draft model whose vocabulary differs from the target's. "
@@ -112,11 +113,12 @@ _QUANTIZE = flags.DEFINE_enum(
     "model to 8 or 4 bits. Default: not quantised")
 _QUANTIZE_TARGET = flags.DEFINE_enum(
     "quantize_target", None, list(copies.BITS), "Quantise the target's weights "
-    "to 8 or 4 bits; the output then follows the quantised model. Default: not "
-    "quantised")
+    "to 8 or 4 bits; the output then has the distribution of the quantised "
+    "model. Default: not quantised")
 _QUANTIZE_GROUP = flags.DEFINE_integer(
-    "quantize_group", None, "Number of consecutive inputs that share a "
-    "quantisation scale, such as 64. Default: one scale per output", 1)
+    "quantize_group", None, "Number of consecutive input channels of a weight "
+    "matrix that share a quantisation scale, such as 64; requires --quantize "
+    "or --quantize_target. Default: one scale per output channel", 1)
 _DRAFT_CACHE = flags.DEFINE_string(
     "draft_cache", None, "Smaller KV cache for the draft model: "
     f"{copies.CACHES}. int8 and int4 quantise it; streaming keeps the first "
@@ -124,27 +126,30 @@ _DRAFT_CACHE = flags.DEFINE_string(
 _VERIFIER = flags.DEFINE_enum(
     "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule. For "
     "chains: token, block, greedy_block, top_2. For trees: recursive, k_seq, "
-    "traversal, target_walk, typical. typical and top_2 are lossy. Default: "
-    "the usual rule of the drafter, such as block for a draft model and "
-    "target_walk for a tree of the most likely tokens")
+    "traversal, target_walk, typical. typical and top_2 are lossy: they change "
+    "the output distribution. Default: the usual rule of the drafter, such as "
+    "block for a draft model and target_walk for a tree of the most likely "
+    "tokens")
 _GAMMA = shared.gamma(6, "Draft length of a chain in tokens; fewer if the "
                       "drafter has fewer heads or look-ahead tokens")
 _NODES = shared.nodes(16)
 _STOP = stops.flag()
 _DATASTORE = shared.datastore()
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", False, "Choose the draft length before every round, from 0 "
-    "to --gamma or --nodes, by the acceptance so far and the cost of a round. "
-    "Costs are measured once per machine, which takes some seconds")
+    "controller", False, "Choose the draft length before every target pass, "
+    "from 0 to --gamma or --nodes, by the acceptance so far and the measured "
+    "time of drafting and verification. Times are measured once per machine, "
+    "which takes some seconds")
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "With --controller: measure the cost of rounds again")
+    "measure", False, "Measure the times for --controller again, instead of "
+    "reading the stored ones")
 _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer(
     "top_k", 0, "Top-k sampling: keep the k most likely tokens; 0 keeps all")
 _TOP_P = shared.top_p()
 _MIN_P = flags.DEFINE_float(
-    "min_p", 0.0, "Min-p sampling: keep tokens at least min_p times as likely "
-    "as the most likely token, in [0, 1]; 0 keeps all")
+    "min_p", 0.0, "Min-p sampling: keep the tokens that are at least min_p "
+    "times as likely as the most likely token, in [0, 1]; 0 keeps all")
 _REGEX = flags.DEFINE_string(
     "regex", None, "Regular expression that the whole output must match, such "
     "as '(Yes|No)[.]'")
@@ -170,11 +175,11 @@ _COLOR = flags.DEFINE_enum(
     "by origin; auto: only on a terminal, unless NO_COLOR is set or TERM is "
     "dumb")
 _COMPARE = flags.DEFINE_bool(
-    "compare", False, "Afterwards decode the prompt again with and without the "
-    "drafter, in alternation, and print the tokens per second of both")
+    "compare", False, "Then decode the prompt several times with and without "
+    "the drafter, in alternation, and print the tokens per second of both")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "Also write the output to this file, at the end or after "
-    "Ctrl-C, and in a chat after every answer")
+    "output", None, "File to which the output is also written, at the end or "
+    "after Ctrl-C, and in a chat after every answer. Default: no file")
 
 _MESH = shared.mesh()
 _SPLIT_DRAFTER = flags.DEFINE_bool(
@@ -189,9 +194,10 @@ def _read_prompt():
   if _PROMPT.value is not None:
     return _PROMPT.value
   piped = "" if sys.stdin.isatty() else sys.stdin.read()
-  # A file ends with a newline. The tokenizer usually merges a newline with the
-  # start of the next line; a final newline makes the model predict the end of
-  # the text, so it is removed. A byte-order mark is also removed.
+  # A text file ends with a newline. In training text, the tokenizer merges a
+  # newline with the start of the next line. So a token for a newline alone
+  # makes the model predict the end of the text, and the final newline is
+  # removed. A byte-order mark is also removed.
   return piped.removeprefix("\ufeff").removesuffix("\n") or _DEFAULT_PROMPT
 
 
@@ -256,24 +262,26 @@ def _check_flags():
 def _check_prompt():
   chats = _CHAT.value or _INTERACTIVE.value
   if _SYSTEM.value is not None and not chats:
-    raise ValueError("--system requires a chat; add --chat or --interactive, "
-                     "or leave it out")
+    raise ValueError("--system requires --chat or --interactive; add one of "
+                     "them, or leave --system out")
   if _SPECIAL.value and chats:
-    raise ValueError("--special applies to a plain prompt, and a chat template "
-                     "adds its own special tokens; leave one of the two out")
+    raise ValueError("--special is incompatible with --chat and --interactive, "
+                     "because a chat template adds the special tokens; leave "
+                     "--special out")
 
 
 def _check_drafter(name: str):
   if _CONTROLLER.value and name == "none":
-    raise ValueError("--controller chooses the length of drafts, and --drafter "
-                     "is none; name one, or leave --controller out")
+    raise ValueError("--controller requires a drafter, and --drafter is none; "
+                     "set --drafter, or leave --controller out")
   if _MEASURE.value and not _CONTROLLER.value:
     raise ValueError("--measure requires --controller; add it, or leave "
                      "--measure out")
   composed, has_model = compositions.composes(name), _has_model(name)
   if _TAIL.value and not (composed and "+" in name):
     raise ValueError(f"--tail requires a cascade, and --drafter is {name}; "
-                     "give one, such as ngram+small, or leave --tail out")
+                     "set a cascade, such as --drafter=ngram+small, or leave "
+                     "--tail out")
   if _VOCABULARY.value != "auto" and (composed or not has_model):
     raise ValueError(f"--vocabulary={_VOCABULARY.value} requires a draft "
                      f"model as the only drafter, and --drafter is {name}; "
@@ -293,13 +301,13 @@ def _check_tables(name: str, has_model: bool) -> None:
   """Rejects a datastore or a draft vocabulary that the drafter cannot use."""
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   if _DATASTORE.value is not None and not compositions.reads_datastore(name):
-    raise ValueError(f"--datastore={_DATASTORE.value} is for rest and suffix, "
-                     f"and --drafter is {name}; leave --datastore out, or give "
-                     "one of them")
+    raise ValueError(f"--datastore={_DATASTORE.value} requires a retrieval "
+                     f"drafter, and --drafter is {name}; set rest, suffix, "
+                     "sampled_suffix or suffix_tree, or leave --datastore out")
   if _DRAFT_VOCABULARY.value and not has_model:
     raise ValueError(f"--draft_vocabulary={_DRAFT_VOCABULARY.value} requires "
-                     f"a language model that drafts, and --drafter is {name}; "
-                     "leave --draft_vocabulary out, or give one")
+                     f"a draft model, and --drafter is {name}; set one, such "
+                     "as --drafter=small, or leave --draft_vocabulary out")
 
 
 def _check_copies(name: str, has_model: bool) -> None:
@@ -311,31 +319,33 @@ def _check_copies(name: str, has_model: bool) -> None:
   if _QUANTIZE_GROUP.value and not (_QUANTIZE.value or _QUANTIZE_TARGET.value):
     raise ValueError(f"--quantize_group={_QUANTIZE_GROUP.value} requires "
                      "--quantize or --quantize_target; add one of them, or "
-                     "leave it out")
+                     "leave --quantize_group out")
 
 
 def _check_form(name: str, drafter: sj.interfaces.Drafter):
   """Rejects chain flags for a tree drafter, and tree flags for a chain."""
   for flag in (_GAMMA, _NODES, _VERIFIER) if name == "none" else ():
     if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value}, and nothing drafts; "
-                       "name a --drafter, or leave it out")
+      raise ValueError(f"--{flag.name}={flag.value} requires a drafter, and "
+                       "--drafter is none; set --drafter, or leave "
+                       f"--{flag.name} out")
   chain = "chain" in interfaces.capabilities(drafter)
   if chain:
     if _NODES.present:
-      raise ValueError(f"--nodes is {_NODES.value}, the size of a tree, and "
-                       f"{name} drafts a chain; leave --nodes out, or give a "
-                       "drafter or a --verifier of trees")
+      raise ValueError(f"--nodes={_NODES.value} is the size of a tree, and "
+                       f"--drafter={name} drafts a chain; leave --nodes out, "
+                       "or set a --drafter or --verifier for trees")
     return
   if _NODES.present and compositions.composes(name):
-    raise ValueError(f"--nodes is {_NODES.value}, and the trees of {name} have "
-                     f"{drafter.num_nodes}; leave --nodes out")
+    raise ValueError(f"--nodes is {_NODES.value}, and --drafter={name} always "
+                     f"drafts trees of {drafter.num_nodes} nodes; leave "
+                     "--nodes out")
   if _GAMMA.present and (
       name in compositions.OWN_DEPTH
       or models.drafts_for_itself(name, _TARGET.value)):
-    raise ValueError(f"--gamma is {_GAMMA.value}, the length of a chain, and "
-                     f"{name} drafts a tree; give --nodes, or a --verifier of "
-                     "chains")
+    raise ValueError(f"--gamma={_GAMMA.value} is the length of a chain, and "
+                     f"--drafter={name} drafts a tree; set --nodes instead, or "
+                     "a --verifier for chains")
 
 
 def _check_mesh():
@@ -348,27 +358,27 @@ def _check_mesh():
     raise ValueError("--mesh cannot split quantised weights; leave out --mesh, "
                      "--quantize_target, or --quantize with --split_drafter")
   elif _CONTROLLER.value:
-    raise ValueError("--controller measures the cost of rounds on one device, "
-                     f"and --mesh is {_MESH.mesh.value}; leave one of the two "
-                     "out")
+    raise ValueError("--controller supports one device only, and --mesh is "
+                     f"{_MESH.mesh.value}; leave one of the two out")
   if _MESH.coordinator.value is not None and (
       _INTERACTIVE.value or _PROMPT.value is None):
-    raise ValueError("each process of --coordinator needs the whole prompt; "
-                     "give it by --prompt, without --interactive")
+    raise ValueError("--coordinator requires --prompt and excludes "
+                     "--interactive, because every process needs the prompt; "
+                     "set --prompt")
 
 
 def _check_compare():
   if _INTERACTIVE.value:
-    raise ValueError("--compare decodes one prompt several times and "
-                     "--interactive many once; leave one of the two out")
+    raise ValueError("--compare is incompatible with --interactive, because it "
+                     "decodes one prompt repeatedly; leave one of the two out")
   if _drafter() == "none":
-    raise ValueError("--compare sets a drafter against the target alone, and "
-                     "--drafter is none; name one")
+    raise ValueError("--compare requires a drafter, and --drafter is none; set "
+                     "--drafter, or leave --compare out")
   rule = _VERIFIER.value and common.ALL_VERIFIERS[_VERIFIER.value]
   if rule and not rule.lossless and _TEMPERATURE.value == 0:
-    raise ValueError("--compare needs the same text twice at temperature 0, "
-                     f"and --verifier={_VERIFIER.value} is lossy; choose "
-                     "another, or a temperature above 0")
+    raise ValueError("--compare at --temperature=0 requires a lossless "
+                     f"verifier, and --verifier={_VERIFIER.value} is lossy; "
+                     "choose another verifier, or a temperature above 0")
 
 
 def _keep(text: str):
@@ -383,7 +393,7 @@ def _ids(tokenizer: Tokenizer, room: int):
   """Returns the token ids of the prompt, at most `room`."""
   text = _read_prompt()
   if not text:
-    raise ValueError("the prompt is empty; give a text with --prompt or on "
+    raise ValueError("--prompt is empty; set --prompt, or pipe the prompt to "
                      "standard input")
   if not _CHAT.value:
     return conversation.cut(
@@ -434,9 +444,9 @@ def main():
       eos=models.ends(target, tokenizer))
   room = decoder.context_length - _MAX_NEW_TOKENS.value
   if room < 1:
-    raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value} and the "
-                     f"context length {decoder.context_length}, the "
-                     f"{decoder.context_owner}'s; ask for fewer")
+    raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value}, and the "
+                     f"{decoder.context_owner}'s context length is "
+                     f"{decoder.context_length}; set a smaller value")
   if _CONTROLLER.value:
     progress.say("measuring the cost of rounds")
     decoder = dataclasses.replace(

@@ -65,11 +65,12 @@ _LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
 _TARGET = shared.target()
 _DRAFTER = shared.drafter()
 _DTYPE = shared.dtype()
-_CODE = shared.data("First topic; prompts come from its held-out part")
+_CODE = shared.data("Text of the first topic. Prompts come from its held-out "
+                    "documents")
 _FIELD = shared.field()
 _PROSE = flags.DEFINE_string(
-    "prose", None, "Second topic: any value of --data; all of it is used. "
-    "Default: the licence of this library")
+    "prose", None, "Text of the second topic, in the form of --data. Default: "
+    "the licence of specjax")
 _CODE_TOKENS = flags.DEFINE_integer(
     "code_tokens", 5000, "Tokens generated per user before the change of "
     "topic", 1)
@@ -79,27 +80,29 @@ _PROSE_TOKENS = flags.DEFINE_integer(
 _WINDOW = flags.DEFINE_integer(
     "window", 1000, "Length of an averaging window in tokens per user", 1)
 _USERS = flags.DEFINE_integer(
-    "users", 8, "Number of users, at least 2: batch rows, each with its own "
-    "correction", 2)
+    "users", 8, "Number of users (batch rows), at least 2. The online drafter "
+    "trains one correction per user", 2)
 _PROMPT_TOKENS = shared.prompt_tokens(64, "Prompt tokens per request")
 _ROUNDS = flags.DEFINE_integer("rounds", 24, "Decoding rounds per request", 1)
 _GAMMA = shared.gamma(4)
 _TEMPERATURE = shared.temperature()
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "sgd", list(_OPTIMIZERS), "Optimizer of the "
+    "optimizer", "sgd", list(_OPTIMIZERS), "Optimiser of the online drafter's "
     "correction")
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 0.03, "Learning rate of the optimizer", 0.0)
+    "learning_rate", 0.03, "Learning rate of the online drafter's correction",
+    0.0)
 _RANK = flags.DEFINE_integer(
-    "rank", 8, "Rank of the correction computed from hidden states. 0 trains "
-    "only a bias", 0)
+    "rank", 8, "Rank of the correction, a low-rank map from the drafter's "
+    "hidden states to logits. 0 trains only a bias", 0)
 _POSITIONS = flags.DEFINE_enum(
-    "positions", "path", list(online.POSITIONS), "Training positions: "
-    "rejected (the token that the target replaced), path (also accepted "
-    "tokens) or all (every drafted token and the next one)")
+    "positions", "path", list(online.POSITIONS), "Positions of a draft on "
+    "which the drafter is trained: rejected (the token that the target "
+    "replaced), path (also the accepted tokens) or all (every drafted token "
+    "and the next one)")
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 1, "Number of repetitions with new random prompts and "
-    "--users users each", 1)
+    "seeds", 1, "Number of repetitions. Each has new random prompts and "
+    "--users users", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
 

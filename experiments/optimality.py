@@ -79,14 +79,14 @@ import tqdm
 import specjax as sj
 
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 8, "Table one round: number of random pairs of models for every "
-    "vocabulary size, draft length and kind of pair", 1)
+    "seeds", 8, "For the table `one round`: number of random pairs of models "
+    "for every vocabulary size, draft length and kind of pair", 1)
 _SIZES = flags.DEFINE_integer(
-    "largest", 4, "Table one round: largest vocabulary size V and largest "
-    "draft length gamma of the pairs; both start at 2", 2, 4)
+    "largest", 4, "For the table `one round`: largest vocabulary size V and "
+    "largest draft length gamma of the pairs; both start at 2", 2, 4)
 _ROUND_PAIRS = flags.DEFINE_integer(
-    "round_pairs", 1008, "Table rounds of a text: number of random pairs of "
-    "models", 1)
+    "round_pairs", 1008, "For the table `rounds of a text`: number of random "
+    "pairs of models", 1)
 _GAMMAS = shared.gammas(
     "2,4,8", "For the table `extremal`: draft lengths in tokens, at most 12, "
     "comma-separated")

@@ -87,7 +87,7 @@ def draw(path: pathlib.Path):
   try:
     _DRAW[path.name](path.parent, _read(path))
   except (LookupError, TypeError, ValueError, csv.Error) as e:
-    raise ValueError(f"{path} is not what a study writes "
+    raise ValueError(f"{path} is not the CSV file of a study "
                      f"({type(e).__name__}: {e}); run the study again") from e
 
 
@@ -95,8 +95,9 @@ def main():
   paths = [path for name in _DRAW
            for path in sorted(pathlib.Path(_RESULTS.value).rglob(name))]
   if not paths:
-    raise ValueError(f"{_RESULTS.value} holds none of {', '.join(_DRAW)}; name "
-                     "the --output_dir of a study")
+    raise ValueError(f"--results={_RESULTS.value} contains none of "
+                     f"{', '.join(_DRAW)}; set it to the --output_dir of a "
+                     "study")
   progress.say("drawing figures")
   for path in paths:
     draw(path)

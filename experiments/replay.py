@@ -48,16 +48,18 @@ from specjax import analysis
 from specjax.utils import files
 
 _RECORD = shared.directory(
-    "record", None, "Directory of the record. Default: --output_dir",
+    "record", None, "Directory of the record (drafts and probabilities). "
+    "Default: --output_dir",
     required=False)
 _EVALUATE_ONLY = flags.DEFINE_bool(
     "evaluate_only", False,
-    "Evaluate an existing record, which may be incomplete")
+    "Evaluate the existing record in --record, which may be incomplete, "
+    "without decoding")
 _VERIFIERS = shared.verifiers(
     list(common.VERIFIERS), "Verification rules to evaluate, comma-separated")
 _ACTING = flags.DEFINE_enum(
     "acting", "token", sorted(common.VERIFIERS),
-    "Verifier that decodes the recorded prompts")
+    "Verification rule with which the prompts are decoded and recorded")
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
 _DTYPE = shared.dtype()

@@ -76,10 +76,11 @@ _DRAFTERS = shared.drafters(
     "small,tiny", "Draft models to compare with the heads, comma-separated: ")
 _HEADS = flags.DEFINE_list(
     "heads", list(sj.zoo.HEADS),
-    "Self-drafting heads, comma-separated: bundled ones "
+    "Self-drafting heads to compare, comma-separated: bundled heads "
     f"({', '.join(sj.zoo.HEADS)}) or output directories of train_drafter.py")
 _UNTRAINED = flags.DEFINE_bool(
-    "untrained", True, "Also measure the heads with their initial weights")
+    "untrained", True, "Also measure every head with its initial weights, "
+    "before training")
 _TEMPERATURE = shared.temperatures("0,1")
 _GAMMA = shared.gamma(4, "Draft length of a draft model, in tokens")
 _NODES = shared.nodes(64)
@@ -198,8 +199,9 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
     own, its_tokenizer, heads, params, training = models.load_self_drafter(
         name, target, tokenizer, _DTYPE.value)
     if not its_tokenizer.same_tokens(tokenizer):
-      raise ValueError(f"the target in {name} has another tokenizer than "
-                       "--target; all must read the same prompts")
+      raise ValueError(f"--heads contains {name}, whose target has another "
+                       "tokenizer than --target, and all drafters must read "
+                       "the same prompts; leave it out")
     label = models.label(name)
     sources.append(_self_drafter(
         label, own, heads, params, written(own), training=training))

@@ -54,27 +54,31 @@ _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _DATA = shared.data("Text whose beginnings the target continues")
 _FIELD = shared.field()
-_EXITS = flags.DEFINE_bool("exits", True, "Measure the exit after every layer")
+_EXITS = flags.DEFINE_bool(
+    "exits", True, "Also measure drafters that consist of the first E layers, "
+    "for every E (early exit)")
 _SKIP = flags.DEFINE_list(
-    "skip", ["0.25", "0.45"], "Shares of the skipped sublayers (attentions "
-    "and MLPs), comma-separated, above 0 and at most 1. The first and the last "
-    "layer are never skipped and not counted. SWIFT uses 0.45")
+    "skip", ["0.25", "0.45"], "Fractions of the sublayers (attentions and "
+    "MLPs) that are skipped, comma-separated, above 0 and at most 1. The first "
+    "and the last layer are never skipped and are not counted. SWIFT uses 0.45")
 _SEARCH = flags.DEFINE_list(
     "searches", list(_SEARCHES),
-    "Methods of searching for the parts to skip, comma-separated: "
+    "Search methods for the sublayers to skip, comma-separated: "
     f"{', '.join(_SEARCHES)}")
 _SCORE = flags.DEFINE_list(
-    "scores", list(_SCORES), "Objectives of the searches, comma-"
+    "scores", list(_SCORES), "Objectives that the searches maximise, comma-"
     f"separated: {', '.join(_SCORES)}")
 _TRIES = flags.DEFINE_integer(
-    "tries", 64, "Number of sets that each of random and local scores", 1)
+    "tries", 64, "Number of sets of sublayers that the search methods random "
+    "and local evaluate", 1)
 _ROWS = flags.DEFINE_integer(
-    "rows", 16, "Number of rows to search on, and of held-out rows", 2)
+    "rows", 16, "Number of sequences for the search, and of held-out sequences "
+    "for the measurement", 2)
 _PROMPT_TOKENS = shared.prompt_tokens(
-    32, "Tokens at the start of a row that come from --data")
+    32, "Number of tokens from --data at the start of a sequence")
 _CONTINUATION = flags.DEFINE_integer(
-    "continuation", 96, "Tokens of a row that the target generates; "
-    "at least --gamma", 1)
+    "continuation", 96, "Number of tokens of a sequence that the target "
+    "generates; at least --gamma", 1)
 _GAMMA = shared.gamma(8, "Maximum draft length in tokens")
 _TEMPERATURE = flags.DEFINE_enum(
     "temperature", "1", ["0", "1"], "Sampling temperature of target and "
@@ -105,7 +109,8 @@ def _counts(layers: int):
   free, found = 2 * (layers - 2), []
   for share in common.numbers("--skip", _SKIP.value) if _SKIP.value else ():
     if not 0 < share <= 1:
-      raise ValueError(f"--skip holds {share:g}; give shares above 0, up to 1")
+      raise ValueError(f"--skip contains {share:g}; give fractions above 0 and "
+                       "at most 1")
     if free:
       found.append(max(1, round(share * free)))
   return list(dict.fromkeys(found))
@@ -224,11 +229,11 @@ def main():
     for name in common.given(
         f"--{flag.name}", flag.value, f"some of {', '.join(names)}"):
       if name not in names:
-        raise ValueError(f"--{flag.name} holds {name!r}; choose among "
+        raise ValueError(f"--{flag.name} contains {name!r}; choose among "
                          f"{', '.join(names)}")
   if _CONTINUATION.value < _GAMMA.value:
-    raise ValueError(f"--continuation is {_CONTINUATION.value} and --gamma "
-                     f"{_GAMMA.value}; give at least as many tokens")
+    raise ValueError(f"--continuation is {_CONTINUATION.value}, less than "
+                     f"--gamma={_GAMMA.value}; set at least --gamma")
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
   _counts(target.model.config.layers)
@@ -241,8 +246,9 @@ def main():
       temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
   parts = list(_parts(target, rows))
   if not parts:
-    raise ValueError("there is nothing to compare: a target of 2 layers has no "
-                     "layer to leave out, and --exits is off; leave it on")
+    raise ValueError("--exits is off, and no layer of --target can be "
+                     "skipped, because the first and the last layer never are; "
+                     "remove --noexits, or use a target with 3 layers")
   progress.say(f"measuring {len(parts)} configurations")
   found = [measure(part[-1]) for part in parts]
   table = [_row(part, one, target.params) for part, one in zip(parts, found)]

@@ -51,19 +51,22 @@ _TARGET = shared.target()
 _DRAFTER = shared.drafters(help_=f"{compositions.HELP}, ")
 _GAMMA = shared.gamma(4)
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", True, "Also decode with a controller of the draft length. "
-    "The costs of a round are measured at first use")
+    "controller", True, "Also measure every drafter with the adaptive "
+    "controller, which chooses the draft length before every target pass. The "
+    "times that it needs are measured once per machine")
 _SLOTS = flags.DEFINE_list(
-    "slots", "1,4,16", "Batch sizes in rows, comma-separated")
+    "slots", "1,4,16", "Batch sizes (requests decoded together), "
+    "comma-separated")
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 16, "Maximum number of rounds between two checks by the "
-    "host, which refills slots", 1)
+    "rounds", 16, "Maximum number of decoding rounds between two checks by "
+    "the host, which replaces finished requests in the batch", 1)
 _LOADS = flags.DEFINE_list(
-    "loads", "0.25,0.5,1", "Arrival rates, comma-separated, as shares of "
-    "the highest throughput without drafts. 0 skips the second part")
+    "loads", "0.25,0.5,1", "Rates of requests that arrive at random, "
+    "comma-separated, as fractions of the highest throughput without drafts. "
+    "0 skips this part of the study")
 _REQUESTS = flags.DEFINE_integer(
-    "requests", 200, "Number of requests of the first part; the second "
-    "part uses half of them", 4)
+    "requests", 200, "Number of requests that arrive at time 0. The part with "
+    "random arrivals uses half of them", 4)
 _PROMPTS = shared.prompts("code,docstrings,tests,prose")
 _FIELD = shared.prompt_field()
 _PROMPT_TOKENS = shared.prompt_tokens(

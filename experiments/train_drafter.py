@@ -113,7 +113,8 @@ Params = dict[str, Any]
 _METHODS = {method.name: method for method in methods.METHODS}
 
 _METHOD = flags.DEFINE_enum(
-    "method", None, list(_METHODS), "Training method, see the list above",
+    "method", None, list(_METHODS), "Training method and form of the heads; "
+    "the script's description lists them",
     required=True)
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype()
@@ -130,8 +131,9 @@ _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
 _HEADS = flags.DEFINE_integer(
-    "heads", 4, "K, the number of tokens beyond the next one that are "
-    "predicted: heads, modules, draft steps or look-ahead tokens", 1)
+    "heads", 4, "Number of drafted tokens, after the next token of the target. "
+    "Depending on --method it is the number of heads, modules, draft steps or "
+    "look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "Heads to start from: a directory of this script, or a "
     "published drafter of --target (a directory, or a name on the Hugging Face "
@@ -141,12 +143,12 @@ _HEADS_FROM = flags.DEFINE_string(
     )
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "eagle3, parallel (eagle1 with --narrow_head): "
-    "number of tokens that can be drafted, the most frequent ones in the "
-    "training text and the end-of-text tokens. Default: all", 1)
+    "number of different tokens that can be drafted: the most frequent tokens "
+    "of the training text, and the end-of-text tokens. Default: all tokens", 1)
 _NARROW_HEAD = flags.DEFINE_bool(
-    "narrow_head", False, "eagle1, eagle3: draft with the columns of the "
-    "target's LM head for --draft_vocabulary, which are neither trained nor "
-    "stored. Requires --draft_vocabulary")
+    "narrow_head", False, "eagle1, eagle3: draft with the target's LM head, "
+    "restricted to the tokens of --draft_vocabulary (required). This head is "
+    "neither trained nor stored")
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -159,20 +161,22 @@ _ACCUMULATE = flags.DEFINE_integer(
 _STEPS = shared.steps()
 _LEARNING_RATE = shared.learning_rate(
     None, "Peak learning rate of the heads. The default depends on the method "
-    "and on the target's size: from the rate for the bundled target (4.2M "
-    "parameters) to a published rate, on a line of the logarithms, and "
-    f"{optimizers.MUON_RATE:g} with --optimizer=muon. " + "; ".join(
+    "and on the target's number of parameters: it is interpolated in "
+    "logarithms between a rate for the bundled target (4.2M parameters) and a "
+    "published rate. With --optimizer=muon it is "
+    f"{optimizers.MUON_RATE:g}. " + "; ".join(
         f"{m.name}: {m.learning_rate}" for m in methods.METHODS))
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. A target "
-    "in training uses AdamW")
+    "that is trained too (medusa2, --train_target) always uses AdamW")
 _KEEP_FEATURES = flags.DEFINE_bool(
     "keep_features", False, "eagle1, eagle3 with --data=self: keep the "
     "target's hidden states of every row in memory, so that the target reads "
     "each row only once. Default: it reads a row in every epoch")
 _RATE_RATIO = flags.DEFINE_float(
-    "rate_ratio", 4.0, "Learning rate of the heads divided by the target's, if "
-    "the target is trained (medusa2, --train_target)", 0.01)
+    "rate_ratio", 4.0, "Learning rate of the heads divided by the learning "
+    "rate of the target, if the target is trained too (medusa2, "
+    "--train_target)", 0.01)
 _SWEEP = sweep.define()
 _SCHEDULE = flags.DEFINE_enum(
     "schedule", "trapezoid", ["trapezoid", "cosine"], "Learning rate after the "
@@ -186,7 +190,7 @@ _SELF_DIR = flags.DEFINE_string(
 _SELF_CHAT = flags.DEFINE_bool(
     "self_chat", None, "With --data=self:SOURCE: each document of SOURCE is "
     "a user message, which the target answers in its chat template. Default: "
-    "only if SOURCE holds conversations")
+    "only if SOURCE contains conversations")
 _ANSWERS_ONLY = flags.DEFINE_bool(
     "answers_only", None, "With conversations: train only on the tokens that "
     "an assistant writes. --noanswers_only trains on all tokens. Evaluation "
@@ -203,14 +207,16 @@ _SELF_TEMPERATURE = flags.DEFINE_float(
     "self_temperature", 1.0, "With --data=self: sampling temperature; 0 is "
     "greedy", 0.0)
 _SELF_ROWS_PER_FILE = flags.DEFINE_integer(
-    "self_rows_per_file", None, "With --data=self: rows sampled in one batch; "
-    "an accelerator can take hundreds. Default: 32, with --self_chat 64", 1)
+    "self_rows_per_file", None, "With --data=self: number of rows sampled in "
+    "one batch, and stored in one file. Hundreds suit an accelerator. Default: "
+    "32, with --self_chat 64", 1)
 _HELD_OUT_ROWS = shared.held_out_rows(64)
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _KEEP_CHECKPOINTS = flags.DEFINE_integer(
-    "keep_checkpoints", 5, "Number of newest checkpoints that are kept. A "
-    "later run with a smaller --steps can make heads of them", 2)
+    "keep_checkpoints", 5, "Number of checkpoints on disk; older ones are "
+    "deleted. A later run with a smaller --steps can write the heads of a "
+    "checkpoint", 2)
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
@@ -220,8 +226,8 @@ _MESH = shared.mesh()
 def _source() -> drafter_rows.Source:
   """Returns the source of the training and evaluation rows."""
   if _BATCH_SIZE.value % _ACCUMULATE.value:
-    raise ValueError(f"--batch_size is {_BATCH_SIZE.value} and --accumulate "
-                     f"{_ACCUMULATE.value}; it must divide the batch")
+    raise ValueError(f"--accumulate is {_ACCUMULATE.value} and does not divide "
+                     f"--batch_size={_BATCH_SIZE.value}; set a divisor")
   return drafter_rows.Source(
       data=_DATA.value, field=_FIELD.value, batch_size=_BATCH_SIZE.value,
       pass_rows=_BATCH_SIZE.value // _ACCUMULATE.value,
@@ -252,13 +258,14 @@ def _start(method: methods.Method, source: drafter_rows.Source
 def _check_rates(tuned: bool) -> None:
   """Raises `ValueError` if a flag of the learning rate has no effect."""
   if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
-    raise ValueError(f"--decay_fraction is {_DECAY_FRACTION.value} and "
-                     "--schedule=cosine falls from the warm-up on; leave one "
-                     "of the two out")
+    raise ValueError(f"--decay_fraction={_DECAY_FRACTION.value} is "
+                     "incompatible with --schedule=cosine, which falls from "
+                     "the end of the warm-up; leave one of the two out")
   if _RATE_RATIO.present and not tuned:
-    raise ValueError(f"--{_RATE_RATIO.name} is for a target that is trained "
-                     f"with its heads, and --method={_METHOD.value} trains the "
-                     "heads alone here; leave it out")
+    raise ValueError(f"--{_RATE_RATIO.name} requires a target that is trained "
+                     f"with its heads, and --method={_METHOD.value} with these "
+                     f"flags trains only the heads; leave --{_RATE_RATIO.name} "
+                     "out")
 
 
 def _rate(method: methods.Method, target: Pretrained) -> float:
@@ -294,11 +301,15 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
            source: drafter_rows.Source, text: drafter_rows.Text,
            row_tokens: int, given: tuple[Params, Params], rate: float,
            dtype: str) -> tuple[int, ...]:
-  """Claims the output directory for this run; returns all lengths of the run.
+  """Claims the output directory for this run.
 
-  New heads are identified by `objective` and the seed, not by their values.
-  Their initial values contain means over the target's embeddings, whose last
-  bits depend on the number of CPU cores. A run can resume on another machine.
+  New heads are identified by `objective` and the seed, not by their initial
+  values. These values contain means over the target's embeddings, whose last
+  bits depend on the number of CPU cores. So a run can resume on another
+  machine.
+
+  Returns:
+    All values of --steps with which the run was started or continued.
   """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": text.corpus,

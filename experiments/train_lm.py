@@ -128,29 +128,32 @@ _WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every(1000)
 _EVALUATION_STRIDE = flags.DEFINE_integer(
-    "evaluation_stride", 256, "Tokens between the starts of held-out windows. "
-    "Each token is predicted from at least --context_length minus this many", 1)
+    "evaluation_stride", 256, "Tokens between the starts of overlapping "
+    "held-out windows. Each token is predicted from at least --context_length "
+    "minus this number of tokens", 1)
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _MTP = flags.DEFINE_enum(
     "mtp", "none", ["none", *_KINDS], "Form of the multi-token prediction "
     "heads: modules, applied in sequence, or layers parallel to the last one")
 _MTP_HEADS = flags.DEFINE_integer(
-    "mtp_heads", 1, "Number of tokens beyond the next one that are predicted; "
-    "requires --mtp", 1)
+    "mtp_heads", 1, "Number of tokens, after the next token, that the "
+    "multi-token prediction heads predict; requires --mtp", 1)
 _MTP_WEIGHT = flags.DEFINE_float(
-    "mtp_weight", None, "Weight of the heads' mean loss; requires --mtp. "
-    "Default: 0.3 for modules; --mtp_heads for parallel, so that every "
-    "predicted token has the weight of the next token", 0.0)
+    "mtp_weight", None, "Weight of the mean loss of the multi-token prediction "
+    "heads, relative to the next-token loss; requires --mtp. Default: 0.3 for "
+    "--mtp=modules; --mtp_heads for --mtp=parallel, so that every predicted "
+    "token has the weight of the next token", 0.0)
 _HELD_OUT_ROWS = 16  # for measuring the heads
 _EXIT_SCALE = flags.DEFINE_float(
-    "exit_scale", None, "LayerSkip: scale of the next-token losses after "
+    "exit_scale", None, "LayerSkip: weight of the next-token losses after "
     "earlier layers, usually 0.1 to 1. Default: no LayerSkip", 0.0)
 _EXIT_EVERY = flags.DEFINE_integer(
-    "exit_every", 2, "LayerSkip: each earlier layer has a loss in one of "
-    "this many steps", 1)
+    "exit_every", 2, "LayerSkip: interval, in training steps, between two "
+    "steps in which the same earlier layer has a loss", 1)
 _LAYER_DROPOUT = flags.DEFINE_float(
-    "layer_dropout", 0.1, "LayerSkip: probability of dropping the last "
-    "layer at the end of the run; lower for earlier layers and steps", 0.0)
+    "layer_dropout", 0.1, "LayerSkip: probability of dropping the last layer "
+    "at the end of the run. It is lower for earlier layers and earlier steps",
+    0.0)
 _LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()

@@ -94,12 +94,13 @@ from specjax.strategies import Strategy
 from specjax.utils import files
 
 _BUDGETS = flags.DEFINE_list(
-    "nodes", "4,8,16,32,64", "Node budgets N, comma-separated: number of "
-    "nodes that the target verifies in one pass, including the root; at least "
-    "2")
+    "nodes", "4,8,16,32,64", "Sizes of a draft (chain or tree) in nodes, "
+    "comma-separated. The root (the last generated token) counts, so each is "
+    "at least 2")
 _METHODS_WANTED = flags.DEFINE_list(
     "methods", None, "Methods to compare, comma-separated, such as "
-    "chain_block,specinfer,traversal; see the list above. Default: all")
+    "chain_block,specinfer,traversal; the script's description lists them. "
+    "Default: all")
 _TEMPERATURE = shared.temperatures("0,0.6,1")
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()

@@ -109,10 +109,11 @@ _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(12)
 _ERROR = flags.DEFINE_float(
-    "error", 3.5, "Required accuracy of the gain of block verification: half "
-    "width of its 95 % interval in percentage points. A pilot on other prompts "
-    "estimates how many prompts reach it at every drafter, temperature and "
-    "draft length, and so many are decoded. 0 decodes all prompts", 0.0)
+    "error", 3.5, "Required accuracy of the gain of block over token "
+    "verification: half width of its 95 % interval in percentage points, for "
+    "every drafter, temperature and draft length. A pilot run on other prompts "
+    "estimates the number of prompts that reaches it, and only these are "
+    "decoded. 0 decodes all prompts", 0.0)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
@@ -122,12 +123,14 @@ _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 1, "Rollouts per prompt; at temperature 0 always one", 1)
+    "seeds", 1, "Number of random seeds, and so of outputs, per prompt and "
+    "rule. Temperature 0 always uses one", 1)
 _BATCH = batches.flags("throughput")
 _OWN_ROLLOUTS = flags.DEFINE_bool(
-    "own_rollouts", True, "Also generate text with every verifier and without "
-    "a draft, which measures block efficiency on own rollouts and the "
-    "speed-up. Otherwise verifiers are only compared on the same drafts")
+    "own_rollouts", True, "Also decode every prompt with every verifier, and "
+    "without drafts, to measure the speed-up and the block efficiency of a "
+    "verifier on its own output. --noown_rollouts only compares verifiers on "
+    "the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 _PILOT = 12  # pilot prompts, for estimating how many prompts are needed
@@ -323,8 +326,8 @@ def _verifiers() -> list[str]:
   """Returns the names of --verifier."""
   names = common.verifier_names("--verifier", _VERIFIERS.value)
   if "token" not in names:
-    raise ValueError("--verifier lacks 'token', with which the other rules are "
-                     "compared; add it")
+    raise ValueError("--verifier must contain 'token', with which the other "
+                     "rules are compared; add it")
   return names
 
 

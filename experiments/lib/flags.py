@@ -20,8 +20,8 @@ from specjax.data import prompt_sets
 # One pass verifies all N nodes of a draft, root included. It needs N x N
 # ancestor masks and N x V probabilities, so N is bounded.
 MOST_NODES = 512
-TOO_LONG = (f"at most {MOST_NODES - 1}, for a pass verifies all tokens of a "
-            "draft at once and compares each with each")
+TOO_LONG = (f"at most {MOST_NODES - 1}, because one pass verifies all tokens "
+            "of a draft and computes a mask over all pairs of them")
 
 PUBLISHED = ("a model directory (Hugging Face or specjax format), a .gguf "
              "file, smollm2, or OWNER/NAME on the Hugging Face hub")
@@ -40,8 +40,8 @@ flags.disclaim_key_flags()
 def target():
   """The target model."""
   return flags.DEFINE_string(
-      "target", "bundled", "Target model: bundled (a small model of Python "
-      f"code), {PUBLISHED}")
+      "target", "bundled", "Target model, whose output the drafts speed up: "
+      f"bundled (4.2M parameters, Python code), {PUBLISHED}")
 
 
 def drafter(
@@ -63,27 +63,27 @@ def drafters(default: str = "small",
 def draft_vocabulary():
   """Size of the reduced draft vocabulary (FR-Spec, `models.narrowed`)."""
   return flags.DEFINE_integer(
-      "draft_vocabulary", None, "Number of tokens that a draft model can "
-      "propose (FR-Spec), such as 1024. These are the most frequent tokens in "
-      "--vocabulary_data. Default: the whole vocabulary", 1)
+      "draft_vocabulary", None, "Number of different tokens that a draft model "
+      "can propose (FR-Spec), such as 1024: the most frequent tokens of the "
+      "text in --vocabulary_data. Default: the full vocabulary", 1)
 
 
 def vocabulary_data():
   """Text in which token frequencies are counted."""
   return flags.DEFINE_string(
-      "vocabulary_data", "stdlib-no-tests", "Text in which --draft_vocabulary "
-      "counts tokens. At most 2 million characters of randomly sampled "
-      f"documents are read. Values: {_DATA}")
+      "vocabulary_data", "stdlib-no-tests", "Text that determines the most "
+      "frequent tokens; requires --draft_vocabulary. At most 2 million "
+      "characters of randomly sampled documents are read. Values: "
+      f"{_DATA}")
 
 
 def check_vocabulary_data(draft_vocabulary: flags.FlagHolder,
                           vocabulary_data: flags.FlagHolder):
   """Rejects --vocabulary_data without --draft_vocabulary."""
   if vocabulary_data.present and draft_vocabulary.value is None:
-    raise ValueError(f"--vocabulary_data={vocabulary_data.value} says which "
-                     "tokens --draft_vocabulary keeps, which is not given; "
-                     "give it, such as --draft_vocabulary=1024, or leave "
-                     "--vocabulary_data out")
+    raise ValueError(f"--vocabulary_data={vocabulary_data.value} requires "
+                     "--draft_vocabulary; add it, such as "
+                     "--draft_vocabulary=1024, or leave --vocabulary_data out")
 
 
 def dtype(help_: str = "Precision of weights and computation. Default: float32 "
@@ -132,7 +132,8 @@ def datastore():
       "sampled_suffix and suffix_tree can use it. Default: none")
 
 
-def gamma(default: int, help_: str = "Draft length: tokens drafted per round"):
+def gamma(default: int, help_: str = "Draft length gamma: number of tokens "
+          "drafted before each pass of the target"):
   """One draft length."""
   flag = flags.DEFINE_integer("gamma", default, help_, 1)
   flags.register_validator(
@@ -141,7 +142,8 @@ def gamma(default: int, help_: str = "Draft length: tokens drafted per round"):
 
 
 def nodes(default: int,
-          help_: str = "Size of a draft tree in nodes, including the root"):
+          help_: str = "Size of a draft tree in nodes, including the root "
+          "(the last generated token)"):
   """One size of a draft tree."""
   flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
@@ -163,14 +165,16 @@ def verifiers(default: str | list[str], help_: str):
 def temperature(default: float = 1.0,
                 help_: str = "Sampling temperature of target and drafter"):
   """One temperature."""
-  return flags.DEFINE_float("temperature", default, f"{help_}; 0 is greedy", 0)
+  return flags.DEFINE_float(
+      "temperature", default, f"{help_}; 0 is greedy decoding", 0)
 
 
 def temperatures(default: str,
                  help_: str = "Sampling temperatures of target and drafter, "
                  "comma-separated"):
   """Several temperatures; read them with `common.numbers`."""
-  return flags.DEFINE_list("temperature", default, f"{help_}; 0 is greedy")
+  return flags.DEFINE_list(
+      "temperature", default, f"{help_}; 0 is greedy decoding")
 
 
 def top_p():
@@ -226,7 +230,7 @@ def missing(name: str):
   """Returns the error message of a missing required flag."""
   flag = flags.FLAGS[name]
   example = _EXAMPLES.get(name) or flag.parser.enum_values[0]
-  return (f"--{name} is missing ({flag.help}); give it, such as "
+  return (f"--{name} is required ({flag.help}); set it, such as "
           f"--{name}={example}")
 
 
@@ -316,8 +320,8 @@ def compilation_cache():
   """Persistent cache of compiled code; `common.run` defines the flag."""
   return flags.DEFINE_bool(
       "compilation_cache", True, "Store compiled code for later runs. The "
-      "directory is ~/.cache/specjax, unless the environment variable "
-      "JAX_COMPILATION_CACHE_DIR is set")
+      "directory is JAX_COMPILATION_CACHE_DIR (environment variable) or "
+      "~/.cache/specjax")
 
 
 def batch(default: int = 1):
@@ -332,8 +336,8 @@ def timing(*others: str):
   """Measurement of speed; the default depends on --batch."""
   return flags.DEFINE_enum(
       "timing", None, ["none", "latency", *others],
-      "Speed measurement: latency (prompts are decoded one at a time, and "
-      "configurations take turns), "
+      "Speed measurement: latency (each configuration decodes a prompt alone, "
+      "then the next configuration decodes it), "
       + "throughput (tokens per second of --batch rows) " * bool(others)
       + "or none. Default: latency if --batch is 1, otherwise none")
 

@@ -153,7 +153,7 @@ def test_a_missing_flag_is_explained(script, flag, example, tmp_path):
   # Broken: "must have a value other than None" does not say what to give.
   [found] = run_all(script, [], cwd=tmp_path)
   assert re.fullmatch(
-      rf"error: --{flag} is missing \(.+\); give it, such as --{flag}={example}"
+      rf"error: --{flag} is required \(.+\); set it, such as --{flag}={example}"
       "; see --help", found["code"]), found
 
 

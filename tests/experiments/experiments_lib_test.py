@@ -173,7 +173,7 @@ def test_lists_of_draft_lengths():
   """A slip of the finger must not ask for the memory of a million nodes."""
   assert common.draft_lengths("--nodes", ["8", "4", "511", "4"]) == [
       4, 8, 511]
-  for values, words in ((["4", "512"], "holds 512; give at most 511, for"),
+  for values, words in ((["4", "512"], "512; give at most 511, because"),
                         ([], "start at 1"), (["0"], "start at 1"),
                         (["4", ""], "whole numbers")):
     with pytest.raises(ValueError, match=f"--nodes .*{words}"):
@@ -210,5 +210,5 @@ def test_redraw(tmp_path, capsys):
   assert len(printed) == 6 and set(printed) <= set(readme)
   for text in ("", "a,b\n1,2\n"):
     (tmp_path / "trees.csv").write_text(text)
-    with pytest.raises(ValueError, match="trees.csv is not what a study"):
+    with pytest.raises(ValueError, match="trees.csv is not the CSV file"):
       redraw.draw(tmp_path / "trees.csv")

@@ -136,7 +136,7 @@ def test_replay(tmp_path):
   (tmp_path / "other/record.json").write_text('{"format": 2}')
   refusals = [
       (["--gamma=0"], ["--gamma=0", "positive"]),
-      (["--gamma=512"], ["--gamma=512", "at most 511, for"]),
+      (["--gamma=512"], ["--gamma=512", "at most 511, because"]),
       (["--record=file"], ["file is a file", "directory"]),
       (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["other", "no complete"]),
@@ -173,7 +173,7 @@ def test_generate(tmp_path):
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
-              (["--nodes=512"], ["--nodes=512", "at most 511, for"]),
+              (["--nodes=512"], ["--nodes=512", "at most 511, because"]),
               (["--regex=a", "--json_schema=b"], ["--regex and --json_schema"]),
               (["--repetition_penalty=0"], ["penalty is 0", "above 0"])]
   *results, a, b, c, d, e, f = run_all("generate.py", *(
@@ -201,7 +201,7 @@ def test_a_published_model_chats(tmp_path):
   refusals = [
       (long, ["--keep_last", "room for 244"]),
       ([*flags, f"--prompt={'token ' * 400}"], ["--keep_last", "244"]),
-      ([*chat, "--max_new_tokens=256"], ["256", "ask for fewer"]),
+      ([*chat, "--max_new_tokens=256"], ["256", "set a smaller value"]),
       ([*chat, "--output=model"], ["'model'", "give a file"]),
       ([*flags, "--system=Be brief."], ["--system", "--chat"]),
       ([*chat, "--special"], ["--special"]),
@@ -270,7 +270,7 @@ _REFUSED = [
     (["--drafter="], ["--drafter", "small"]),
     (["--prompts="], ["--prompts", "leave it out"]),
     (["--temperature="], ["--temperature", "such as 1,0.6"]),
-    (["--gamma=4,512"], ["--gamma holds 512", "at most 511, for a pass"]),
+    (["--gamma=4,512"], ["--gamma", "512", "at most 511, because"]),
     (["--seed=4294967296"], ["--seed=4294967296", "[0, 4294967295]"]),
     (["--prompts=gpt_prompts=table.csv"], ["table.csv", "no prompt"]),
     (["--output_dir=table.csv"], ["table.csv is not a directory"]),

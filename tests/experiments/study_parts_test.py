@@ -140,7 +140,7 @@ def test_a_study_says_of_which_vocabulary_its_drafters_are(monkeypatch):
       study._report(study_of, {}, {}, {}, "out")
       study.flags.FLAGS.unparse_flags()
     monkeypatch.setattr(study.models, "load_models", None)  # or it decodes
-    assert "--vocabulary_data=mine.txt says" in _error(
+    assert "--vocabulary_data=mine.txt requires" in _error(
         study, "--vocabulary_data=mine.txt")
   assert [found["draft_vocabulary"] for found in said] == [
       None, {"size": 9, "data": "mine.txt"}]
@@ -274,7 +274,7 @@ def test_what_could_not_be_measured_is_refused(tmp_path):
     assert "--continuation 9999" in found and "may be 512" in found
   with imported("distill.py") as study:
     study.flags.FLAGS(["distill", f"--output_dir={tmp_path}"])
-    with pytest.raises(ValueError, match="nothing is measured of their ans"):
+    with pytest.raises(ValueError, match="no answer can be evaluated"):
       study._evaluation(None, _Unanswered(range(2)))
   assert common.numbers("--temperature", ["1", "1.0", "0.6"]) == [1.0, 0.6]
 

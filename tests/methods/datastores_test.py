@@ -344,5 +344,4 @@ def test_build_datastore(tmp_path, capsys):
       common.run(script.main, [
           "build_datastore.py", f"--data={tmp_path / 'texts' / '1.txt'}",
           f"--output={path}", "--part=training"])
-    assert re.search("one document.*take all of it with --part=all",
-                     e.value.code)
+    assert re.search("one document.*set --part=all", e.value.code)

@@ -222,7 +222,7 @@ def test_scripts_export_and_import_heads(tmp_path):
   assert "in the layout 'medusa of vllm', float32" in again["stdout"]
   assert "no layout of a server holds" in beside["code"]
   assert "choose among eagle3 of speculators" in refused["code"]
-  assert "--layout is medusa, and --model=tiny names no heads" in model["code"]
+  assert "--layout=medusa requires heads, and --model=tiny" in model["code"]
   assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vllm"]
   target, _, tokenizer = models.load_models("bundled", [])
   own, *others = (

@@ -464,8 +464,8 @@ def test_export_script(tmp_path):
       ["--model=tiny", f"--output_dir={tmp_path / 'trained'}"],
       [f"--model={tmp_path / 'tiny'}", f"--output_dir={tmp_path / 'tiny'}"],
       cwd=tmp_path)
-  assert "holds the model itself" in itself["code"]
-  assert "holds a training run" in over["code"]
+  assert "is the directory of --model" in itself["code"]
+  assert "contains a training run" in over["code"]
   assert good["code"] == 0
   last = json.loads(good["stdout"].splitlines()[-1])
   assert last["architecture"] == "llama"

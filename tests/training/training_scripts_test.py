@@ -42,11 +42,11 @@ _REFUSED = [  # in the directory of a finished run of 400 steps, if in no other
 ]
 _BEFORE_THE_TARGET_WRITES = [  # for hours
     ([], "--prompts is ''"),
-    (["--prompts=code"], "--prompts=code are overlapping excerpts"),
+    (["--prompts=code"], "--prompts=code overlaps"),
     (["--prompts=copy", "--prompt_tokens=24", "--row_tokens=24"],
-     "--row_tokens is 24 and the longest prompt has 24"),
+     "--row_tokens is 24, and the longest prompt has 24"),
     (["--prompts=copy", "--prompt_tokens=24", "--max_new_tokens=8"],
-     "there are 8 prompts, 8 are held out and 0 others"),
+     "--prompts has 8 prompts; 8 are held out, and 0 different"),
     (["--prompts=copy", "--top=5000"], "--top is 5000")]
 
 
@@ -161,7 +161,7 @@ def test_train_drafter(tmp_path, target_dir):
   assert "--keep_features is set and --method=medusa does" in keeps["code"]
   # Or an option without effect is accepted.
   assert "--self_temperature requires --data=self" in unread["code"]
-  assert "--rate_ratio is for a target that is trained" in alone["code"]
+  assert "--rate_ratio requires a target that is trained" in alone["code"]
   assert not (tmp_path / "other").exists()
 
 
@@ -383,7 +383,8 @@ def test_a_sweep_trains_with_every_value(tmp_path, target_dir):
   for text in ("Acceptance length", "block efficiency", "[95 % interval]"):
     assert text in first["stdout"]
   assert scripts.last_line(again)["rows"][:2] == rows  # minutes, too
-  assert "--schedule=cosine falls from the warm-up" in decay["code"]
+  assert "--decay_fraction=0.5 is incompatible with --schedule=cosine" in (
+      decay["code"])
   for result, words in zip(errors, refused.values(), strict=True):
     assert words in result["code"], result
 
