@@ -165,7 +165,7 @@ class _Setting:
   def __init__(self, target: Pretrained, drafter: Pretrained,
                calibration: list[list[int]], budgets: list[int], longest: int,
                eos: tuple[int, ...] | None, batch: decoders.Batch | None):
-    self.target, self.drafter, self._eos = target, drafter, eos
+    self.target, self.drafter, self.eos = target, drafter, eos
     self.batch = batch
     self._calibration = calibration
     self._limit = longest + _NEW_TOKENS.value
@@ -199,12 +199,13 @@ class _Setting:
     make = lambda name: _METHODS[name](self.drafter.model, parents)
     strategy = make(name) if name else strategies.autoregressive()
     return strategy.decoder(
-        self.target.model, eos=self._eos,
+        self.target.model, eos=self.eos,
         observers=tuple(make(other).verifier for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 
   def acceptance(self, temperature: float, name: str):
     """Returns acceptance rates in the form that `trees.sequoia_tree` takes."""
+    progress.say(f"measuring {name} at temperature {temperature:g}")
     if name not in _BY_CHILDREN:
       return self._below_root(temperature, name,
                               1 if name in _CHAINS else _CHILDREN)
@@ -258,30 +259,35 @@ class _Setting:
 def _plan(setting: _Setting, temperature: float, budgets: list[int]):
   """Returns the trees of a temperature, `{configuration: (parents, method)}`.
   """
-  timed = setting.batch is None
   plan, choices = {}, []
-  if timed:
+  if setting.batch is None:
     plan[_BASELINE] = (-1,), None
     choices.append((plan[_BASELINE], 1 / setting.pass_seconds[1]))
   for group in _groups():
-    depth = None if group[0] in _CHAINS else _DEPTH
-    trees = None
-    # Without times no tree is the fastest, and the first method of a group
-    # determines the trees of the group.
-    for name in group if timed else group[:1]:
-      progress.say(f"measuring {name} at temperature {temperature:g}")
-      acceptance = setting.acceptance(temperature, name)
-      if trees is None:
-        trees = {n: sj.trees.sequoia_tree(acceptance, n, depth)
-                 for n in budgets}
-      if timed:
-        choices.append(_fastest(setting, temperature, name, acceptance,
-                                trees[min(budgets)], depth))
+    trees, predicted = _plan_group(setting, temperature, group, budgets)
+    choices += predicted
     plan |= {f"{name} {n}": (parents, name)
              for name in group for n, parents in trees.items()}
-  if timed:
+  if choices:
     plan[_FASTEST], _ = max(choices, key=lambda choice: choice[1])
   return plan
+
+
+def _plan_group(setting: _Setting, temperature: float, group: list[str],
+                budgets: list[int]):
+  """Returns `{budget: parents}` of a group, and the choices of `_fastest`.
+
+  The first method of a group determines the trees. Without measured times no
+  tree is the fastest, so the other methods are not measured.
+  """
+  timed = setting.batch is None
+  depth = None if group[0] in _CHAINS else _DEPTH
+  rates = {name: setting.acceptance(temperature, name)
+           for name in (group if timed else group[:1])}
+  trees = {n: sj.trees.sequoia_tree(rates[group[0]], n, depth) for n in budgets}
+  return trees, [
+      _fastest(setting, temperature, name, acceptance, trees[min(budgets)],
+               depth) for name, acceptance in rates.items() if timed]
 
 
 def _fastest(setting: _Setting, temperature: float, name: str,
@@ -361,49 +367,61 @@ def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
   return found
 
 
-def _rows(runs: dict[tuple, dict[str, dict[str, Any]]], num_prompts: int,
+def _cells(plan: dict[str, Any], budgets: list[int]):
+  """Returns the configurations of a plan, in the order of the table.
+
+  Returns:
+    A list of (method, configuration, configuration with the shared drafts,
+    index of the method's rule there, index of the best possible rule or None).
+  """
+  best = lambda group: (
+      group.index("chain_block") if "chain_block" in group else None)
+  cells = [(name, f"{name} {n}", f"{group[0]} {n}", law, best(group))
+           for group in _groups() for n in budgets
+           for law, name in enumerate(group)]
+  return cells + [(name, name, name, 0, None)
+                  for name in (_BASELINE, _FASTEST) if name in plan]
+
+
+def _rows(runs: dict[tuple, dict[str, dict[str, Any]]],
           plans: dict[str, Any], bounds: dict[str, Any],
           temperatures: list[float], budgets: list[int],
           clusters: Sequence[str]):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
-    best = lambda group: (
-        group.index("chain_block") if "chain_block" in group else None)
-    cells = [(name, f"{name} {n}", f"{group[0]} {n}", law, best(group))
-             for group in _groups() for n in budgets
-             for law, name in enumerate(group)]
-    cells += [(name, name, name, 0, None) for name in (_BASELINE, _FASTEST)
-              if name in plan]
-    for name, variant, paired, law, best_law in cells:
+    for name, variant, *places in _cells(plan, budgets):
       mine = [variants for unit, variants in runs.items()
               if unit[1] == temperature and variant in variants]
       parents = plan[variant][0]
       rows.append({"method": name, "nodes": len(parents),
                    "temperature": temperature,
-                   **report.figures(mine, num_prompts, variant, paired, law,
-                                    best_law, clusters),
+                   **report.figures(mine, variant, *places, clusters),
                    **bounds.get(f"{variant} at {temperature:g}",
                                 tree_bounds.UNKNOWN),
                    "parents": list(parents)})
   return rows
 
 
-def main():
+def _budgets() -> list[int]:
+  """Returns the node budgets of --nodes."""
   budgets = common.draft_lengths("--nodes", _BUDGETS.value)
   if budgets[0] < 2:
     raise ValueError("--nodes contains 1; a draft needs a node below the "
                      "root: give budgets of at least 2")
-  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  batch = batches.settings(_BATCH)
+  return budgets
+
+
+def _load(budgets: list[int], temperatures: list[float],
+          batch: decoders.Batch | None):
+  """Returns the `_Setting` of the flags, and the prompts."""
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
-  methods = sorted(name for group in _groups() for name in group)
+  _groups()  # rejects invalid names early
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_CALIBRATION_PROMPTS)
-  prompts = read.all
   [drafter] = drafters.values()
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
@@ -412,31 +430,38 @@ def main():
       target, drafter, read.extra, budgets, read.longest, eos, batch)
   for temperature in temperatures:  # rejects invalid values early
     setting.decoder(temperature, "chain_token", (-1, 0))
+  return setting, read
 
+
+def _fingerprint(setting: _Setting, read: prompts_lib.Prompts,
+                 budgets: list[int]) -> str:
+  """Returns a hash of the parameters and settings of the rollouts."""
+  return resumable.fingerprint(
+      setting.params, setting.target.model, setting.drafter.model, budgets,
+      sorted(sum(_groups(), [])), _NEW_TOKENS.value, _SEED.value, setting.eos,
+      read.extra, read.longest, *(["no times"] if setting.batch else ()))
+
+
+def main():
+  budgets = _budgets()
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  setting, read = _load(budgets, temperatures, batches.settings(_BATCH))
+  prompts = read.all
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  fingerprint = resumable.fingerprint(
-      setting.params, target.model, drafter.model, budgets, methods,
-      _NEW_TOKENS.value, _SEED.value, eos, read.extra, read.longest,
-      *(["no times"] if batch else ()))
+  fingerprint = _fingerprint(setting, read, budgets)
   units = [(fingerprint, t, n, i, resumable.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
-  made = [_variants(setting, plans, *group)
-          for group in dict.fromkeys(unit[1:3] for unit in units)]
-  batches.announce(
-      len(prompts), len(prompts) * sum(map(len, made)),
-      (one for group in made for one in group.values()), _NEW_TOKENS.value)
-  runs = resumable.run(
-      units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
+  runs = batches.run(
+      setting.batch, _NEW_TOKENS.value, units,
+      lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _variants(setting, plans, *group),
-      output_dir / "runs.jsonl",
-      group_of=lambda unit: unit[1:3], window=batches.window(batch))
+      output_dir / "runs.jsonl", group_of=lambda unit: unit[1:3])
   bounds = _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
       f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")
-  rows = _rows(runs, len(prompts), plans, bounds, temperatures, budgets,
-               read.clusters)
+  rows = _rows(runs, plans, bounds, temperatures, budgets, read.clusters)
   report.print_table(rows)
   report.write(output_dir, rows)
   print(f"wrote trees.csv and figures to {output_dir}")

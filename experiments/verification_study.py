@@ -136,57 +136,143 @@ _OUTPUT_DIR = shared.output_dir("results/verification")
 _PILOT = 12  # pilot prompts, for estimating how many prompts are needed
 
 
-def _configurations(target: Pretrained, chains: dict[str, Any],
-                    temperature: float, gammas: Sequence[int],
-                    verifiers: list[str], capacity: int,
-                    eos: tuple[int, ...] | None,
-                    batch: decoders.Batch | None = None):
-  """Returns `{name: DecoderRows}` of a temperature.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Setting:
+  """Models, prompts and compared settings of the study.
 
-  One configuration per drafter has the shared drafts, on which all verifiers
-  are evaluated. --own_rollouts adds the autoregressive baseline and one
-  configuration per drafter, gamma and verifier. All rules of a draft length
-  share one compiled program. All configurations of a drafter share the prefill.
-
-  Args:
-    target: the target model.
+  Attributes:
+    target: target model.
+    drafters: draft models by name.
     chains: `{drafter: (gamma -> Strategy, parameters of both models)}`.
-    temperature: sampling temperature of both models.
+    read: prompts of the study and further prompts.
+    temperatures: sampling temperatures of both models.
     gammas: draft lengths.
     verifiers: names of the verification rules.
-    capacity: cache slots per row.
     eos: token ids that end a row, or None.
     batch: `decoders.Batch`, or None to decode prompts alone.
   """
-  rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, verifiers)))
-  decoder = functools.partial(
-      sj.Decoder, target=target.model, eos=eos, transform=sj.LogitsTransform(
-          temperature=temperature, top_p=_TOP_P.value))
-  found = {}
-  for name, (chain, params) in chains.items():
-    draft = lambda gamma, chain=chain: chain(gamma).drafter
-    # The prefill depends neither on the draft length nor on the rule.
-    reader = decoders.Reader(
-        decoder(drafter=draft(max(gammas)), verifier=rules.rules[0]),
-        params, capacity, memory=batches.window(batch) or 1)
-    make = functools.partial(
-        decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
-        capacity=capacity, reader=reader, batch=batch)
-    if not found and _OWN_ROLLOUTS.value:
-      found[cells.BASELINE] = make(
-          decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
-          change=lambda state: state.replace(drafter=None, made_by=None))
-    for gamma in gammas:
-      own = decoder(drafter=draft(gamma), verifier=rules)
-      for verifier in verifiers if _OWN_ROLLOUTS.value else ():
-        found[cells.key(name, gamma, verifier)] = make(
-            own, change=_acting(rules, verifier, gamma))
-    # Evaluating all rules takes time, so these rollouts are a configuration of
-    # their own and do not count in any verifier's speed.
-    found[cells.shared_key(name)] = make(
-        dataclasses.replace(own, observers=rules.rules),
-        change=_acting(rules, "token", max(gammas)))
-  return found
+
+  target: Pretrained
+  drafters: dict[str, Pretrained]
+  chains: dict[str, Any]
+  read: prompts_lib.Prompts
+  temperatures: list[float]
+  gammas: Sequence[int]
+  verifiers: list[str]
+  eos: tuple[int, ...] | None
+  batch: decoders.Batch | None
+
+  @property
+  def capacity(self):
+    """Cache slots per row."""
+    return self.read.longest + _NEW_TOKENS.value + max(self.gammas) + 1
+
+  def configurations(self, temperature: float):
+    """Returns `{name: DecoderRows}` of a temperature.
+
+    One configuration per drafter has the shared drafts, on which all verifiers
+    are evaluated. --own_rollouts adds the autoregressive baseline and one
+    configuration per drafter, gamma and verifier. All rules of a draft length
+    share one compiled program. All configurations of a drafter share the
+    prefill.
+    """
+    rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, self.verifiers)))
+    decoder = functools.partial(
+        sj.Decoder, target=self.target.model, eos=self.eos,
+        transform=sj.LogitsTransform(
+            temperature=temperature, top_p=_TOP_P.value))
+    longest = max(self.gammas)
+    variants = {}
+    for name, (chain, params) in self.chains.items():
+      draft = lambda gamma, chain=chain: chain(gamma).drafter
+      # The prefill depends neither on the draft length nor on the rule.
+      reader = decoders.Reader(
+          decoder(drafter=draft(longest), verifier=rules.rules[0]), params,
+          self.capacity, memory=batches.window(self.batch) or 1)
+      make = functools.partial(
+          decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
+          capacity=self.capacity, reader=reader, batch=self.batch)
+      if not variants and _OWN_ROLLOUTS.value:
+        variants[cells.BASELINE] = make(
+            decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
+            change=lambda state: state.replace(drafter=None, made_by=None))
+      for gamma in self.gammas:
+        own = decoder(drafter=draft(gamma), verifier=rules)
+        for verifier in self.verifiers if _OWN_ROLLOUTS.value else ():
+          variants[cells.key(name, gamma, verifier)] = make(
+              own, change=_acting(rules, verifier, gamma))
+      # Evaluating all rules takes time, so these rollouts are a configuration
+      # of their own and do not count in any verifier's speed.
+      variants[cells.shared_key(name)] = make(
+          dataclasses.replace(own, observers=rules.rules),
+          change=_acting(rules, "token", longest))
+    return variants
+
+  def shared_drafts(self, temperature: float):
+    """Returns the configurations with the shared drafts, for the pilot."""
+    variants = self.configurations(temperature)
+    return {name: variants[name] for name in map(cells.shared_key, self.chains)}
+
+  def check_room(self):
+    """Raises `ValueError` if rows are longer than the models' context.
+
+    Decoders also check their configuration when they are created here.
+    """
+    prompts_lib.check_room(self.read.longest, _NEW_TOKENS.value, min(
+        variant.decoder.context_length for temperature in self.temperatures
+        for variant in self.configurations(temperature).values()))
+
+  @functools.cached_property
+  def fingerprint(self):
+    """Hash of the parameters and settings that determine a rollout."""
+    members = [self.target, *self.drafters.values()]
+    return resumable.fingerprint(
+        [m.params for m in members], [m.model for m in members],
+        list(self.drafters), self.gammas, self.verifiers, _TOP_P.value,
+        _NEW_TOKENS.value, self.eos,
+        *([self.batch.timed and self.batch.size] if self.batch else ()))
+
+  def decode(self, prompts: dict[str, list[list[int]]], path: pathlib.Path,
+             make: Callable, costs: "_Costs | None"):
+    """Returns the runs of the prompts, which are stored in `path`.
+
+    Args:
+      prompts: prompts by the name of their set.
+      path: JSONL file of the runs.
+      make: function from a temperature to `{name: DecoderRows}`.
+      costs: passes that are compiled together with the decoders, or None.
+    """
+    return batches.run(
+        self.batch, _NEW_TOKENS.value,
+        _units(self.fingerprint, self.temperatures, prompts),
+        lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), make, path,
+        beside=costs.compiled if costs else ())
+
+  def study(self, runs: dict[tuple, Any], costs: dict[str, Any] | None = None):
+    """Returns the `cells.Study` of runs; see there for the costs."""
+    return cells.Study(runs, list(self.drafters), self.gammas, self.verifiers,
+                       costs, self.read.cluster)
+
+
+def _load(temperatures: list[float], gammas: Sequence[int],
+          verifiers: list[str], batch: decoders.Batch | None):
+  """Loads the models and reads the prompts of the flags."""
+  target, drafters, tokenizer = models.load_models(
+      _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
+      extra=_PILOT if _ERROR.value else 0, needs_extra=False)
+  drafters = {name: models.narrowed(
+      member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
+              for name, member in drafters.items()}
+  chains = {name: models.chain(target, member, name)
+            for name, member in drafters.items()}
+  return _Setting(
+      target=target, drafters=drafters, read=read, temperatures=temperatures,
+      gammas=gammas, verifiers=verifiers, batch=batch,
+      chains=_placed(target, chains, max(gammas), batch),
+      eos=models.ends(target, tokenizer) if _CHAT.value else None)
 
 
 def _batch_of_flags():
@@ -256,10 +342,9 @@ def _units(fingerprint: str, temperatures: list[float],
   The prompt sets alternate, so that early stopping decodes equally many of
   each. At temperature 0 there is one seed, because all give the same rollout.
   """
-  longest = max(map(len, prompts.values()))
-  return [(fingerprint, t, _SEED.value + s, name, i, resumable.digest(rows[i]))
-          for t in temperatures for i in range(longest)
-          for name, rows in prompts.items() if i < len(rows)
+  return [(fingerprint, t, _SEED.value + s, name, i, resumable.digest(row))
+          for t in temperatures
+          for name, i, row in prompts_lib.alternating(prompts)
           for s in range(_SEEDS.value if t > 0 else 1)]
 
 
@@ -338,58 +423,21 @@ def main():
   common.given("--drafter", _DRAFTER.value, "one at least, such as small")
   shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   batch = _batch_of_flags()
-  target, drafters, tokenizer = models.load_models(
-      _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
-  read = prompts_lib.read(
-      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
-      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
-      extra=_PILOT if _ERROR.value else 0, needs_extra=False)
-  prompts = read.sets
-  drafters = {name: models.narrowed(
-      member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
-              for name, member in drafters.items()}
-  chains = _placed(target, {
-      name: models.chain(target, member, name)
-      for name, member in drafters.items()}, max(gammas), batch)
-  eos = models.ends(target, tokenizer) if _CHAT.value else None
-  capacity = read.longest + _NEW_TOKENS.value + max(gammas) + 1
-  configurations_of = lambda t: _configurations(
-      target, chains, t, gammas, verifiers, capacity, eos, batch)
-  # Decoders check their configuration when they are created.
-  context = min(one.decoder.context_length for t in temperatures
-                for one in configurations_of(t).values())
-  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, context)
-
+  setting = _load(temperatures, gammas, verifiers, batch)
+  setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  members = [target, *drafters.values()]
-  fingerprint = resumable.fingerprint(
-      [m.params for m in members], [m.model for m in members], list(drafters),
-      gammas, verifiers, _TOP_P.value, _NEW_TOKENS.value, eos,
-      *([batch.timed and batch.size] if batch else ()))
+  read = setting.read
   costs = None if batch else _Costs(
-      target, drafters, gammas, capacity, read.longest)
-  study_of = lambda runs, seconds=None: cells.Study(
-      runs, list(drafters), gammas, verifiers, seconds, read.cluster)
-
-  def decoded(prompts, file, make):
-    units = _units(fingerprint, temperatures, prompts)
-    made = [make(t) for t in temperatures]
-    batches.announce(
-        len({unit[3:] for unit in units}), len(units) * len(made[0]),
-        (one for group in made for one in group.values()), _NEW_TOKENS.value)
-    return resumable.run(
-        units, lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), make,
-        output_dir / file, beside=costs.compiled if costs else (),
-        window=batches.window(batch))
-
+      setting.target, setting.drafters, gammas, setting.capacity, read.longest)
+  prompts = read.sets
   if _ERROR.value and "block" in verifiers:
-    needed = _needed(read, lambda pilot: decoded(
-        {"pilot": pilot}, "pilot.jsonl", lambda t: {
-            cells.shared_key(name): configurations_of(t)[cells.shared_key(name)]
-            for name in chains}), study_of)
+    needed = _needed(read, lambda pilot: setting.decode(
+        {"pilot": pilot}, output_dir / "pilot.jsonl", setting.shared_drafts,
+        costs), setting.study)
     prompts = _turns(needed, read) if needed else prompts
-  runs = decoded(prompts, "runs.jsonl", configurations_of)
-  _report(study_of(runs, costs and costs.seconds()), runs, read.sets,
+  runs = setting.decode(
+      prompts, output_dir / "runs.jsonl", setting.configurations, costs)
+  _report(setting.study(runs, costs and costs.seconds()), runs, read.sets,
           read.source, output_dir)
 
 

@@ -51,10 +51,10 @@ def test_what_a_method_compares_has_a_name_and_a_colour(method):
 class _Setting:
   """Of a study that measures nothing."""
 
-  params = None
+  params = eos = batch = None
 
-  def __init__(self, *_):
-    pass
+  def __init__(self, target, drafter, *_):
+    self.target, self.drafter = target, drafter
 
   def decoder(self, *_):
     pass

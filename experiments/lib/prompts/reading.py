@@ -1,6 +1,8 @@
 """Prompt sets of the studies as token ids, plain or as chat messages."""
 
 from collections.abc import Sequence
+import functools
+import itertools
 import pathlib
 import platform
 import random
@@ -84,15 +86,6 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   check_chat(tokenizer, chat)
   progress.say("reading prompts")
 
-  def encode(item, text):
-    try:
-      if chat:
-        return tokenizer.chat([user(tokenizer, text, tokens)])
-      return last_tokens(tokenizer, tokenizer.encode(text), tokens)
-    except ValueError as e:
-      raise ValueError(f"--prompts={item}, in the prompt that begins "
-                       f"{text[:40]!r}: {e}") from None
-
   sets, others, sources, documents = {}, [], {}, {}
   share = -(-extra // len(items))
   for item in items:
@@ -101,8 +94,8 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     if name in sets:
       raise ValueError(f"--prompts holds two sets named {name!r}; give each "
                        "once")
-    sets[name] = [encode(item, text) for text in texts]
-    further = [encode(item, text) for text in more]
+    encode = functools.partial(_encode, tokenizer, item, tokens, chat)
+    sets[name], further = list(map(encode, texts)), list(map(encode, more))
     others += further
     if chat and name not in prompt_sets.EMBEDDED:
       _tell_of_cuts(tokenizer, name, texts, tokens)
@@ -114,6 +107,26 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   return Prompts(sets, others, {
       "python": platform.python_version(), "hash": fingerprint(sets),
       "chat": chat, "sets": sources}, documents)
+
+
+def _encode(tokenizer: Tokenizer, item: str, tokens: int, chat: bool,
+            text: str) -> list[int]:
+  """Returns the ids of a prompt of an entry of --prompts; see `read`."""
+  try:
+    if chat:
+      return tokenizer.chat([user(tokenizer, text, tokens)])
+    return last_tokens(tokenizer, tokenizer.encode(text), tokens)
+  except ValueError as e:
+    raise ValueError(f"--prompts={item}, in the prompt that begins "
+                     f"{text[:40]!r}: {e}") from None
+
+
+def alternating(sets: dict[str, list[list[int]]]
+                ) -> list[tuple[str, int, list[int]]]:
+  """Returns `(set, index, ids)` of all prompts; the sets take turns."""
+  turns = itertools.zip_longest(*sets.values())
+  return [(name, i, row) for i, rows in enumerate(turns)
+          for name, row in zip(sets, rows) if row is not None]
 
 
 def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:

@@ -16,8 +16,8 @@ from specjax.analysis import Estimate
 BASELINE, FASTEST = "autoregressive", "dynamic_program"
 
 
-def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
-            shared: str, law: int, best: int | None, clusters: Sequence[str]):
+def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
+            law: int, best: int | None, clusters: Sequence[str]):
   """Returns the results of a configuration, on its own and shared rollouts.
 
   The baseline and the dynamic program's choice have no node budget. The runs of
@@ -25,8 +25,7 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
   from all these runs, and token counts from the runs of the first budget.
 
   Args:
-    runs: `{configuration: run}` of every budget and prompt.
-    num_prompts: number of prompts per budget.
+    runs: `{configuration: run}` of every budget and prompt, in this order.
     own: name of the configuration.
     shared: name of the configuration whose rollouts are shared.
     law: index of the method's verifier among the verifiers of the shared
@@ -37,7 +36,7 @@ def figures(runs: list[dict[str, dict[str, Any]]], num_prompts: int, own: str,
   Returns:
     Columns of a row. The columns of speed exist if the runs have "seconds".
   """
-  once = runs[:num_prompts]
+  once = runs[:len(clusters)]
   others, mine = ([run[name] for run in once] for name in (shared, own))
   tokens, alone = (analysis.estimate(
       lambda total, count: 1 + total / count,
@@ -91,8 +90,13 @@ def print_table(rows: list[dict[str, Any]]):
              else ""))
   _print_rounds(rows, width)
   print("intervals are of 95 % over prompts")
-  for temperature in dict.fromkeys(
-      r["temperature"] for r in rows if timed):
+  if timed:
+    _print_choices(rows)
+
+
+def _print_choices(rows: list[dict[str, Any]]):
+  """Prints the dynamic program's choice beside the fastest tree measured."""
+  for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)
     best = max(mine, key=lambda r: r["speedup"])
@@ -153,18 +157,20 @@ def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
 
 def _plot_panel(axes: Any, rows: list[dict[str, Any]], figure_of: str) -> None:
   """Plots the curves of one temperature."""
-  methods = [m for m in dict.fromkeys(r["method"] for r in rows)
-             if m not in (BASELINE, FASTEST)]
-  for place, method in enumerate(methods):
-    line = [r for r in rows if r["method"] == method]
+  lines = {}
+  for r in rows:
+    lines.setdefault(r["method"], []).append(r)
+  lines.pop(BASELINE, None)
+  chosen = lines.pop(FASTEST, None)
+  for place, (method, line) in enumerate(lines.items()):
     style.apart(axes.errorbar(
         [r["nodes"] for r in line], [r[figure_of] for r in line],
         style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
         color=style.color(method), label=style.label(method)),
-                place, len(methods))
-  nodes = [r["nodes"] for r in rows if r["method"] in methods]
+                place, len(lines))
+  nodes = [r["nodes"] for line in lines.values() for r in line]
   if figure_of == "speedup":  # the dynamic program chooses the number of nodes
-    [chosen] = [r for r in rows if r["method"] == FASTEST]
+    [chosen] = chosen
     nodes.append(chosen["nodes"])
     axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,
               color=style.color(FASTEST), label=style.label(FASTEST))

@@ -5,7 +5,9 @@
   batch = batches.settings(_BATCH)  # before models are loaded
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from collections.abc import Sequence
+import pathlib
 import sys
 from typing import Any
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from absl import flags as absl_flags
 from lib import flags as shared
 from lib import meshes
 from lib.configurations.decoders import Batch
+from lib.rollouts import resumable
 import specjax as sj
 
 
@@ -86,17 +89,34 @@ def window(batch: Batch | None) -> int | None:
   return None if batch is None else 4 * batch.size
 
 
-def announce(num_prompts: int, num_rollouts: int, configurations: Iterable[Any],
-             new_tokens: int) -> None:
-  """Prints the size of a study before it decodes.
+def run(batch: Batch | None, new_tokens: int, units: list[tuple],
+        prompt_of: Callable[[tuple], tuple],
+        make_configurations: Callable[[Any], dict[str, Any]],
+        path: pathlib.Path,
+        group_of: Callable[[tuple], Any] = lambda unit: unit[1],
+        beside: Sequence[Callable] = ()) -> dict[tuple, dict[str, Any]]:
+  """Prints the size of a study, and decodes it with `resumable.run`.
 
   Args:
-    num_prompts: number of distinct prompts.
-    num_rollouts: number of rollouts of all configurations.
-    configurations: all `Configuration`s of the study.
+    batch: result of `settings`.
     new_tokens: tokens per rollout.
+    units: units of the study. Their entries from the fourth name the prompt.
+    prompt_of: see `resumable.run`, as are the arguments below.
+    make_configurations: function from a group to its configurations.
+    path: JSONL file of the runs.
+    group_of: function from a unit to its group.
+    beside: functions that are compiled together with the decoders.
+
+  Returns:
+    `{unit: {name: run}}`.
   """
-  programs = len({one.program for one in configurations})
-  print(f"{num_prompts} prompts, {programs} programs, {num_rollouts:,} "
-        f"rollouts of at most {num_rollouts * new_tokens:,} tokens in all",
-        file=sys.stderr)
+  made = {group: make_configurations(group)
+          for group in dict.fromkeys(map(group_of, units))}
+  prompts = len({unit[3:] for unit in units})
+  programs = len({variant.program for variants in made.values()
+                  for variant in variants.values()})
+  rollouts = sum(len(made[group_of(unit)]) for unit in units)
+  print(f"{prompts} prompts, {programs} programs, {rollouts:,} rollouts of at "
+        f"most {rollouts * new_tokens:,} tokens in all", file=sys.stderr)
+  return resumable.run(units, prompt_of, make_configurations, path, group_of,
+                       beside=beside, window=window(batch))
