@@ -142,27 +142,34 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
     prompt_of: function `unit -> (token ids, seed, request id)`.
     tokenizer: specjax's tokenizer.
   """
-  found = []
+  differences = []
   for unit, variants in runs.items():
     first = variants[_OURS]["tokens"]
     for name, run in variants.items():
       pairs = itertools.zip_longest(first, run["tokens"])
       place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-      if place is None:
-        continue
-      ids = [text[place] if place < len(text) else None
-             for text in (first, run["tokens"])]
-      gap = None
-      if None not in ids:
-        logits = generation.logits_after(
-            model, prompt_of(unit)[0] + first[:place])
-        gap = abs(logits[ids[0]] - logits[ids[1]])
-      found.append({
-          "prompts": unit[2], "number": unit[3], "variant": name,
-          "token": place,
-          "tokens": [None if i is None else tokenizer.decode([i])
-                     for i in ids], "logit_gap": gap})
-  return found
+      if place is not None:
+        differences.append({
+            "prompts": unit[2], "number": unit[3], "variant": name,
+            "token": place, **_tokens_at(
+                place, first, run["tokens"], model, prompt_of(unit)[0],
+                tokenizer)})
+  return differences
+
+
+def _tokens_at(place: int, first: list[int], second: list[int], model: Any,
+               prompt: list[int], tokenizer: Tokenizer):
+  """Returns the text and the distance of two different tokens.
+
+  The token of an output that ended earlier is None. Its distance is unknown.
+  """
+  pair = [ids[place:place + 1] for ids in (first, second)]
+  gap = None
+  if all(pair):
+    logits = generation.logits_after(model, prompt + first[:place])
+    gap = abs(logits[pair[0][0]] - logits[pair[1][0]])
+  return {"tokens": [tokenizer.decode(ids) if ids else None for ids in pair],
+          "logit_gap": gap}
 
 
 def _rows(runs: dict[tuple, dict[str, Any]], variants: list[str],
@@ -220,31 +227,34 @@ def _report(runs: dict[tuple, dict[str, Any]],
   """
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)
-  for d in different:
-    gap = d["logit_gap"]
-    print(f"left out: {d['prompts']} {d['number']}, token {d['token']}: "
-          f"{_OURS} {d['tokens'][0]!r}, {d['variant']} {d['tokens'][1]!r}"
-          + ("" if gap is None else f", {gap:.1e} apart"))
+  _print_differences(different)
   left_out = {(d["prompts"], d["number"]) for d in different}
-  kept = {unit: run for unit, run in runs.items()
-          if unit[2:4] not in left_out}
-  share = len(left_out) / len(runs)
-  rows = _rows(kept, variants, cluster_of) if kept else []
+  equal = {unit: run for unit, run in runs.items()
+           if unit[2:4] not in left_out}
+  rows = _rows(equal, variants, cluster_of) if equal else []
   if rows:
     _print_table(rows)
     common.write_csv(output_dir / "against_transformers.csv", rows)
-  print(f"{len(kept)} of {len(runs)} prompts; speeds are medians over prompts "
+  print(f"{len(equal)} of {len(runs)} prompts; speeds are medians over prompts "
         "(quartiles), tokens/round has 95 % intervals. The limit of a text "
         "cuts the last round of transformers, whose tokens/round is a lower "
         "bound.")
   common.finish(output_dir, "against_transformers", {
       "rows": rows, "different": different, **facts})
-  if share > _MOST_DIFFERENT.value or not kept:
+  if len(left_out) / len(runs) > _MOST_DIFFERENT.value or not equal:
     raise ValueError(
         f"{len(left_out)} of {len(runs)} prompts have different texts at "
         f"temperature 0, and --most_different is {_MOST_DIFFERENT.value:g}; "
         "the two sides do not compute the same model, or round too "
         "differently: see the lines above the table")
+
+
+def _print_differences(different: list[dict[str, Any]]):
+  for d in different:
+    gap = d["logit_gap"]
+    print(f"left out: {d['prompts']} {d['number']}, token {d['token']}: "
+          f"{_OURS} {d['tokens'][0]!r}, {d['variant']} {d['tokens'][1]!r}"
+          + ("" if gap is None else f", {gap:.1e} apart"))
 
 
 def main():
@@ -260,14 +270,13 @@ def main():
   limit = prompts.longest + _NEW_TOKENS.value
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   variants = _our_variants(target, drafters, eos, prompts.all,
-                   limit + _GAMMA.value + 1)
+                           limit + _GAMMA.value + 1)
   context = min(variant.program.context_length for variant in variants.values())
   prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
   progress.say("loading the models into transformers")
   model = generation.load_torch(_TARGET.value, target)
-  assistants = [_assistant(target, name, member) for name, member in zip(
-      named, drafters.values())]
-  assistant = assistants[0] if assistants else None
+  [assistant] = [_assistant(target, name, member) for name, member in zip(
+      named, drafters.values())] or [None]
   variants |= _their_variants(model, assistant, eos)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
@@ -275,11 +284,9 @@ def main():
   fingerprint = resumable.fingerprint(
       [m.params for m in members], [m.model for m in members], list(variants),
       eos, _GAMMA.value, _NEW_TOKENS.value, versions, "accepted")
-  longest = max(map(len, prompts.sets.values()))
   units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
-            resumable.digest(rows[i]))
-           for i in range(longest) for name, rows in prompts.sets.items()
-           if i < len(rows)]
+            resumable.digest(row))
+           for name, i, row in prompts_lib.alternating(prompts.sets)]
   prompt_of = lambda unit: (prompts.sets[unit[2]][unit[3]], unit[4], unit[3])
   runs = resumable.run(
       units, prompt_of, lambda temperature: variants, output_dir / "runs.jsonl")
