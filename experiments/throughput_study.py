@@ -26,8 +26,11 @@ throughput_load.csv, throughput.json and two plots in --output_dir. Run no other
 program at the same time.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -234,28 +237,43 @@ def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
 def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
           output_dir: pathlib.Path):
   """Plots throughput over the batch size, and latency over the load."""
-  for rows, x, columns, label, name in (
-      (full, "slots", {"tokens_per_second": "tokens a second, all at once"},
-       "rows of a batch", "tokens"),
-      (load, "load", {"latency_median": "median latency, s",
-                      "latency_p95": "95 % of latencies, s",
-                      "first_median": "median first token, s"},
-       "load, over what is decoded without drafts", "latency")):
-    if not rows:
-      continue
-    figure, axes = style.panels(columns=len(columns), width=4.5)
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    base = list(dict.fromkeys(n.removesuffix(_WAITING) for n in names))
-    colors = dict(zip(base, style.shades(len(base))))
-    for panel, (column, title) in zip(axes[0], columns.items()):
-      for variant in names:
-        mine = [row for row in rows if row["variant"] == variant]
-        panel.plot([row[x] for row in mine], [row[column] for row in mine],
-                   "--" if variant.endswith(_WAITING) else "-", marker="o",
-                   label=variant, color=colors[variant.removesuffix(_WAITING)])
-      style.tried(panel, [row[x] for row in rows])
-      panel.set(xlabel=label, ylabel=title, ylim=(0, None))
-    style.save(figure, output_dir / f"throughput_{name}.png")
+  _plot(full, "slots", "rows of a batch", {
+      "tokens_per_second": "tokens a second, all at once"},
+        output_dir / "throughput_tokens.png")
+  if load:
+    _plot(load, "load", "load, over what is decoded without drafts", {
+        "latency_median": "median latency, s",
+        "latency_p95": "95 % of latencies, s",
+        "first_median": "median first token, s"},
+          output_dir / "throughput_latency.png")
+
+
+def _plot(rows: list[dict[str, Any]], x: str, label: str,
+          columns: dict[str, str], path: pathlib.Path):
+  """Plots columns over `x`: a panel for each, with a curve per variant.
+
+  Args:
+    rows: rows of the table.
+    x: column of the x-axis.
+    label: label of the x-axis.
+    columns: `{column: label of the y-axis}`.
+    path: file of the figure.
+  """
+  figure, axes = style.panels(columns=len(columns), width=4.5)
+  lines = {}
+  for row in rows:
+    lines.setdefault(row["variant"], []).append(row)
+  drafters = list(dict.fromkeys(
+      name.removesuffix(_WAITING) for name in lines))
+  colors = dict(zip(drafters, style.shades(len(drafters))))
+  for panel, (column, title) in zip(axes[0], columns.items()):
+    for variant, line in lines.items():
+      panel.plot([row[x] for row in line], [row[column] for row in line],
+                 "--" if variant.endswith(_WAITING) else "-", marker="o",
+                 label=variant, color=colors[variant.removesuffix(_WAITING)])
+    style.tried(panel, [row[x] for row in rows])
+    panel.set(xlabel=label, ylabel=title, ylim=(0, None))
+  style.save(figure, path)
 
 
 def main():
@@ -273,36 +291,71 @@ def main():
   drafters = {name: compositions.strategy(
       name, _GAMMA.value, target, members) for name in names}
   requests, source = _requests(tokenizer, temperatures)
-  longest = max(len(one.prompt) for one in requests) + 4 * _NEW_TOKENS.value
-  prompts_lib.check_room(longest - 4 * _NEW_TOKENS.value,
-                         4 * _NEW_TOKENS.value, target.model.context_length)
+  longest = max(len(one.prompt) for one in requests)
+  prompts_lib.check_room(
+      longest, 4 * _NEW_TOKENS.value, target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], names, _GAMMA.value,
       _CONTROLLER.value, sizes, _ROUNDS.value,
       [dataclasses.astuple(one) for one in requests])
-  variants = _Variants(target, drafters, longest)
-  path = output_dir / "runs.jsonl"
-
-  at_once = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
-  runs = resumable.run(
-      at_once, lambda unit: (requests, [0.0] * len(requests), 0), variants,
-      path)
-  alone = {name.removesuffix(_WAITING): record["texts"]
-           for name, record in runs[at_once[0]].items()
-           if name.endswith(_WAITING)}
-  full = _rows(runs, requests, alone)
+  decode = functools.partial(
+      resumable.run, make_configurations=_Variants(
+          target, drafters, longest + 4 * _NEW_TOKENS.value),
+      path=output_dir / "runs.jsonl")
+  full, alone = _full_batches(requests, sizes, fingerprint, decode)
   most = max(row["tokens_per_second"] for row in full
              if row["variant"] == _ALONE)
-  some = requests[:-(-len(requests) // 2)]
-  arrivals = _arrivals(some) / most
-  load = _rows(resumable.run(
-      [(fingerprint, _AT_RANDOM, share) for share in loads],
-      lambda unit: (some, (arrivals / unit[2]).tolist(), 0),
-      variants, path), requests, alone) if loads else []
+  load = loads and _random_arrivals(
+      requests, loads, most, fingerprint, decode, alone)
   _report(full, load, output_dir, {
       "source": source, "gamma": _GAMMA.value, "sizes": sizes,
       "most_tokens_per_second": most})
+
+
+def _full_batches(requests: list[sj.serving.Request], sizes: Sequence[int],
+                  fingerprint: str, decode: Callable):
+  """Measures the first part, in which all requests arrive at once.
+
+  Args:
+    requests: requests of the study.
+    sizes: batch sizes; batches of one row are decoded too.
+    fingerprint: hash of the settings.
+    decode: `resumable.run` of the study's variants.
+
+  Returns:
+    The rows of the table, and `{variant: sequences of all requests}` from
+    batches of one row.
+  """
+  units = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
+  runs = decode(units, lambda unit: (requests, [0.0] * len(requests), 0))
+  alone = {name.removesuffix(_WAITING): record["texts"]
+           for name, record in runs[units[0]].items()
+           if name.endswith(_WAITING)}
+  return _rows(runs, requests, alone), alone
+
+
+def _random_arrivals(requests: list[sj.serving.Request], loads: list[float],
+                     most: float, fingerprint: str, decode: Callable,
+                     alone: dict[str, Any]):
+  """Measures the second part, in which requests arrive at random times.
+
+  Args:
+    requests: requests of the study, half of which are used.
+    loads: arrival rates, as shares of `most`.
+    most: highest throughput without drafts, in tokens per second.
+    fingerprint: hash of the settings.
+    decode: `resumable.run` of the study's variants.
+    alone: see `_full_batches`.
+
+  Returns:
+    The rows of the table.
+  """
+  some = requests[:-(-len(requests) // 2)]
+  arrivals = _arrivals(some) / most
+  runs = decode([(fingerprint, _AT_RANDOM, share) for share in loads],
+                lambda unit: (some, (arrivals / unit[2]).tolist(), 0))
+  return _rows(runs, requests, alone)
 
 
 def _loads() -> list[float]:
