@@ -253,6 +253,7 @@ def _check_flags():
     _check_compare()
   constrained.check_flags(_REGEX.value, _JSON_SCHEMA.value)
   stops.check_flags(_STOP.value, _drafter(), _TEMPERATURE.value)
+  _check_controller(_drafter())
   _check_drafter(_drafter())
   _check_mesh()
   if _OUTPUT.value is not None:
@@ -270,13 +271,16 @@ def _check_prompt():
                      "--special out")
 
 
-def _check_drafter(name: str):
+def _check_controller(name: str):
   if _CONTROLLER.value and name == "none":
     raise ValueError("--controller requires a drafter, and --drafter is none; "
                      "set --drafter, or leave --controller out")
   if _MEASURE.value and not _CONTROLLER.value:
     raise ValueError("--measure requires --controller; add it, or leave "
                      "--measure out")
+
+
+def _check_drafter(name: str):
   composed, has_model = compositions.composes(name), _has_model(name)
   if _TAIL.value and not (composed and "+" in name):
     raise ValueError(f"--tail requires a cascade, and --drafter is {name}; "
@@ -329,13 +333,17 @@ def _check_form(name: str, drafter: sj.interfaces.Drafter):
       raise ValueError(f"--{flag.name}={flag.value} requires a drafter, and "
                        "--drafter is none; set --drafter, or leave "
                        f"--{flag.name} out")
-  chain = "chain" in interfaces.capabilities(drafter)
-  if chain:
+  if "chain" in interfaces.capabilities(drafter):
     if _NODES.present:
       raise ValueError(f"--nodes={_NODES.value} is the size of a tree, and "
                        f"--drafter={name} drafts a chain; leave --nodes out, "
                        "or set a --drafter or --verifier for trees")
-    return
+  else:
+    _check_tree(name, drafter)
+
+
+def _check_tree(name: str, drafter: sj.interfaces.Drafter):
+  """Rejects flags that do not change the tree of a drafter."""
   if _NODES.present and compositions.composes(name):
     raise ValueError(f"--nodes is {_NODES.value}, and --drafter={name} always "
                      f"drafts trees of {drafter.num_nodes} nodes; leave "

@@ -181,29 +181,43 @@ def _initial() -> Pretrained | None:
 def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
                initial: Pretrained | None) -> tokenizers.Tokenizer:
   """Returns the tokenizer of the flags or of the run, or trains one."""
-  own = tokenizers.Tokenizer.load(path) if path.exists() else None
+  stored = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
-  if not flag.value and own:
-    begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
-    if _VOCAB_SIZE.present and not begun and (
-        _VOCAB_SIZE.value != own.vocab_size):
-      raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
-                       f"{own.vocab_size} tokens; leave the flag out, or move "
-                       "the file")
-    return own
-  if not flag.value:
+  if flag.value:
+    return _named_tokenizer(flag, initial, stored, path)
+  if stored is None:
     return tokenizers.train(training_texts, _VOCAB_SIZE.value)
-  given = (models.load_tokenizer(flag.value) if initial is None
+  begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
+  if _has_other_vocab_size(stored) and not begun:
+    raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
+                     f"{stored.vocab_size} tokens; leave the flag out, or move "
+                     "the file")
+  return stored
+
+
+def _named_tokenizer(flag: flags.FlagHolder, initial: Pretrained | None,
+                     stored: tokenizers.Tokenizer | None, path: pathlib.Path
+                     ) -> tokenizers.Tokenizer:
+  """Returns the tokenizer of --tokenizer or --initial.
+
+  Raises `ValueError` unless it is the one that the run has stored in `path`.
+  """
+  named = (models.load_tokenizer(flag.value) if initial is None
            else initial.tokenizer)
-  if own and not own.same_tokens(given):
+  if stored and not stored.same_tokens(named):
     raise ValueError(f"--{flag.name} is {flag.value} and {path} is "
                      "another; leave the flag out, or choose another "
                      "--output_dir")
-  if _VOCAB_SIZE.present and _VOCAB_SIZE.value != given.vocab_size:
+  if _has_other_vocab_size(named):
     raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and --{flag.name} "
-                     f"{flag.value} has {given.vocab_size} tokens; leave one "
+                     f"{flag.value} has {named.vocab_size} tokens; leave one "
                      "of the two out")
-  return given
+  return named
+
+
+def _has_other_vocab_size(tokenizer: tokenizers.Tokenizer) -> bool:
+  """Returns whether --vocab_size is set to the size of another tokenizer."""
+  return _VOCAB_SIZE.present and _VOCAB_SIZE.value != tokenizer.vocab_size
 
 
 def _model(tokenizer: tokenizers.Tokenizer) -> Transformer:
