@@ -27,12 +27,10 @@ def without_prose(source: str) -> str:
   """
   lines = source.split("\n")  # str.splitlines splits at form feeds
   for node in ast.walk(ast.parse(source)):
-    body = getattr(node, "body", None)
-    first = body[0] if isinstance(body, list) and body else None
-    if (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)):
-      for i in range(first.lineno - 1, first.end_lineno):
-        lines[i] = ""
+    match getattr(node, "body", None):
+      case [ast.Expr(value=ast.Constant(value=str())) as first, *_]:
+        for i in range(first.lineno - 1, first.end_lineno):
+          lines[i] = ""
   for token in tokenize.generate_tokens(io.StringIO(source).readline):
     if token.type == tokenize.COMMENT:
       row, column = token.start

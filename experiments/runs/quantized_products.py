@@ -105,7 +105,8 @@ def transposed(matrix: Any):
   return matrix.values.astype(jnp.int8).T, matrix.scales[0]
 
 
-def cpu():
+def cpu_forms():
+  """Returns `{name: (product, weights of all copies of the MLP)}`."""
   keys = jax.random.split(jax.random.key(0), KEPT)
   kernels = [[{"kernel": 0.02 * jax.random.normal(key, size)}
               for size in ((WIDTH, 2 * INNER), (INNER, WIDTH))] for key in keys]
@@ -114,7 +115,7 @@ def cpu():
             for pair in kernels]
   int8, int4 = copies(8), copies(4)
   rows = jax.tree.map(transposed, int8, is_leaf=lambda x: hasattr(x, "values"))
-  forms = {
+  return {
       "float32": (floats, [[one["kernel"] for one in p] for p in kernels]),
       "int8, widened": (widened, int8),
       "int8, groups of 64": (widened, copies(8, 64)),
@@ -127,7 +128,10 @@ def cpu():
           functools.partial(fused, kind=jnp.int16), rows),
       "int8 x float32, fused": (fused_floats, rows),
       "int4 x int8": (whole_numbers, int4)}
-  calls = {}
+
+
+def cpu():
+  forms, calls = cpu_forms(), {}
   for name, (form, given) in forms.items():
     for count in ROWS:
       x = jax.random.normal(jax.random.key(count), (count, WIDTH))

@@ -42,6 +42,36 @@ def _in_turn(asks: Sequence[str], texts: Sequence[str]):
   return [asks[i % len(asks)].format(text) for i, text in enumerate(texts)]
 
 
+def _functions(data: pathlib.Path) -> list[str]:
+  """Returns the Python functions of the code corpus."""
+  return re.findall(r"(?m)^def [^\n]*\n(?:[ \t]+[^\n]*\n|\n)+",
+                    (data / "python_code_corpus.txt").read_text("utf-8"))
+
+
+def _about_code(functions: Sequence[str]) -> list[str]:
+  """Returns one question about each function, with its first lines."""
+  asks = []
+  for i, function in enumerate(functions):
+    lines, ask = _CODE[i % len(_CODE)]
+    asks.append(ask.format("\n".join(function.strip().split("\n")[:lines])))
+  return asks
+
+
+def _paragraphs(data: pathlib.Path) -> list[str]:
+  """Returns the paragraphs of WikiText with 200 to 500 characters."""
+  return [
+      part.strip() for name in ("wikitext2_valid.txt", "wikitext2_test.txt")
+      for part in (data / name).read_text("utf-8").split("\n")
+      if 200 < len(part) < 500]
+
+
+def _stories(data: pathlib.Path, least: int) -> list[str]:
+  """Returns the stories of more than `least` characters."""
+  stories = (data / "tinystories_2MiB.txt").read_text("utf-8").split(
+      "<|endoftext|>")
+  return [story.strip() for story in stories if len(story.strip()) > least]
+
+
 def prompts(data: pathlib.Path) -> list[str]:
   """Returns all prompts in a fixed order."""
   rng = random.Random(1)
@@ -54,19 +84,11 @@ def prompts(data: pathlib.Path) -> list[str]:
   found += [row["qText"] for row in questions]
   with open(data / "chatgpt_prompts.csv", encoding="utf-8") as f:
     found += [row["prompt"] for row in csv.DictReader(f)] * 3
-  functions = re.findall(
-      r"(?m)^def [^\n]*\n(?:[ \t]+[^\n]*\n|\n)+",
-      (data / "python_code_corpus.txt").read_text("utf-8"))
+  functions = _functions(data)
   rng.shuffle(functions)
-  for i, function in enumerate(functions):
-    kept, ask = _CODE[i % len(_CODE)]
-    found.append(ask.format("\n".join(function.strip().split("\n")[:kept])))
-  found += _in_turn(_TEXT, [
-      part.strip() for name in ("wikitext2_valid.txt", "wikitext2_test.txt")
-      for part in (data / name).read_text("utf-8").split("\n")
-      if 200 < len(part) < 500])
-  stories = [part.strip() for part in (data / "tinystories_2MiB.txt").read_text(
-      "utf-8").split("<|endoftext|>") if len(part.strip()) > 200]
+  found += _about_code(functions)
+  found += _in_turn(_TEXT, _paragraphs(data))
+  stories = _stories(data, 200)
   rng.shuffle(stories)
   found += _in_turn(_STORIES, [story[:450] for story in stories[:1500]])
   rng.shuffle(found)
@@ -81,18 +103,14 @@ def conversations(data: pathlib.Path) -> list[tuple[str, str]]:
     problems = [json.loads(line) for line in f]
   found = [(x["question"], re.sub(r"<<.*?>>|\n####.*", "", x["answer"]))
            for x in some(problems, 240)]
-  functions = re.findall(
-      r"(?m)^def [^\n]*\n(?:[ \t]+[^\n]*\n|\n)+",
-      (data / "python_code_corpus.txt").read_text("utf-8"))
-  for function in some([x for x in functions if 200 < len(x) < 900], 240):
+  for function in some(
+      [x for x in _functions(data) if 200 < len(x) < 900], 240):
     text = function.strip()
     lines = text.split("\n")
     found.append(("\n".join(lines[:len(lines) // 3 + 1]),
                   f"```python\n{text}\n```"))
-  stories = [part.strip() for part in (data / "tinystories_2MiB.txt").read_text(
-      "utf-8").split("<|endoftext|>") if len(part.strip()) > 500]
   found += [(f"Continue this story: {story[:200]}", story[200:800])
-            for story in some(stories, 100)]
+            for story in some(_stories(data, 500), 100)]
   rng.shuffle(found)
   return found
 

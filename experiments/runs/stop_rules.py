@@ -91,6 +91,19 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
   return 1 + accepted / rounds, drafted / rounds
 
 
+def rules():
+  """Returns `{name: (rule, draft length)}`; a rule of None stops no draft."""
+  some = {f"none, gamma {gamma}": (None, gamma) for gamma in LENGTHS}
+  some |= {f"SpecDec++, threshold {share}": (
+      stop_rules.AcceptanceHead(threshold=share), GAMMA)
+           for share in (0.3, 0.5, 0.7, 0.9)}
+  some["AdaEDL"] = stop_rules.Entropy(), GAMMA
+  some["Draft & Verify"] = stop_rules.Adaptive(threshold=0.6), GAMMA
+  return some | {f"confidence {share}": (
+      stop_rules.Confidence(threshold=share), GAMMA)
+                 for share in (0.3, 0.5, 0.7)}
+
+
 def main():
   pair = sj.zoo.load()
   head = stop_rules.AcceptanceHead()
@@ -101,22 +114,13 @@ def main():
   prompts = prompts_lib.read(
       pair.tokenizer, ["code", "docstrings", "tests"], field=None,
       count=PROMPTS // 3, tokens=PROMPT_TOKENS, seed=0, chat=False).all
-  rules = {f"none, gamma {gamma}": None for gamma in LENGTHS}
-  for share in (0.3, 0.5, 0.7, 0.9):
-    rules[f"SpecDec++, threshold {share}"] = stop_rules.AcceptanceHead(
-        threshold=share)
-  rules["AdaEDL"] = stop_rules.Entropy()
-  rules["Draft & Verify"] = stop_rules.Adaptive(threshold=0.6)
-  for share in (0.3, 0.5, 0.7):
-    rules[f"confidence {share}"] = stop_rules.Confidence(threshold=share)
   for temperature in (0.0, 1.0):
     print(f"temperature {temperature:g}: tokens a round, drafted, tokens a "
           f"pass of the target where a draft step costs {DRAFT_COST} of it")
-    for name, rule in rules.items():
+    for name, (rule, gamma) in rules().items():
       needs = rule is not None and rule.has_params
       if temperature == 0 and rule is not None and not needs:
         continue  # q is one-hot: no confidence to use
-      gamma = int(name.split()[-1]) if rule is None else GAMMA
       tokens, drafted = measured(
           pair, prompts, rule, own if needs else None, temperature, gamma)
       print(f"{name:26s} {tokens:6.3f} {drafted:6.3f} "

@@ -41,17 +41,21 @@ LONGEST_CHAIN = 16  # nodes
 NODES, NEW_TOKENS, SEED = (8, 16, 32, 64), 72, 0
 
 
+def measured_trees():
+  """Returns `{(method, nodes): parents}` at temperature 1."""
+  path = pathlib.Path(__file__).parents[1] / "results/trees/trees.csv"
+  with open(path) as f:
+    return {(r["method"], int(r["nodes"])): json.loads(r["parents"])
+            for r in csv.DictReader(f) if float(r["temperature"]) == 1}
+
+
 def main(output: str, drafter: str = "small"):
   target, drafters, tokenizer = models.load_models("bundled", [drafter])
   [drafter] = drafters.values()
   read = prompts_lib.read(
       tokenizer, list(prompt_sets.EMBEDDED), field=None, count=12, tokens=64,
       seed=SEED, chat=False)
-  path = pathlib.Path(__file__).parents[1] / "results/trees/trees.csv"
-  with open(path) as f:
-    trees = {(r["method"], int(r["nodes"])): json.loads(r["parents"])
-             for r in csv.DictReader(f) if float(r["temperature"]) == 1}
-  output, rows = pathlib.Path(output), []
+  trees, output, rows = measured_trees(), pathlib.Path(output), []
   if output.exists():
     rows = list(csv.DictReader(output.open()))
   done = {(r["method"], int(r["nodes"])) for r in rows}

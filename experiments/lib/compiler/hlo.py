@@ -198,13 +198,17 @@ class Program:
     read = []
     for parameter in (one for one in inner if one.kind == "parameter"):
       size = sizes(operands[int(parameter.value)])
-      used = list(_through(users, parameter.name))
-      if sum(size) and used and all(
-          i == 0 and user.kind in _SPARSE for i, user in used):
-        size = [0 if user.kind in _IN_PLACE else
-                sum(sizes(user.shape, memory=False)) for _, user in used]
-      read += size
+      slices = _slices(list(_through(users, parameter.name)))
+      read += slices if slices and sum(size) else size
     return read
+
+
+def _slices(uses: list[tuple[int, Op]]) -> list[int]:
+  """Returns the bytes that each use reads; [] if a use reads all bytes."""
+  if any(i > 0 or user.kind not in _SPARSE for i, user in uses):
+    return []
+  return [0 if user.kind in _IN_PLACE else sum(sizes(user.shape, memory=False))
+          for _, user in uses]
 
 
 def _written_size(result: Op, size: int, named: dict[str, Op]) -> int:

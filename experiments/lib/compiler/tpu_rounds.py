@@ -87,6 +87,16 @@ def caches_read(program: hlo.Program) -> int:
   return 2 * sum(keys)
 
 
+def _copied(program: hlo.Program, params: Any, caches: Any) -> list[str]:
+  """Returns the operations that write a whole layer of a cache."""
+  layers = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
+  # Some weights have the size of a layer of a cache. They are not copies of it.
+  shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
+  of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
+  return [op.name for _, where, op in program.executed
+          if layers & set(program.written(where, op)) and not of_weights(op)]
+
+
 def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
             state: Any) -> dict:
   """Returns the memory traffic and memory use of a compiled round.
@@ -114,23 +124,17 @@ def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
   weights = dict(params["target"])
   del weights["embedding"]  # only a few of its rows are read
   caches = state.target_cache, state.drafter
-  leaves = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
   read, needed = caches_read(program), (
       on_a_chip(caches[0]) + passes * on_a_chip(caches[1]))
   # Kernels fetch whole blocks, and only blocks with slots in use.
   capacity, block = setting.capacity, tpu.block_size(setting.capacity)
   fetched = min(capacity, -(-SHORT // block) * block)
   must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])
-  # Some weights have the size of a layer of a cache. They are not copies of it.
-  shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
-  of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
-  copied = [op.name for _, where, op in program.executed
-            if leaves & set(program.written(where, op)) and not of_weights(op)]
   return {
       "moved": [program.total + share * read
                 for share in (1, fetched / capacity)],
       "floor": [must + share * needed for share in (1, SHORT / capacity)],
-      "cache": on_a_chip(caches), "copied": copied,
+      "cache": on_a_chip(caches), "copied": _copied(program, params, caches),
       "law": 4 * setting.batch * nodes * llama.VOCAB_SIZE,
       "loops": program.loops, "cycles": program.cycles,
       "temporaries": memory.temp_size_in_bytes}

@@ -69,16 +69,11 @@ class Refilled(base.Configuration):
     del number
     queue, begun = self._queue, time.perf_counter()
     since = lambda: time.perf_counter() - begun
-    place, first, last, results, submitted = {}, {}, {}, {}, 0
+    place, first, last, results = {}, {}, {}, {}
     while len(results) < len(requests):
-      now = since()
-      room = len(requests) if not self._held else (
-          queue.sizes[-1] if queue.idle else 0)
-      while submitted < len(requests) and room and arrivals[submitted] <= now:
-        place[queue.submit(requests[submitted])] = submitted
-        submitted, room = submitted + 1, room - 1
+      self._submit(requests, arrivals, since(), place)
       if queue.idle:
-        time.sleep(max(arrivals[submitted] - since(), 0))
+        time.sleep(max(arrivals[len(place)] - since(), 0))
         continue
       for update in queue.step():
         at, one = since(), place[update.number]
@@ -87,6 +82,25 @@ class Refilled(base.Configuration):
         if update.result is not None:
           last[one], results[one] = at, update.result
     return _record(since(), results, first, last, arrivals)
+
+  def _submit(self, requests: Sequence[Request], arrivals: Sequence[float],
+              now: float, place: dict[int, int]):
+    """Submits the requests that have arrived, and adds them to `place`.
+
+    Args:
+      requests: all requests, in order of arrival.
+      arrivals: seconds from the start of the run to each arrival.
+      now: seconds since the start of the run.
+      place: `{number in the queue: index}` of the submitted requests.
+    """
+    room = len(requests)
+    if self._held:
+      room = self._queue.sizes[-1] if self._queue.idle else 0
+    end = min(len(place) + room, len(requests))
+    for index in range(len(place), end):
+      if arrivals[index] > now:
+        break
+      place[self._queue.submit(requests[index])] = index
 
 
 class Waiting(base.Configuration):

@@ -161,6 +161,25 @@ def _within(length: int, ended: Callable = lambda drafts: drafts):
   return within
 
 
+def _stop_rules(gamma: int, length: int) -> dict[str, list[Callable]]:
+  """Returns the stop rules of every family, as functions of the drafts."""
+  families = {
+      "confidence": [
+          stop_rules.Confidence(threshold=t) for t in _THRESHOLDS],
+      "confidence, likeliest": [
+          stop_rules.Confidence(threshold=t, likeliest=True)
+          for t in _THRESHOLDS],
+      "entropy (AdaEDL)": [
+          stop_rules.Entropy(threshold=t) for t in _THRESHOLDS],
+      "product of q": [
+          stop_rules.Scheduler(speeds=tuple(
+              1 / (1 + price * k) for k in range(gamma + 1)))
+          for price in _COSTS]}
+  return {"fixed length": [_within(length)]} | {
+      name: [_within(length, sj.exact.ended_by(rule)) for rule in rules]
+      for name, rules in families.items()}
+
+
 def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
                   pairs: int = 12) -> list[dict]:
   """Returns the mean cost of a sequence by stop rule and price.
@@ -171,19 +190,7 @@ def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
   end of the sequence.
   """
   gamma, length = 4, 5
-  families = {"confidence": [
-      stop_rules.Confidence(threshold=t) for t in _THRESHOLDS],
-              "confidence, likeliest": [
-      stop_rules.Confidence(threshold=t, likeliest=True) for t in _THRESHOLDS],
-              "entropy (AdaEDL)": [
-      stop_rules.Entropy(threshold=t) for t in _THRESHOLDS],
-              "product of q": [
-      stop_rules.Scheduler(speeds=tuple(
-          1 / (1 + price * k) for k in range(gamma + 1)))
-      for price in _COSTS]}
-  ended = {name: [_within(length, sj.exact.ended_by(rule)) for rule in rules]
-           for name, rules in families.items()}
-  ended = {"fixed length": [_within(length)], **ended}
+  ended = _stop_rules(gamma, length)
   models = [sj.exact.random_pair(kind, 3, length + gamma, seed)
             for seed in range(pairs // 2) for kind in ("dense", "mixed")]
   rows = []

@@ -164,13 +164,13 @@ def _table(rows: list[dict[str, Any]], labels: list[str]):
   for r in rows:
     lines.setdefault(tuple(r[label] for label in labels), []).append(r)
   verifiers = [style.label(r["verifier"]) for r in next(iter(lines.values()))]
-  head = [*labels, "n", *(f"own rollouts: tokens of {v}" for v in verifiers)]
-  head += [f"{what}: gain of {v}" for v in verifiers if v != "token"
-           for what in ("same drafts", "own rollouts")]
-  head += [f"speed-up of {v}" for v in verifiers]
-  first, *others = ("| " + " | ".join(cells) + " |" for cells in (
-      head, *(_line(values, mine) for values, mine in lines.items())))
-  return [first, "|---" * len(head) + "|", *others]
+  head = [*labels, "n", *(f"own rollouts: tokens of {v}" for v in verifiers),
+          *(f"{what}: gain of {v}" for v in verifiers if v != "token"
+            for what in ("same drafts", "own rollouts")),
+          *(f"speed-up of {v}" for v in verifiers)]
+  markdown = lambda cells: "| " + " | ".join(cells) + " |"
+  return [markdown(head), "|---" * len(head) + "|", *(
+      markdown(_line(values, mine)) for values, mine in lines.items())]
 
 
 def _line(values: tuple, rows: list[dict[str, Any]]) -> list[str]:

@@ -155,12 +155,8 @@ class Source:
       names: names of flags on the command line that only apply to generated
         rows.
     """
-    for name, value in (("self_chat", self.self_chat),
-                        ("keep_features", self.keeps_features),
-                        *((name, True) for name in names)):
-      if value and self.own is None:
-        raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
-                         "is for rows that the target generates")
+    if self.own is None:
+      self._check_text(names)
     if self.complete is not None and not self.chat:
       raise ValueError(f"--data is {self.data}, and {self.complete} requires "
                        "--self_chat")
@@ -172,6 +168,15 @@ class Source:
     if given:
       prompts_lib.check_chat(
           tokenizer, True, f"--data={self.data}, which holds conversations,")
+
+  def _check_text(self, names: Sequence[str]) -> None:
+    """Raises `ValueError` if a setting requires generated rows."""
+    for name, value in (("self_chat", self.self_chat),
+                        ("keep_features", self.keeps_features),
+                        *((name, True) for name in names)):
+      if value:
+        raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
+                         "is for rows that the target generates")
 
   def row_length(self, row_tokens: int | None, target: Transformer,
                  heads: Heads) -> int:
