@@ -74,8 +74,8 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
       `load_drafter`.
     target: target model.
     dtype: type of the parameters; None is `default_dtype()`.
-    target_params: parameters of the target. With them, `load_drafter` drops
-      the drafter's copies of the target's matrices.
+    target_params: parameters of the target. With them, `load_drafter` can
+      recognise and drop the drafter's copies of the target's matrices.
 
   Returns:
     `(heads, params)`.

@@ -193,7 +193,7 @@ def check_vocabulary(model: Model, target: Model) -> None:
     raise ValueError(
         f"the drafter has {model.vocab_size} tokens and the target "
         f"{target.vocab_size}; both need the same vocabulary: train the "
-        "drafter with the target's tokenizer, or draft by "
+        "drafter with the target's tokenizer, or use "
         "strategies.token_intersection or strategies.string_match")
 
 
@@ -201,15 +201,16 @@ def check_target_size(size: int, target: Model) -> None:
   """Raises `ValueError` if `size` is not the target's vocabulary size."""
   if size != target.vocab_size:
     raise ValueError(
-        f"the drafter was made for a target of {size} tokens and this one has "
-        f"{target.vocab_size}; make it with this target's tokenizer and size")
+        f"the drafter was made for a target of {size} tokens, but this target "
+        f"has {target.vocab_size}; make the drafter with this target's "
+        "tokenizer and size")
 
 
 def check_siblings(children: int, target: Model) -> None:
   """Raises `ValueError` if a node has more children than there are tokens."""
   if children > target.vocab_size:
     raise ValueError(
-        f"a node has {children} children and the vocabulary "
+        f"a node has {children} children, but the vocabulary has "
         f"{target.vocab_size} tokens; siblings must differ: use a narrower "
         "tree")
 
@@ -227,7 +228,7 @@ def read_token(model: Model, params: Any, token: jax.Array, cache: Cache
 
 
 def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
-  """Returns a language model as a step of `_trees` whose carry is the cache."""
+  """Returns a step of `_trees` that runs a model; its carry is the cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
     out = model(params, tokens, depths, ancestors, cache)
@@ -241,7 +242,7 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
   """Completes a cache by reading the last `size` committed tokens again.
 
   Rows lack different numbers of tokens. Reading a cached token again does not
-  change the cache, so one pass of a fixed size serves every row.
+  change the cache. So one pass of a fixed size completes every row.
 
   Args:
     model: draft model.
@@ -249,9 +250,9 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
     state: decoding state.
     cache: cache of the model; it may lack up to `size` committed tokens.
     size: number of tokens to read.
-    more: number of tokens that the model reads after them in this round. If it
-      is not 0, the cache reserves a block for them, and `propose` has to return
-      `cache.settle()`.
+    more: number of drafted tokens that the model reads afterwards in this
+      round. If it is not 0, the cache reserves a block for them, and `propose`
+      has to return `cache.settle()`.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -263,14 +264,14 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
 
 def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
               size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
-  """As `feed_last`, and returns the hidden state of the root.
+  """Completes a cache like `feed_last`, and returns the root's hidden state.
 
   Returns:
     Logits `[B, V]`, the root's hidden state `[B, width]`, and the cache.
   """
   start = jnp.maximum(state.lengths - size, 0)
-  # A row with fewer than `size` committed tokens also feeds stale tokens after
-  # them. The next pass overwrites their cache entries.
+  # If a row has fewer than `size` committed tokens, the pass also reads
+  # arbitrary tokens after them. The next pass overwrites their cache entries.
   last = (state.lengths - 1 - start)[:, None]
   cache = cache.rollback(start)
   cache = cache.reserve(size + more) if more else cache
@@ -300,8 +301,8 @@ def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
 
   def read(carry):
     i, cache = carry
-    # The last block is moved back to end with the sequence, because a block
-    # beyond it could exceed the cache's capacity.
+    # A last block that exceeds the sequence could exceed the cache's capacity.
+    # So it is moved back, and ends with the sequence.
     start = jnp.minimum(since + i * size, state.lengths - size)
     start = jnp.maximum(start, 0)
     out = _feed(model, params, state, cache.rollback(start), start, size)
@@ -326,8 +327,8 @@ def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
   """Returns the cache with the keys and values of the accepted path only.
 
   The deepest accepted token and the bonus token may be missing, because the
-  model did not read them. `feed_last` with `size=2` reads them in the next
-  round.
+  draft model did not read them. `feed_last` with `size=2` reads them in the
+  next round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.

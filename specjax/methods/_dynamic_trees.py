@@ -1,10 +1,11 @@
 """Trees whose shape follows the confidence of the draft model.
 
-EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any draft model with
-a step as in `_trees`. The value of a node is the product of the draft
-probabilities on its path. Every level expands its `top_k` best nodes by `top_k`
-children each. All children are candidates. The draft of N nodes consists of the
-root and the N - 1 best candidates.
+`expand` is EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any draft
+model with a step as in `_trees`. The value of a node is the product of the
+draft probabilities on its path. Every level expands its `top_k` best nodes by
+`top_k` children each. All children are candidates. The draft of N nodes
+consists of the root and the N - 1 best candidates. `grow` samples the children
+instead, and removes no node.
 """
 
 import chex
@@ -77,18 +78,19 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
   most = most_nodes(depth, top_k)
   if num_nodes > most:
     raise ValueError(f"num_nodes is {num_nodes}; depth {depth} and top_k "
-                     f"{top_k} allow 2 to {most}: change one of the three")
+                     f"{top_k} allow 2 to {most} nodes: change one of the "
+                     "three")
 
 
 def check_top_k(top_k: int, vocab_size: int) -> None:
   """Raises `ValueError` if `top_k` exceeds the vocabulary."""
   if top_k > vocab_size:
-    raise ValueError(f"top_k is {top_k}; the vocabulary has {vocab_size} "
-                     "tokens: choose at most that")
+    raise ValueError(f"top_k is {top_k}; it must be at most the vocabulary "
+                     f"size, {vocab_size}")
 
 
 def fed_nodes(depth: int, top_k: int) -> int:
-  """Returns the number of nodes that `expand` feeds to its step."""
+  """Returns the number of nodes that the step of `expand` reads."""
   return top_k * (depth - 1)
 
 
@@ -107,8 +109,9 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     num_nodes: number of nodes N.
 
   Returns:
-    The batched `Draft`; the slot of each node in the fed block, `[B, N]` int32,
-    arbitrary for the root and for nodes that were not fed; and the carry.
+    The batched `Draft`; the index of each node in the block of nodes that the
+    step read, `[B, N]` int32, arbitrary for the root and for nodes that it did
+    not read; and the carry.
   """
   chex.assert_rank([logits, roots], [2, 1])
   batch, vocab_size = logits.shape
@@ -120,7 +123,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     return tokens.reshape(batch, -1), values.reshape(batch, -1)
 
   tokens, values = children(logits[:, None], jnp.zeros((batch, 1)))
-  numbers = jnp.arange(1, top_k + 1, dtype=jnp.int32)  # the root is 0
+  numbers = jnp.arange(1, top_k + 1, dtype=jnp.int32)  # node 0 is the root
   frontier = _Frontier(
       candidates=jnp.tile(numbers, (batch, 1)), tokens=tokens, values=values,
       ancestors=jnp.tile(jnp.eye(top_k, dtype=bool), (batch, 1, 1)),
@@ -145,12 +148,12 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
 
 
 def _best(frontier, tokens, values, first):
-  """Returns the next level's expanded nodes, the best children of this one's.
+  """Returns the expanded nodes of the next level, the K best children.
 
   Args:
     frontier: expanded nodes of this level.
-    tokens: tokens `[B, K * K]` of their children.
-    values: values of the children, as in `_Frontier`.
+    tokens: tokens `[B, K * K]` of the children of these nodes.
+    values: values of the children, see `_Frontier`.
     first: index of the first child among all candidates.
   """
   top_k = frontier.tokens.shape[1]
@@ -172,8 +175,9 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
     The `Draft` of N nodes, and the slot `[N]` int32 of each node in the block
     of read nodes `fed`; see `expand`.
   """
-  # Top-k resolves ties by the lower index. A parent has a lower index than its
-  # children and at least their value, so the kept nodes are connected.
+  # Among equal values, `top_k` prefers lower indices. A parent has a lower
+  # index than its children and at least their value. So the parent of a
+  # selected node is selected.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
   values, best = values[order], best[order]
@@ -182,8 +186,8 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # A one-hot row would hide NaN logits. NaN probabilities report the error to
-  # the decoder.
+  # `probs` is one-hot, also if the logits are NaN. NaN is copied to it, so that
+  # the decoding loop reports the error.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
@@ -224,10 +228,10 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     roots: last committed tokens `[B]` int32.
     draw: function that samples children, see `_trees.grow`.
-    confidence: transform of logits to confidences; a node's score is their
-      product along the path.
+    confidence: transform of logits to confidences. A node's score is the
+      product of the confidences on its path.
     depth: number of levels below the root.
-    expanded: number of nodes per level that get children, by score.
+    expanded: number of nodes per level, of the best scores, that get children.
     children: number of children of each expanded node.
 
   Returns:

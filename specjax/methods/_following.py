@@ -1,13 +1,13 @@
 """Adapter for drafters of sequences to which other drafters also add tokens.
 
-A drafter used alone knows that each round commits a part of its last draft and
-one more token. A drafter inside a combination does not. A cascade removes the
+If a drafter is used alone, each round commits a prefix of its last draft and
+one more token. In a combination of drafters this is not so. A cascade removes
 tokens that its target rejects. In a merge, another drafter's tokens may be
 committed. Some rounds do not call the drafter.
 
-So `Following` stores the tokens in the drafter's cache. A comparison with the
-committed tokens finds the part that is still valid. The missing tokens are read
-a few per pass; usually none is missing.
+So `Following` records which tokens are in the drafter's cache. A comparison
+with the committed tokens finds the part of the cache that is still valid.
+Missing tokens are then read, a few per pass; usually none is missing.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # tokens per catch-up pass
+PASS = 4  # number of missing tokens that a pass reads
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
@@ -81,10 +81,9 @@ def check_follows(drafter: Drafter, state: Any) -> None:
   """
   if jax.tree.leaves(state) and not drafter.can_follow:
     raise ValueError(
-        f"{type(drafter).__name__} has a state and no `follow()`, so that it "
-        "cannot draft inside or beside another drafter, whose tokens it has "
-        "not seen; give it one, see specjax.interfaces, or take another "
-        "drafter")
+        f"{type(drafter).__name__} has a state but no `follow()`, so it cannot "
+        "be combined with another drafter, whose tokens it has not read; add "
+        "the method (specjax.interfaces.Drafter), or use another drafter")
 
 
 @struct.dataclass
@@ -104,11 +103,11 @@ class Followed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Following(Drafter):
-  """Adapter that lets a chain drafter with a cache follow any sequence.
+  """Chain drafter whose cache is compared with the sequence in every round.
 
   Attributes:
-    drafter: chain drafter with `catch_up`. Its `propose` feeds the root and all
-      drafted tokens except the last.
+    drafter: chain drafter with `catch_up`. Its `propose` must read the root and
+      all drafted tokens except the last.
   """
 
   drafter: Drafter
@@ -181,8 +180,8 @@ class Following(Drafter):
              ) -> Followed:
     """Commits the drafter's state.
 
-    The stored tokens stay: the next `propose` compares them with the committed
-    tokens.
+    The recorded tokens do not change here, because the next `propose` compares
+    them with the committed tokens.
     """
     return drafter.replace(drafter=self.drafter.commit(
         params, drafter.drafter, draft, verdict, target_output, count))

@@ -131,14 +131,14 @@ class StaticTree(Drafter):
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
-  """Returns the places of nodes in the block of tokens that `grow` reads.
+  """Returns the index of each node in the block of tokens that `grow` reads.
 
   Args:
     parents: breadth-first tree of N nodes.
 
   Returns:
-    Place of each node in the block, `[N]` int32, and the size of the block. The
-    root and the leaves are not in the block; their place is 0.
+    Index of each node in the block, `[N]` int32, and the size of the block. The
+    root and the leaves are not in the block; their index is 0.
   """
   fed = [node for level in levels(parents)[1:] for node in level.nodes]
   slots = np.zeros(len(parents), np.int32)
@@ -161,8 +161,8 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
   Returns:
     Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
-    and the carry after the last step. A model's cache then has the block of
-    `fed_slots` after `lengths`.
+    and the carry after the last step. If the carry is a model's cache, its
+    block contains the nodes in the order of `fed_slots`.
   """
   chex.assert_rank([logits, uniforms], 2)
   batch = logits.shape[0]
@@ -187,6 +187,7 @@ def iid(logits, counts, uniforms, transform):
   """Samples the children of each node independently.
 
   This and the next three functions sample the children of n nodes of one row.
+  They have the same arguments and results.
 
   Args:
     logits: logits `[n, V]` of the token after each node.
@@ -205,13 +206,13 @@ def iid(logits, counts, uniforms, transform):
 
 
 def without_replacement(logits, counts, uniforms, transform):
-  """Samples different children of a node, one after the other; see `iid`.
+  """Samples distinct children of a node, one after another; see `iid`.
 
-  Each child's distribution is the node's without the tokens of earlier
-  siblings, renormalised. Jeon et al. 2024 (RSD, arXiv:2402.14160) and Chen et
-  al. 2024 (Sequoia, arXiv:2402.12374). RSD adds Gumbel noise to all logits and
-  takes the top k. One inverse CDF per child is cheaper and has the same
-  distribution.
+  A child's distribution is the node's distribution without the tokens of
+  earlier siblings, renormalised. Jeon et al. 2024 (RSD, arXiv:2402.14160) and
+  Chen et al. 2024 (Sequoia, arXiv:2402.12374). RSD adds Gumbel noise to all
+  logits and takes the top k. Here one inverse CDF per child is used, which is
+  cheaper and has the same distribution.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -242,8 +243,9 @@ def top_k(logits, counts, uniforms, transform):
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
-  # Top-k of non-finite logits still returns tokens. NaN probabilities report
-  # the error to the decoder.
+  # `top_k` also returns tokens for logits that are not finite. The
+  # probabilities are then set to NaN, so that the decoding loop reports the
+  # error.
   finite = jnp.isfinite(best[:, :1])[nodes]
   return tokens, jnp.where(finite, probs, jnp.nan)
 
@@ -291,7 +293,7 @@ def _ranks(counts):
 
 
 def allowed(logits: jax.Array, transform: LogitsTransform) -> jax.Array:
-  """Returns logits for ranking, with -inf at banned tokens."""
+  """Returns logits with -inf at tokens that the transform bans."""
   if not transform.banned:
     return logits
   return logits.at[..., np.array(transform.banned)].set(-jnp.inf)
@@ -305,7 +307,7 @@ def _law(weights, otherwise):
   return jnp.where(empty, one_hot, weights / jnp.where(empty, 1, total))
 
 
-# Keys are the names of proposals in drafters.
+# The keys are the values of `proposal` in drafters.
 DRAWS = {"iid": iid, "without_replacement": without_replacement,
          "top_k": top_k, "hybrid": hybrid}
 

@@ -70,15 +70,16 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     `(heads, params)`.
 
   Raises:
-    ValueError: a file is missing or damaged, the files do not belong together,
-      or the heads were trained for a target of another width, vocabulary or
-      depth.
+    ValueError: a file is missing or damaged, the configuration does not match
+      the weights, or the heads were trained for a target of another width,
+      vocabulary or depth.
   """
   directory = pathlib.Path(directory)
   config_path, weights_path = directory / _CONFIG, directory / _WEIGHTS
   for path in (config_path, weights_path):
     if not path.is_file():
-      raise ValueError(f"no heads at {directory}: {path.name} is missing")
+      raise ValueError(f"{directory} contains no heads: {path.name} is "
+                       "missing")
   try:
     record = json.loads(config_path.read_text("utf-8"))
     by_name = {kind.kind: kind for kind in kinds}
@@ -90,9 +91,9 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
                      "run train_drafter.py again") from None
   if trained_for != _described(_sizes(target)):
     raise ValueError(
-        f"the heads in {directory} were trained for a target of {trained_for}; "
-        f"this one has {_described(_sizes(target))}: give the target that they "
-        "were trained for, or train others with train_drafter.py")
+        f"the heads in {directory} were trained for a target of {trained_for}, "
+        f"but this target has {_described(_sizes(target))}: give the target "
+        "that they were trained for, or train heads with train_drafter.py")
   shapes = jax.eval_shape(lambda key: heads.init(key, target.init(key)),
                           jax.random.key(0))
   return heads, fill(

@@ -39,7 +39,7 @@ _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
 
 @dataclasses.dataclass
 class Found:
-  """Opened files of a published drafter, and the target that it belongs to.
+  """Opened files of a published drafter, and the drafter's target.
 
   Attributes:
     source: name of the directory in errors.
@@ -74,7 +74,8 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    # The model type around a part is the project's, not an architecture.
+    # The model type of an enclosing configuration names a project's drafter,
+    # not an architecture.
     if outer is not None:
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
@@ -87,8 +88,8 @@ class Found:
 
     Args:
       keys: keys of the configuration.
-      layers: number of layers in the tensors, because the configuration may
-        have the target's number. None: the configuration's number.
+      layers: number of layers in the tensors. It replaces the configuration's
+        number, which may be the target's. None: the configuration's number.
 
     Raises:
       ValueError: the layers are unsupported, or belong to another target.
@@ -96,8 +97,8 @@ class Found:
     self._check_dense()
     model_type = keys("model_type", "llama")
     if model_type not in _LAYERS:
-      self.fail(f"is made of layers of the architecture {model_type!r}; "
-                f"specjax reads drafters of {', '.join(_LAYERS)}")
+      self.fail(f"has layers of the architecture {model_type!r}; specjax "
+                f"supports drafters with layers of {', '.join(_LAYERS)}")
     if layers is not None:
       _trust_layers(keys, layers)
     if not keys("use_sliding_window"):
@@ -106,7 +107,8 @@ class Found:
     config = TransformerConfig(**fields)
     if any(0 < size < config.context_length for size in config.windows):
       self.fail(f"has layers with a window of {max(config.windows)} tokens; "
-                "draft layers see the whole text here: take another drafter")
+                "draft layers of specjax attend to the complete sequence: take "
+                "another drafter")
     for name, bias in (("qkv_bias", "q_proj.bias"), ("out_bias", "o_proj.bias"),
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
@@ -127,7 +129,7 @@ class Found:
       for name in self.tensors:
         if part in name:
           self.fail(f"has the tensor {name}, of {kind}, which specjax does not "
-                    "have; take a drafter of dense layers")
+                    "support; take a drafter with dense layers")
 
   def check_target(self, keys: Keys) -> None:
     """Checks a configuration that must equal the target's.
@@ -146,10 +148,11 @@ class Found:
     """Raises a `ValueError` if a size differs from the target's."""
     if value != wanted:
       self.fail(f"has {name} {value} and the target {wanted}; give the target "
-                "that it was made for")
+                "for which the drafter was made")
 
   def fail(self, what: str) -> None:
-    """Raises a `ValueError` about the directory."""
+    """Raises a `ValueError` whose message is the directory's name and `what`.
+    """
     raise ValueError(f"{self.source} {what}")
 
   def count(self, pattern: str) -> int:
@@ -168,9 +171,8 @@ class Found:
   def shape(self, name: str) -> tuple[int, ...]:
     """Returns the shape of a required tensor."""
     if name not in self.tensors:
-      self.fail(f"has no tensor {name}, which the layout {self.layout!r} asks "
-                "for; name another layout if it is of another, or download it "
-                "again")
+      self.fail(f"has no tensor {name}, which the layout {self.layout!r} "
+                "requires; give another layout, or download the drafter again")
     return self.tensors[name].shape
 
   def own(self, name: str, part: str, ids: Sequence[int] = (),
@@ -203,14 +205,17 @@ class Found:
 
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
-    """Drops a copy of a tensor of the target, with the arguments of `own`.
+    """Drops a tensor that must be a copy of the target's.
+
+    The arguments are as in `own`.
 
     Raises:
       ValueError: the tensor differs from the target's.
     """
     if self.target_params is not None and self.own(name, part, ids, more):
-      self.fail(f"has a tensor {name} that is not the target's; the drafter "
-                "is for other weights: give the target that it was made for")
+      self.fail(f"has a tensor {name} that differs from the target's, so it "
+                "was made for other weights: give the target for which the "
+                "drafter was made")
     self.used.add(name)
 
 
@@ -237,9 +242,9 @@ def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
 class Writer:
   """Conversion of heads to a layout that servers read.
 
-  A writer does not check if the layout can store the heads. `export_drafter`
-  reads the written configuration again, and refuses a layout that loses a field
-  of the heads.
+  A writer does not check that the layout can store the heads. `export_drafter`
+  reads the written configuration again, and raises an error if a field of the
+  heads is lost.
 
   Attributes:
     config: function of the converted heads; returns the keys of config.json.
@@ -251,7 +256,7 @@ class Writer:
     input_size: function of the heads; returns the size of the tensor `t2d`, a
       mask over the target's tokens.
     stores_head: True if a drafter with a reduced vocabulary stores its columns
-      of the target's head. vLLM takes only a complete head from the target.
+      of the target's head, because vLLM can share only a complete head.
   """
 
   config: Callable[[Any], dict[str, Any]]
@@ -272,15 +277,16 @@ class Layout:
     names: names of the tensors.
     write: inverse of `read`. None: specjax only reads this layout.
     sizes: function `(heads, target)` that returns the values of the words in
-      `names`.
+      braces in `names`.
     file: name of the file with the weights.
-    algorithm: value of `speculators_model_type` in its configurations.
-    architectures: possible first entries of `architectures`.
-    sign: pattern at the start of a tensor name, unique to this layout.
-    prefix: prefix of its tensor names, which `names` omits. Tensors without it
-      are the target's.
-    within: pattern at the start of its tensor names, which `names` includes.
-      Tensors without it are the target's.
+    algorithm: value of the key `speculators_model_type` in configurations of
+      this layout; "": none.
+    architectures: possible first entries of the key `architectures`.
+    sign: pattern at the start of a tensor name that identifies this layout.
+    prefix: prefix of the drafter's tensor names, which `names` omits. Tensors
+      without the prefix are the target's.
+    within: pattern at the start of the drafter's tensor names, which `names`
+      includes. Tensors that do not match are the target's.
   """
 
   kind: str
@@ -321,11 +327,11 @@ def check_target(found: Found, heads: Any) -> None:
 
 def reduced_vocabulary(found: Found, keys: Keys, size: int
                        ) -> tuple[int, ...]:
-  """Returns the target's ids of a reduced vocabulary; () if it is complete."""
+  """Returns the token ids of a reduced vocabulary; () if it is complete."""
   complete = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
-    found.fail(f"has draft_vocab_size {keys('draft_vocab_size')} and {size} "
-               "rows in lm_head.weight; the two do not belong together")
+    found.fail(f"has draft_vocab_size {keys('draft_vocab_size')}, but {size} "
+               "rows in lm_head.weight; both must be equal: download it again")
   found.used.update({"d2t", "t2d"})
   if size == complete:
     _check_complete(found)
@@ -336,10 +342,10 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
   ids = _stored_ids(found)
   if len(ids) != size or (np.diff(ids) < 1).any() or not (
       0 <= ids[0] and ids[-1] < complete):
-    found.fail(f"has in d2t the ids from {ids.min()} to {ids.max()} once row "
-               f"numbers are added; {size} of 0 to {complete - 1} in order are "
-               "needed: if it contains the ids themselves, subtract the row "
-               "numbers")
+    found.fail(f"has ids from {ids.min()} to {ids.max()} in d2t, after row "
+               f"numbers are added; it must have {size} of the ids 0 to "
+               f"{complete - 1} in order: if it contains the ids themselves, "
+               "subtract the row numbers")
   return tuple(ids.tolist())
 
 
@@ -359,8 +365,8 @@ def _stored_ids(found: Found) -> np.ndarray:
   known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
   # Some tools store the ids in `d2t` without subtracting row numbers.
   if not (np.array_equal(known, ids) or np.array_equal(known, offsets)):
-    found.fail("has tensors d2t and t2d with different tokens; the two do not "
-               "belong together")
+    found.fail("has tensors d2t and t2d with different tokens; download it "
+               "again")
   return known
 
 
@@ -370,8 +376,8 @@ def _check_complete(found: Found) -> None:
     return
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
   if offsets.any() and not np.array_equal(offsets, np.arange(len(offsets))):
-    found.fail("has a tensor d2t that renumbers a complete vocabulary; "
-               "specjax reads only the target's order")
+    found.fail("has a tensor d2t that changes the ids of a complete "
+               "vocabulary; specjax supports only the target's ids")
 
 
 def num_steps(keys: Keys) -> int:
@@ -379,8 +385,8 @@ def num_steps(keys: Keys) -> int:
   name = "proposal_methods"
   methods = keys.mapping("speculators_config").get(name) or [{}]
   if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
-    raise ValueError(f"{keys.source} has {methods!r} for {name}; a list of "
-                     "objects is needed")
+    raise ValueError(f"{keys.source} has {methods!r} for {name}; it must be a "
+                     "list of objects")
   return Keys(methods[0], f"{keys.source}, in {name},").size(
       "speculative_tokens", DEPTH)
 
@@ -401,7 +407,7 @@ def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
 
 def speculators_keys(heads: Heads, algorithm: str, architecture: str,
                      layers: dict[str, Any], **keys: Any) -> dict[str, Any]:
-  """Returns a speculators configuration; `export_drafter` adds the target."""
+  """Returns the keys of a speculators configuration, without the target's."""
   return {
       "speculators_model_type": algorithm, "architectures": [architecture],
       "transformer_layer_config": layers, **keys,
@@ -415,8 +421,8 @@ NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
 # Keys that list hidden states of the target: (True if the key is in a nested
-# part of the configuration, name, offset). Number plus offset is the number of
-# the layer that reads the state.
+# part of the configuration, name, offset). A number in the list plus the offset
+# is the number of the layer that reads the hidden state.
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -467,5 +473,5 @@ def check_taps(found: Found, taps: Sequence[int], normed: bool = False) -> None:
                  f"{layers} layers")
     if normed and tap == layers:
       found.fail(f"reads the output of layer {layers - 1}, the target's last, "
-                 "which transformers returns normed; specjax joins states "
-                 "before the final norm: take another drafter")
+                 "after the final norm (as transformers returns it); specjax "
+                 "has only states before this norm: take another drafter")

@@ -30,7 +30,8 @@ class Heads(Protocol):
 
   Attributes:
     kind: name of the class in files.
-    num_forecasts: number K of tokens predicted after the next one.
+    num_forecasts: number K of tokens predicted after the next one, which the
+      target predicts.
   """
 
   kind: ClassVar[str]
@@ -48,7 +49,10 @@ class Heads(Protocol):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})` for a decoder."""
+    """Returns `(target, {"target", "drafter"})` for a decoder.
+
+    The target outputs the hidden states that the heads read.
+    """
 
 
 def lm_head(params: Params) -> jax.Array:
@@ -134,8 +138,8 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
   """
   config = getattr(target, "config", None)
   if config is None:
-    raise ValueError(f"the target is a {type(target).__name__}, of which no "
-                     "hidden states are known; heads need a models.Transformer")
+    raise ValueError(f"the target is a {type(target).__name__}; heads read "
+                     "hidden states of the target: give a models.Transformer")
   for name in ("width", "vocab_size"):
     has, wants = getattr(config, name), getattr(heads, name, None)
     if wants not in (None, has):
@@ -153,5 +157,5 @@ def check_fits(heads: Heads, target: Model) -> None:
   """
   config = check_sizes_match(heads, target)
   if config.features:
-    raise ValueError(f"the target returns features {config.features}; heads "
-                     "read what the LM head does: set features to ()")
+    raise ValueError(f"features of the target is {config.features}; these "
+                     "heads read the input of the LM head: set features=()")

@@ -39,8 +39,8 @@ from specjax.models.weights import places
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-# Keys are the values of `layout`. If files match several layouts, the first one
-# is chosen.
+# The keys are the values of the argument `layout`. If files match several
+# layouts, the first one is chosen.
 LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -52,9 +52,9 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  layout: str | None = None) -> tuple[Heads, Any]:
   """Loads a published drafter of a target.
 
-  Supported are Medusa, Hydra, EAGLE-1 and 3, modules for multi-token
-  prediction, DFlash and DSpark, in the layouts of `LAYOUTS`. Hidden states of
-  the target are numbered as in `TransformerConfig.features`.
+  It reads Medusa, Hydra, EAGLE-1 and 3, modules for multi-token prediction,
+  DFlash and DSpark, in the layouts of `LAYOUTS`. Hidden states of the target
+  are numbered as in `TransformerConfig.features`.
 
   Args:
     path: directory with config.json and safetensors, or a name on the Hugging
@@ -65,8 +65,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       matrices are dropped, and a wrong copy raises an error.
     dtype: dtype of the parameters; None is `default_dtype()`.
     layout: key of `LAYOUTS`; None: recognised from the files. EAGLE-3 files of
-      other tools may look like SpecForge's but number the target's layers
-      differently. In this case set `taps` of the heads with
+      other tools may be recognised as SpecForge's, although they number the
+      target's layers differently. Then set `taps` of the heads with
       `dataclasses.replace`.
 
   Returns:
@@ -78,8 +78,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   """
   if not isinstance(target, Transformer):
     raise ValueError(f"the target is a {type(target).__name__}; give a "
-                     "models.Transformer, such as the model of a result of "
-                     "load_pretrained")
+                     "models.Transformer, such as load_pretrained(...).model")
   directory = model_files.find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
@@ -154,8 +153,8 @@ def _recognised(directory: pathlib.Path, config: Mapping[str, Any],
     if layout.known_by(config, tensors):
       return name
   raise ValueError(
-      f"{directory} holds no drafter that specjax knows: neither its "
-      "configuration nor the names of its tensors are those of "
+      f"{directory} contains no drafter in a layout that specjax supports: "
+      "neither its configuration nor its tensor names match "
       f"{', '.join(LAYOUTS)}")
 
 
@@ -163,7 +162,7 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
          target: Transformer) -> dict[str, StoredTensor]:
   """Returns the drafter's tensors without the target's, by name."""
   layers = target.config.layers
-  # In the target's files, modules with a layer number beyond the target's
+  # In the target's files, tensors with a layer number beyond the target's
   # layers belong to the drafter.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
@@ -173,8 +172,8 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
 
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
-# The field may change when a written configuration is read again, because a
-# drafter's own head does not depend on it.
+# Fields that may change when a written configuration is read again, because
+# they have no effect on a drafter.
 _MAY_DIFFER = {"tie_embeddings"}
 
 
@@ -239,9 +238,9 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
   record, directory = LAYOUTS[name], pathlib.Path(directory)
   if (directory / "config.json").exists() and drafter_layout(
       directory) != name:
-    raise ValueError(f"{directory} holds another model, whose files would be "
-                     f"read with a drafter in the layout {name!r}; choose "
-                     "another directory")
+    raise ValueError(f"{directory} contains another model, whose files would "
+                     f"be read together with a drafter in the layout {name!r}; "
+                     "choose another directory")
   leaves = jax.tree.leaves(record.write.params(
       plan.heads, heads, params, target_params))
   dtype = float_dtype(dtype or leaves[0].dtype)
@@ -265,7 +264,7 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 
 def _chosen(layout: str | None, heads: Heads, target: Transformer
             ) -> tuple[str, _Plan]:
-  """Returns the name of the layout to write, and its plan."""
+  """Returns the name of the layout to write, and the files' contents."""
   candidates = _candidates(layout, heads)
   reason = ""
   for name in candidates:
@@ -283,22 +282,22 @@ def _candidates(layout: str | None, heads: Heads) -> list[str]:
               if layout in (None, name, name.partition(" of ")[2])]
   if not selected:
     raise ValueError(f"layout is {layout!r}; it must be one of "
-                     f"{', '.join(WRITTEN)}, or the name after 'of'")
+                     f"{', '.join(WRITTEN)}, or only the part after 'of'")
   kind = type(heads).__name__
   of_kind = [name for name in WRITTEN if LAYOUTS[name].kind == heads.kind]
   if not of_kind:
     raise ValueError(
-        f"{kind} cannot be exported: no layout of a server holds heads of this "
-        "kind; specjax reads their directory as it is")
+        f"{kind} cannot be exported, because no server has a layout for this "
+        "kind of heads; specjax reads the directory that save_heads wrote")
   candidates = [name for name in selected if name in of_kind]
   if not candidates:
     raise ValueError(f"these {kind} cannot be written in the layout "
-                     f"{layout!r}; choose among {', '.join(of_kind)}")
+                     f"{layout!r}; use one of {', '.join(of_kind)}")
   return candidates
 
 
 def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
-  """Returns the plan of heads in a layout, or the reason for a refusal.
+  """Returns the contents to write, or the reason why it is not possible.
 
   The configuration is read again, to check that no field of the heads is lost.
   """

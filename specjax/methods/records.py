@@ -15,12 +15,12 @@ from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
 from specjax.training.objective import DrafterObjective
 
-# Positions per training row at which drafts begin, when a method is measured
-# and its drafts begin at random positions of the row.
+# Number of positions per row at which drafts begin, when a method is measured
+# whose objective samples these positions.
 CUTS = 128
 
 RECURSIVE = verifiers.Recursive()
-_BUNDLED_SIZE = 4.2e6  # parameters of the bundled target
+_BUNDLED_SIZE = 4.2e6  # number of parameters of the bundled target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Option:
 
   Attributes:
     name: name of the keyword argument.
-    default: default value. None marks a bool option that is True by default if
-      the target generates the training data.
+    default: default value. None is for bool options: True if the target
+      generates the training data, else False.
     help: description, beginning with the method's name.
     choices: allowed values; empty: any.
   """
@@ -68,7 +68,7 @@ class LearningRate:
     bundled: rate for the bundled target.
     published: rate of a published recipe; None if there is none.
     size: number of parameters of the target in the published recipe.
-    source: publication of the recipe.
+    source: publication of the recipe; "" if there is none.
   """
 
   bundled: float

@@ -84,8 +84,8 @@ class StopRule:
     if self.has_params:
       raise ValueError(
           f"the stop rule {type(self).__name__} has parameters; give a "
-          "function (probs, tokens) -> length, made of "
-          "stop_rules.count_tokens")
+          "function (probs, tokens) -> length that calls "
+          "stop_rules.count_tokens with them")
     return count_tokens(
         self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
@@ -105,7 +105,7 @@ class StopRule:
     Args:
       params: parameters of the rule, or None.
       seen: inputs at this position of the chain.
-      memory: memory within the round, of `start` or the previous position.
+      memory: memory within the round, from `start` or the previous position.
     """
     raise NotImplementedError
 
@@ -224,10 +224,10 @@ class Adaptive(StopRule):
     m <- (m + accepted / drafted) / 2,
     th' = th + step if m < target; th if the chain had its largest length; else
       th - step,
-    th <- 0.9 th + 0.1 th', clipped to [0, 1],
+    th <- 0.9 th + 0.1 th', clipped to [0, 1].
 
-  because drafting would never resume with th > 1. At temperature 0 draft
-  distributions are one-hot, so the rule ends no chain.
+  Without clipping, th could exceed 1, and drafting would never resume. At
+  temperature 0 draft distributions are one-hot, so the rule ends no chain.
 
   Attributes:
     threshold: threshold th of the first round, in [0, 1].
@@ -304,10 +304,10 @@ class AcceptanceHead(StopRule):
   """SpecDec++: a head on the hidden state predicts the acceptance of a token.
 
   Huang et al. 2024 (arXiv:2405.19715). The head predicts a_k, the probability
-  that drafted token k is accepted, from the hidden state that the token's draft
-  distribution was computed from. The chain ends after token k if the predicted
-  probability of a rejection, 1 - a_2 a_3 ... a_k, is above the threshold. As in
-  their code, a_1 is left out.
+  that drafted token k is accepted. It reads the hidden state from which the
+  token's draft distribution was computed. The chain ends after token k if the
+  predicted probability of a rejection, 1 - a_2 a_3 ... a_k, is above the
+  threshold. As in their code, a_1 is left out.
 
   `init_params` returns the parameters: `depth` residual blocks x + silu(x W +
   b) and a linear layer to the logits of (reject, accept).
@@ -367,12 +367,13 @@ class Scheduler(StopRule):
     Theta_k = (1 + a_1 + ... + a_k) speeds[k].
 
   The chain ends before the first token k whose Theta_k is not above the largest
-  earlier value. A later Theta may be larger again, but it depends on token k,
-  and to end the chain by it would bias the output (their Appendix A).
+  earlier value. A later Theta may be larger again. But it depends on token k,
+  so using it in the decision about token k would bias the output (their
+  Appendix A).
 
   Attributes:
-    speeds: verifying passes per second with 0, 1, ... drafted tokens. Only
-      their ratios count. The last one applies to all longer chains.
+    speeds: verifying passes per second with 0, 1, ... drafted tokens. Only the
+      ratios have an effect. The last value is used for all longer chains.
     learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
       `{"kernel": w [F], "bias": b []}`. False if c_k is the largest probability
       of the draft distribution, which is 1 at temperature 0.
@@ -390,11 +391,13 @@ class Scheduler(StopRule):
     object.__setattr__(self, "temperatures", tuple(self.temperatures))
     _check_temperatures(self.temperatures)
     if self.temperatures and not self.learned:
-      raise ValueError(f"temperatures is {self.temperatures}, and c_k is not "
-                       "learned; set learned=True, or leave them out")
+      raise ValueError(f"temperatures is {self.temperatures}, which has no "
+                       "effect with learned=False; set learned=True, or leave "
+                       "temperatures out")
     if len(self.speeds) < 2 or not all(0 < x < math.inf for x in self.speeds):
       raise ValueError(f"speeds is {self.speeds}; it must contain at least two "
-                       "numbers above 0: passes a second with 0, 1, ... tokens")
+                       "numbers above 0, passes per second with 0, 1, ... "
+                       "tokens")
 
   @property
   def has_params(self) -> bool:
@@ -408,7 +411,7 @@ class Scheduler(StopRule):
 
   def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
-    # a_k, 1 + a_1 + ... + a_k, and the largest Theta, all for k = 0.
+    # For k = 0: a_k, the sum 1 + a_1 + ... + a_k, and the largest Theta so far.
     return reach, reach, reach * self.speeds[0]
 
   def stops(self, params: Params, seen: Seen, memory: Memory
@@ -425,7 +428,7 @@ class Scheduler(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(StopRule):
-  """Ends the chain before a token that a head expects to be rejected.
+  """Ends the chain before a token whose predicted acceptance is too low.
 
   DSpark's static threshold (arXiv:2607.05147, and its code). Drafted token k is
   not sampled if its confidence sigmoid((w . hidden + b) / T_k) is below the
@@ -473,11 +476,11 @@ class RuleState:
 
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
-    room: largest possible length of the last chain, `[B]` int32. A controller
-      may change it from round to round. It is 0 after the chain is verified.
-    chain: hash of the tokens of the last chain, `[B]` uint32; 0 if it is empty.
-      A merge or a fallback may verify another drafter's draft. Then the hashes
-      differ and the memory is not updated.
+    room: largest possible length of the last chain, `[B]` int32, which a
+      controller may change from round to round; 0 after it is verified.
+    chain: hash of the tokens of the last chain, `[B]` uint32; 0 if the chain is
+      empty. A merge or a fallback may verify another drafter's draft. Then the
+      hashes differ, and the memory is not updated.
   """
 
   memory: Memory
@@ -542,7 +545,15 @@ def start_round(rule: StopRule, state: Memory, rows: jax.Array
 
 def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
         memory: Memory) -> tuple[jax.Array, Memory]:
-  """Returns the rows `[B]` whose chains continue, and the memory."""
+  """Returns the mask `[B]` of rows whose chains continue, and the memory.
+
+  Args:
+    rule: stop rule.
+    params: parameters of the rule, or None.
+    seen: inputs of the rule for all rows.
+    going: mask `[B]` of rows whose chains continued so far.
+    memory: memory within the round.
+  """
   chex.assert_rank(going, 1)
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
   return going & ~stop, memory
@@ -592,7 +603,7 @@ def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
     return params, None
   if not (isinstance(params, Mapping) and {"model", "stop"} <= set(params)):
     raise ValueError(
-        f"the stop rule {type(rule).__name__} has parameters; give "
+        f"stop is {type(rule).__name__}, a rule with parameters; give "
         "params['drafter'] = {'model': ..., 'stop': ...}")
   return params["model"], params["stop"]
 

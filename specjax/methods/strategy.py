@@ -16,7 +16,8 @@ STOP = stop_rules.Adaptive()
 
 
 class Strategy(NamedTuple):
-  """A drafter and the verifier that judges its drafts."""
+  """A drafter, and the verifier that decides which of its tokens are accepted.
+  """
 
   drafter: Drafter
   verifier: Verifier

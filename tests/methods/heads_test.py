@@ -157,7 +157,7 @@ def test_files_that_do_not_belong_together(tmp_path):
   record = json.loads(path.read_text())
   record["heads"]["heads"] = 2
   path.write_text(json.dumps(record))
-  with pytest.raises(ValueError, match="do not belong together"):
+  with pytest.raises(ValueError, match="files of one model"):
     methods.load_heads(tmp_path, pair.target)
 
 

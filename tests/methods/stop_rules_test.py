@@ -353,7 +353,7 @@ def test_parameters_of_rules():
       (lambda: stop_rules.Scheduler(speeds=(1.0, np.nan)), "speeds"),
       (lambda: stop_rules.Scheduler(speeds=(1,)), "speeds is"),
       (lambda: stop_rules.Scheduler(speeds=_SPEEDS, temperatures=(2,)),
-       "c_k is not learned"),
+       "no effect with learned=False"),
       (lambda: stop_rules.Threshold(temperatures=(1, 0)), "each must be above"),
       (lambda: exact.certify(sj.verifiers.Token(), stop=3), "stop is 3"),
       (lambda: exact.certify(sj.verifiers.Token(), stop=_LEARNED[0]),

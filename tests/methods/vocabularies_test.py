@@ -153,7 +153,7 @@ def test_bad_settings():
       (lambda: make(gamma=0), "gamma is 0.*at least 1"),
       (lambda: sj.strategies.string_match(model, texts, 2), "3 tokens and.*1"),
       (lambda: make(gamma=1).decoder(model),
-       "target of 2 tokens and this one has 3")):
+       "target of 2 tokens, but this target has 3")):
     with pytest.raises(ValueError, match=words):
       act()
   vocabulary = data.map_vocabularies(_List((b"a",)), _List((b"a", b"b")))

@@ -127,7 +127,7 @@ def test_heads_that_no_layout_holds(tmp_path):
   medusa = methods.MedusaHeads.for_target(_TARGET, 2)
   for heads, layout, message in (
       (methods.PaSSEmbeddings.for_target(_TARGET, 2), None,
-       "PaSSEmbeddings cannot be exported: no layout of a server holds"),
+       "PaSSEmbeddings cannot be exported: because no server has a layout"),
       (norms, None, "layout 'eagle1': .* parameter module_0.embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
       (medusa, "speculators", "choose among medusa, medusa of vllm"),
@@ -141,7 +141,7 @@ def test_heads_that_no_layout_holds(tmp_path):
   params = _random(medusa)
   export_drafter(tmp_path / "out", medusa, params, _TARGET, _OWN)
   before = {path.name for path in (tmp_path / "out").iterdir()}
-  with pytest.raises(ValueError, match="holds another model, whose files"):
+  with pytest.raises(ValueError, match="contains another model, whose files"):
     export_drafter(tmp_path / "out", medusa, params, _TARGET, _OWN,
                    layout="vllm")
   assert {path.name for path in (tmp_path / "out").iterdir()} == before
@@ -220,7 +220,7 @@ def test_scripts_export_and_import_heads(tmp_path):
   assert "3.2 times the size of the heads" in exported["stdout"]
   assert json.loads(exported["stdout"].splitlines()[-1])["layout"] == "medusa"
   assert "in the layout 'medusa of vllm', float32" in again["stdout"]
-  assert "no layout of a server holds" in beside["code"]
+  assert "because no server has a layout" in beside["code"]
   assert "choose among eagle3 of speculators" in refused["code"]
   assert "--layout=medusa requires heads, and --model=tiny" in model["code"]
   assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vllm"]
@@ -236,4 +236,4 @@ def test_scripts_export_and_import_heads(tmp_path):
       ["--method=eagle3", "--heads_from=there", "--output_dir=x"], cwd=tmp_path)
   assert wrong["code"].endswith(
       "give --method=medusa or --method=medusa2, or other heads")
-  assert "no heads at there" in missing["code"]
+  assert "there contains no heads" in missing["code"]

@@ -158,7 +158,7 @@ def test_windows_lie_side_by_side():
     (lambda: objectives.Distillation(
         model=_MODEL, target=_MODEL, keep=0), "keep is 0.*above 0"),
     (lambda: objectives.Distillation(
-        model=_MODEL, target=testing.MarkovModel(9)), "4 tokens.*target 9"),
+        model=_MODEL, target=testing.MarkovModel(9)), "drafter is 4.*target 9"),
     (lambda: objectives.AcceptedLength(
         model=_MODEL, target=_MODEL, rule="greedy"), "rule is 'greedy'"),
     (lambda: objectives.AcceptedLength(

@@ -136,5 +136,5 @@ def test_a_reduced_vocabulary_writes_every_text():
   # Tokens that were not seen go first.
   longer = [len(small.encode(t)) / len(whole.encode(t)) for t in _TEXTS]
   assert longer[0] < longer[-1]
-  with pytest.raises(ValueError, match="size is 100; the 257 special"):
+  with pytest.raises(ValueError, match="size is 100, but 257 tokens"):
     reduction.reduced(whole, counts, 100)

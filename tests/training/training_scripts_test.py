@@ -210,7 +210,7 @@ def test_a_run_in_bfloat16_leaves_its_best_heads_and_those_of_any_checkpoint(
       [*train, "--steps=6", "--dtype=float32"], [*train, "--steps=6"],
       cwd=tmp_path)
   assert before["code"].startswith(
-      "error: --steps is 1 and the run in out has taken 6 steps, with "
+      "error: --steps is 1, but the run in out has taken 6 steps, with "
       "checkpoints after 2, 4, 6; give one")
   assert "dtype is bfloat16 there and float32 here" in other["code"]
   assert between["code"] == again["code"] == 0

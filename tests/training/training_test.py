@@ -227,7 +227,7 @@ def test_a_run_whose_loss_diverges_is_stopped(tmp_path, loss):
   trainer = _markov_trainer(
       tmp_path, objective=objective, steps=40, checkpoint_every=8,
       batch=lambda step: {"step": np.float32(step)})
-  with pytest.raises(FloatingPointError, match="step 16 and was 9.*another dir"
+  with pytest.raises(FloatingPointError, match="above.*loss was 9.*another"
                      ) as caught:
     trainer.run({"target": jnp.ones(2)})
   assert "\n" not in str(caught.value)
@@ -245,7 +245,7 @@ def test_checkpoints_of_other_parameters_are_refused(tmp_path):
   for other in ({"target": jnp.zeros((4, 4))}, {"drafter": table["target"]}):
     with pytest.raises(ValueError) as e:
       trainer.run(other)
-    assert "of other parameters" in str(e.value) and "\n" not in str(e.value)
+    assert "other parameters" in str(e.value) and "\n" not in str(e.value)
 
 
 def test_metrics_outlive_a_restart_that_fails(tmp_path):
@@ -265,7 +265,7 @@ def test_metrics_of_another_form_are_refused(tmp_path, content):
   # Broken: a user's own metrics.csv is emptied, or ends in a traceback.
   path = tmp_path / "metrics.csv"
   path.write_text(content)
-  with pytest.raises(ValueError, match="metrics.csv has not the columns"):
+  with pytest.raises(ValueError, match="metrics.csv does not have the columns"):
     MetricsLog(tmp_path, 0)
   assert path.read_text() == content
 
@@ -304,7 +304,7 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   assert "ends at its checkpoint after 1 steps; --steps=2 continues it" in (
       capsys.readouterr().err)
   (tmp_path / "checkpoints" / "1").rmdir()
-  with pytest.raises(ValueError, match="--steps is 1 and .* has taken 2 steps, "
+  with pytest.raises(ValueError, match="--steps is 1.* has taken 2 steps, "
                      "with checkpoints after 2; give one of these"):
     lengths(1)
   with pytest.raises(ValueError, match="another run: seed is 1 there and 2"):
@@ -317,7 +317,7 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
   assert capsys.readouterr().err == ""
   assert lengths(3) == (2, 3) == lengths(3)
   [line] = capsys.readouterr().err.splitlines()
-  assert "run of 2 steps" in line and "learning rate is that of a run of 3" in (
+  assert "run of 2 steps" in line and "is now that of a run of 3" in (
       line)
   assert json.loads((tmp_path / "run.json").read_text())["steps"] == [2, 3]
 
@@ -348,7 +348,7 @@ def test_the_same_parameters_are_measured_once():
 def test_what_no_run_says_is_its_own_is_not_written_over(tmp_path, name):
   # Broken: a model that someone copied there is replaced after hours.
   (tmp_path / name).mkdir()
-  with pytest.raises(ValueError, match=f"contains {name} and no run.json"):
+  with pytest.raises(ValueError, match=f"contains {name} but no run.json"):
     runs.claim_run(tmp_path, {}, 1)
   assert [path.name for path in tmp_path.iterdir()] == [name]
 
