@@ -68,8 +68,9 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
     logging.set_verbosity(logging.FATAL)
     _print_any_text()
     compilation.keep(flags.FLAGS.compilation_cache)
-    # Tracing makes millions of small objects that stay. With the default
-    # thresholds, garbage collection takes an eighth of the tracing time.
+    # Tracing allocates millions of small objects that are never freed, so
+    # frequent garbage collection finds nothing. With Python's default
+    # thresholds it takes an eighth of the tracing time.
     gc.set_threshold(200_000, 20, 50)
     progress.imported()
     try:
@@ -137,8 +138,9 @@ def _end(line: str, code: int, exits: bool) -> None:
   print(line, file=sys.stderr, flush=True)
   if not exits:
     sys.exit(code)
-  # Exit without joining threads. A thread that waits for a compiler or a full
-  # disk would delay the exit. Files are written atomically, so none is cut.
+  # `sys.exit` joins all threads, and a thread that waits for a compiler or a
+  # full disk would delay the exit. So end the process directly. Files are
+  # written atomically, so no file is left incomplete.
   with contextlib.suppress(OSError):
     sys.stdout.flush()
   os._exit(code)
@@ -151,9 +153,9 @@ def _check_figures():
   try:
     import matplotlib  # noqa: F401  # pylint: disable=g-import-not-at-top
   except ImportError as e:
-    raise ValueError("this script draws figures by the package matplotlib, "
-                     f"which cannot be imported ({e}): pip install "
-                     "'specjax[experiments]'") from None
+    raise ValueError("matplotlib, which this script needs for figures, cannot "
+                     f"be imported ({e}): pip install 'specjax[experiments]'"
+                     ) from None
 
 
 def _print_any_text():
@@ -266,15 +268,15 @@ def output_file(flag: str, path: str) -> pathlib.Path:
   """
   file = pathlib.Path(path).resolve()
   if not path or file.is_dir() or not file.parent.is_dir():
-    raise ValueError(f"{flag} is {path!r}, which is a directory or lies in "
-                     "none; give a file")
+    raise ValueError(f"{flag} is {path!r}, which is a directory or is in a "
+                     "directory that does not exist; give a file")
   if file.exists() and not file.is_file():
-    raise ValueError(f"{flag} is {path!r}, which is no regular file and would "
-                     "be replaced by one; give a file, or leave it out and "
-                     "redirect standard output")
+    raise ValueError(f"{flag} is {path!r}, which is not a regular file and "
+                     f"would be replaced by one; give a file, or leave {flag} "
+                     "out and redirect standard output")
   if not os.access(file.parent, os.W_OK):
-    raise ValueError(f"{flag} is {path!r}, and {file.parent} may not be "
-                     "written to; choose another place")
+    raise ValueError(f"{flag} is {path!r}, and the directory {file.parent} is "
+                     "not writable; choose another directory")
   return file
 
 
@@ -287,8 +289,8 @@ def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
     fix: valid values in the error.
   """
   if not values or not all(values):
-    raise ValueError(f"{flag} is {','.join(values or ())!r}, which names "
-                     f"nothing or has an empty entry; give {fix}")
+    raise ValueError(f"{flag} is {','.join(values or ())!r}, which is empty or "
+                     f"has an empty entry; give {fix}")
   return values
 
 
@@ -300,9 +302,10 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
     raise ValueError(f"{flag} is {','.join(values)!r}; give whole numbers "
                      "between commas, such as 2,4,8") from None
   if not gammas or gammas[0] < 1:
-    raise ValueError(f"{flag} holds {gammas[:1]}; draft lengths start at 1")
+    raise ValueError(f"{flag} is {','.join(values)!r}; draft lengths start at "
+                     "1")
   if gammas[-1] >= shared.MOST_NODES:
-    raise ValueError(f"{flag} holds {gammas[-1]}; give {shared.TOO_LONG}")
+    raise ValueError(f"{flag} contains {gammas[-1]}; give {shared.TOO_LONG}")
   return gammas
 
 
@@ -356,10 +359,10 @@ def write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 def finish(output_dir: str | pathlib.Path, study: str,
            results: dict[str, Any]) -> None:
-  """Writes a study's results, and prints their path as the last line.
+  """Writes a study's results, and prints their path as the last line of stdout.
 
-  The line is a JSON object, `{"study": ..., "results": PATH}`. The results are
-  not part of it, so that the table above stays on the screen.
+  The line is a JSON object, `{"study": ..., "results": PATH}`. It does not
+  contain the results, so that it does not push the table off the screen.
 
   Args:
     output_dir: directory of `<study>.json`, which is written atomically.
@@ -377,6 +380,6 @@ def verifier_names(flag: str, names: list[str]) -> list[str]:
   given(flag, values=names, fix=f"some of {', '.join(VERIFIERS)}")
   for name in names:
     if name not in VERIFIERS:
-      raise ValueError(f"{flag} holds {name!r}; choose among "
+      raise ValueError(f"{flag} contains {name!r}; choose among "
                        f"{', '.join(VERIFIERS)}")
   return list(dict.fromkeys(names))

@@ -31,9 +31,9 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
   Args:
     flags: flags defined by `shared.mesh`.
     rows: batch size, which the data axis must divide.
-    trains: whether SIGTERM stops all processes at a common point: training at
-      a step, with a checkpoint, and sampling between two files. If False, or
-      without a coordinator, SIGTERM ends it immediately.
+    trains: whether SIGTERM stops all processes at a common point. Training
+      stops after a step, with a checkpoint; sampling stops between two files.
+      If False, or without a coordinator, SIGTERM ends a process immediately.
 
   Raises:
     ValueError: the flags contradict each other or do not match the devices.
@@ -41,9 +41,9 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
   sizes = _sizes(flags.mesh.value)
   _check_processes(flags, sizes)
   if sizes and rows % sizes[0]:
-    raise ValueError(f"--mesh={flags.mesh.value} splits rows over {sizes[0]} "
-                     f"devices, and a pass reads {rows}; give a size that "
-                     "divides them, or other rows")
+    raise ValueError(f"--mesh={flags.mesh.value} splits a batch over "
+                     f"{sizes[0]} devices, and a batch has {rows} rows; give a "
+                     "divisor of the batch size, or change the batch size")
   if flags.coordinator.value is not None:
     _initialize(flags, trains)
   if sizes is None:
@@ -63,7 +63,7 @@ def _check_devices(text: str, count: int) -> None:
     if jax.default_backend() == "cpu":
       fix += (", or more devices by XLA_FLAGS="
               "--xla_force_host_platform_device_count=N")
-    raise ValueError(f"--mesh={text} is of {count} devices and there are "
+    raise ValueError(f"--mesh={text} needs {count} devices and there are "
                      f"{there}{where}; {fix}")
 
 
@@ -91,7 +91,7 @@ def _sizes(text: str | None):
     name, _, size = part.partition(":")
     if name not in _AXES or name in found or not size.isdecimal() or (
         int(size) < 1):
-      raise ValueError(f"--mesh={text} holds {part!r}; {_FIX}")
+      raise ValueError(f"--mesh={text} contains {part!r}; {_FIX}")
     found[name] = int(size)
   return tuple(found.get(name, 1) for name in _AXES)
 
@@ -105,25 +105,26 @@ def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
     _check_one_process(flags)
     return
   if sizes is None:
-    raise ValueError(f"--coordinator={place} joins processes whose devices "
-                     "need a --mesh; give one, such as --mesh=data:2,model:4")
+    raise ValueError(f"--coordinator={place} requires --mesh for the devices "
+                     "of the processes; set it, such as "
+                     "--mesh=data:2,model:4")
   if place == "auto":
     return
   if not place.rpartition(":")[0] or not place.rpartition(":")[2].isdecimal():
     raise ValueError(f"--coordinator is {place!r}; give HOST:PORT of process "
-                     "0, or auto where the cluster says it")
+                     "0, or auto on a cluster that JAX recognises")
   if number is None or count is None or number >= count:
     raise ValueError(f"--process_id is {number} and --num_processes {count}; "
-                     "give every process its number, from 0 to one less than "
-                     "their count, and the count")
+                     "set both, with a different --process_id from 0 to "
+                     "--num_processes - 1 in each process")
 
 
 def _check_one_process(flags: shared.MeshFlags) -> None:
   """Rejects --process_id and --num_processes without --coordinator."""
   for flag in (flags.process_id, flags.num_processes):
     if flag.value is not None:
-      raise ValueError(f"--{flag.name} is {flag.value} and there is no "
-                       "--coordinator; give HOST:PORT of process 0, or leave "
+      raise ValueError(f"--{flag.name}={flag.value} requires --coordinator; "
+                       "set it to HOST:PORT of process 0, or leave "
                        f"--{flag.name} out")
 
 

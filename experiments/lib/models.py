@@ -30,10 +30,10 @@ from specjax.utils import files
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "rounds_study.py, self_drafting_study.py and "
            "verification_study.py draft across vocabularies")
-_COUNTED = 2_000_000  # maximum number of characters in which tokens are counted
+_COUNTED = 2_000_000  # characters read, at most, to count token frequencies
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # bundled
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
-ITSELF = "itself"  # drafter name: the target drafts for itself
+ITSELF = "itself"  # drafter name: a copy of the target is the draft model
 
 
 def label(name: str) -> str:
@@ -88,8 +88,9 @@ def _check_labels(names: list[str]) -> None:
   for one in labels:
     if labels.count(one) > 1:
       both = " and ".join(x for x in names if label(x) == one)
-      raise ValueError(f"the drafters {both} have the same label {one!r} in "
-                       "tables; leave one out, or rename a directory")
+      raise ValueError(f"--drafter contains {both}, which have the same label "
+                       f"{one!r} in tables; leave one out, or rename a "
+                       "directory")
 
 
 def load_model(name: str, dtype: str | None = None) -> Pretrained:
@@ -144,8 +145,8 @@ def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
 
 def _present(tokenizer: Tokenizer | None, name: str):
   if tokenizer is None:
-    raise ValueError(f"{name} has no tokenizer; put the tokenizer.json that it "
-                     "was trained with into its directory")
+    raise ValueError(f"{name} has no tokenizer; copy the tokenizer.json of its "
+                     "training into its directory")
   return tokenizer
 
 
@@ -167,8 +168,8 @@ def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
   other = f"the drafter predicts {sizes[0]} tokens and the target {sizes[1]}"
   if drafter.tokenizer is None:
     if sizes[0] != sizes[1]:
-      raise ValueError(f"{unfit}{other}, and it has no tokenizer; put the "
-                       "tokenizer.json that it was trained with into its "
+      raise ValueError(f"{unfit}{other}, and the drafter has no tokenizer; "
+                       "copy the tokenizer.json of its training into its "
                        f"directory, or give another drafter ({_ACROSS})")
     return
   try:
@@ -252,12 +253,12 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
   tokenizer = drafter.tokenizer or tokenizer
   if size > vocab_size:
     raise ValueError(f"--draft_vocabulary is {size} and {name} has "
-                     f"{vocab_size} tokens; give fewer than these")
+                     f"{vocab_size} tokens; give a smaller number")
   always = [end for end in ends(drafter, tokenizer) or () if end < vocab_size]
   if size < len(always):
     raise ValueError(f"--draft_vocabulary is {size} and {name} has "
-                     f"{len(always)} tokens that end a text, which are always "
-                     "among them; give more than these")
+                     f"{len(always)} end-of-text tokens, which are always "
+                     "included; give a larger number")
   documents = corpora.read_documents(source)
   if len(documents) > 1:
     documents, _ = corpora.split(documents)
@@ -276,7 +277,7 @@ def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
   """Returns `[V]`, the count of each token in a sample of documents."""
   counts = np.zeros(vocab_size, np.int64)
   characters = 0
-  # Sorted by hash, the first documents are a random sample.
+  # The order by hash is random, so the first documents are a random sample.
   for document in sorted(documents, key=lambda document: document.digest):
     text = document.text[:_COUNTED - characters]
     ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
@@ -296,8 +297,9 @@ def heads_directory(name: str) -> pathlib.Path:
 def _unmeasured(heads: Any):
   """Returns assumed accuracies of heads whose accuracy was not measured.
 
-  Rows are the LM head and the heads, all equal. Entry k is the probability
-  that the correct token is among the k most likely: 1 - 0.5**k.
+  The result has one row for the target's LM head and one per head. All rows
+  are equal. Entry k = 1, ..., 10 is the assumed probability that the correct
+  token is among the k most likely tokens: 1 - 0.5**k.
   """
   row = np.cumsum(0.5 ** np.arange(1, 11)).tolist()
   return [row] * (1 + heads.num_forecasts)
@@ -322,8 +324,8 @@ def _published(name: str, target: str | None = None):
   layout = published_drafters.drafter_layout(name)
   if layout is None or not published_drafters.LAYOUTS[layout].in_target:
     return layout
-  # Such a layout is a drafter inside a model directory. If the model is not the
-  # target, the whole model is the drafter.
+  # In such a layout a model's directory contains a drafter for this model. If
+  # the model is not the target, the model itself is the drafter.
   own = bool(target) and pathlib.Path(target).is_dir() and (
       pathlib.Path(name).samefile(target))
   return layout if own else None
@@ -378,7 +380,7 @@ def load_self_drafter(name: str, target: Pretrained,
   """
   if name not in HEADS and not pathlib.Path(name).is_dir():
     raise ValueError(f"no heads {name!r}; choose among "
-                     f"{', '.join(HEADS)}, or give a directory of "
+                     f"{', '.join(HEADS)}, or give an --output_dir of "
                      "train_drafter.py")
   progress.say(f"loading {name}")
   directory = heads_directory(name)

@@ -47,7 +47,7 @@ def test_messages_keep_their_ends_and_answers_their_room():
   assert sorted(map(len, everything)) == [3, 4, 5]
   assert [1, *map(ord, "cde"), 1] in everything and found == everything[:2]
   _CHATS.check_room(everything)
-  with pytest.raises(ValueError, match="5 tokens.*row 5.*prompt_tokens"):
+  with pytest.raises(ValueError, match="row_tokens is 5.*5 tokens.*prompt_tok"):
     dataclasses.replace(_CHATS, row_tokens=5).check_room(everything)
 
 
@@ -70,11 +70,11 @@ def test_conversations_follow_each_other(tmp_path):
       tokens, [given[0].tokens, [*given[1].tokens, 7], [8, *[9] * 5]])
   np.testing.assert_array_equal(
       answers, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [1] * 6])
-  with pytest.raises(ValueError, match="5 tokens together.*row 6"):
+  with pytest.raises(ValueError, match="row_tokens is 6.*5 tokens"):
     _CHATS.rows(given[1:])
   path.write_text(turns("ab", "c") + turns("d", None))
   with pytest.raises(ValueError, match="line 2: turn 2: 'value' is None"):
     _CHATS.read(str(path))
   path.write_text('{"prompt": "ab", "answer": "c"}\n')
-  with pytest.raises(ValueError, match="no conversations; .*'messages' or"):
+  with pytest.raises(ValueError, match="no conversations, .*'messages' or"):
     _CHATS.read(str(path))

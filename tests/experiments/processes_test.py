@@ -31,14 +31,14 @@ pytestmark = pytest.mark.slow
 
 _MESH = "--mesh=data:2,model:2"
 _REFUSED = [  # of eight devices
-    (["--mesh=data:4,model:4"], ["is of 16 devices and there are 8"]),
-    (["--mesh=data:3"], ["splits rows over 3 devices", "reads 4"]),
+    (["--mesh=data:4,model:4"], ["needs 16 devices and there are 8"]),
+    (["--mesh=data:3"], ["splits a batch over 3 devices", "has 4 rows"]),
     (["--mesh=model:8"], ["heads is 4 and mesh axis 'model' has 8 devices"]),
-    (["--mesh=rows:2"], ["holds 'rows:2'", "data:2,model:4"]),
-    (["--mesh=data:2,data:2"], ["holds 'data:2'", "data:2,model:4"]),
-    (["--mesh=data:0"], ["holds 'data:0'"]),
-    (["--coordinator=localhost:1"], ["need a --mesh"]),
-    (["--process_id=1"], ["no --coordinator"]),
+    (["--mesh=rows:2"], ["contains 'rows:2'", "data:2,model:4"]),
+    (["--mesh=data:2,data:2"], ["contains 'data:2'", "data:2,model:4"]),
+    (["--mesh=data:0"], ["contains 'data:0'"]),
+    (["--coordinator=localhost:1"], ["requires --mesh"]),
+    (["--process_id=1"], ["requires --coordinator"]),
     ([_MESH, "--coordinator=here"], ["'here'; give HOST:PORT"]),
     ([_MESH, "--coordinator=here:1", "--process_id=2", "--num_processes=2"],
      ["--process_id is 2 and --num_processes 2"]),

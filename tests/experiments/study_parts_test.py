@@ -335,10 +335,10 @@ def test_what_flags_make_wrong_is_refused_before_the_target_writes(
         script, "--target=bundled", f"--data=self:{texts}",
         "--self_chat", "--row_tokens=64", f"--output_dir={output_dir}", *flags)
     for flags, words in (  # a flag keeps its value from run to run
-        (["--method=eagle1", "--narrow_head"], "--narrow_head is"),
+        (["--method=eagle1", "--narrow_head"], "--narrow_head requires"),
         (["--method=medusa", "--nonarrow_head", "--keep_features"],
          "--keep_features is set"),
-        (["--nokeep_features", "--draft_vocabulary=100"], "own LM head"),
+        (["--nokeep_features", "--draft_vocabulary=100"], "LM head"),
         (["--method=eagle3", "--draft_vocabulary=1000000"], "between")):
       assert words in run(*flags)
       assert not (tmp_path / "out").exists()

@@ -318,6 +318,6 @@ def test_what_a_flag_composes():
   assert isinstance(_decoder(strategy.drafter), sj.Decoder)
   for bad, message in (("tiny+ngram", "write ngram first"),
                        ("ngram|", "lacks a name"), ("+tiny", "lacks a name"),
-                       ("recycling|tiny", "name it alone")):
+                       ("recycling|tiny", "set --drafter=recycling alone")):
     with pytest.raises(ValueError, match=message):
       compositions.members(bad)

@@ -333,6 +333,6 @@ def test_skip_study(tmp_path):
   assert {gain["search"] for gain in study["gains"]} == {
       "random", "greedy", "local"}
   assert (tmp_path / "results/skipping/skipping.csv").exists()
-  for one, words in ((bad, "--searches holds 'bayes'"),
-                     (short, "--continuation is 2 and --gamma 3")):
+  for one, words in ((bad, "--searches contains 'bayes'"),
+                     (short, "--continuation is 2, less than --gamma=3")):
     assert words in str(one["code"]), one

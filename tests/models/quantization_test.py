@@ -124,9 +124,9 @@ def test_flags_make_copies_and_caches():
                       sj.caches.Streaming(sinks=2, window=30))):
     assert copies.drafting(loaded, name).model.cache == want
   for bad in ("int2", "int8:4", "streaming:4", "streaming:a:b", ""):
-    with pytest.raises(ValueError, match="names no cache"):
+    with pytest.raises(ValueError, match="is not a cache"):
       copies.cache("--draft_cache", bad)
   copies.check({"quantize": None}, "none", False)
   copies.check({"quantize": "int8"}, "small", True)
-  with pytest.raises(ValueError, match="--quantize=int8 is of a language"):
+  with pytest.raises(ValueError, match="--quantize=int8 requires a draft"):
     copies.check({"quantize": "int8"}, "none", False)

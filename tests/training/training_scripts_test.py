@@ -259,7 +259,7 @@ def test_a_layer_on_features_drafts_what_the_text_has(tmp_path, target_dir):
   assert heads.ids == tuple(sorted([*ends, *often[:9 - len(ends)]]))
   assert params["head"].shape == (16, 9)
   for found, words in zip(refused, (
-      "the heads of --method=mtp draft with the target's own LM head",
+      "the heads of --method=mtp draft with the target's LM head",
       "--draft_vocabulary is 263; the target has 262 tokens",
       "--depth_decay is 0.5 and --method=eagle3 has no such setting",
       "taps contains 9; the target has the hidden states 0 to 1"), strict=True):

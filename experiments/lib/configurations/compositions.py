@@ -83,7 +83,9 @@ class Noise(sj.interfaces.Drafter):
               state: sj.types.DecodeState):
     """Drafts a chain for every row."""
     del params
-    # A uniform sample has 2^23 possible values, and V may not divide 2^23.
+    # A uniform sample has 2^23 possible values. The vocabulary size may not
+    # divide 2^23, so some tokens have one value more than others. `probs`
+    # contains these exact probabilities.
     numbers, size = 2**23, self.vocab_size
     tokens = (uniforms * numbers).astype(jnp.int32) % size
     shares = numbers // size + (np.arange(size) < numbers % size)
@@ -109,17 +111,19 @@ def members(name: str) -> list[str]:
   for one in name.split("|"):
     stages = one.split("+")
     if not all(stages):
-      raise ValueError(f"--drafter={name} lacks a name beside + or |; write "
-                       "such as ngram+small or ngram|small")
+      raise ValueError(f"--drafter={name} lacks a name before or after + or |; "
+                       "give two names, such as ngram+small or ngram|small")
     for stage in stages[1:]:
       if stage in _FREE:
         raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
-                         f"has no model and needs none; write {stage} first")
+                         "has no model that a drafter could speed up; write "
+                         f"{stage} first")
     found += stages
   for tree in _TREES:
     if tree in found and len(found) > 1:
-      raise ValueError(f"--drafter={name} composes {tree}, which drafts trees, "
-                       "and only chains are composed; name it alone")
+      raise ValueError(f"--drafter={name} contains {tree}, which drafts trees, "
+                       "and compositions need chains; set "
+                       f"--drafter={tree} alone")
   return [one for one in dict.fromkeys(found) if one not in _FREE]
 
 
@@ -183,8 +187,8 @@ def _stages(stages: list[str], gamma: int, target: Pretrained,
 def _store(name: str, datastore: str | None, target: Pretrained):
   """Returns the loaded datastore of a drafter, None if it uses none."""
   if name == "rest" and datastore is None:
-    raise ValueError("rest drafts from a corpus; give --datastore=FILE, which "
-                     "experiments/build_datastore.py writes")
+    raise ValueError("--drafter=rest requires --datastore; set it to a file of "
+                     "experiments/build_datastore.py")
   if datastore is None or name not in _LOOK_UP:
     return None
   return jax.device_put(datastores.load(datastore, target.tokenizer))

@@ -9,8 +9,9 @@ from specjax.utils import files
 def check_flags(regex: str | None, schema: str | None):
   """Raises `ValueError` if both --regex and --json_schema are set."""
   if regex is not None and schema is not None:
-    raise ValueError("--regex and --json_schema both say what the whole output "
-                     "is; leave one of the two out")
+    raise ValueError("--regex and --json_schema exclude each other, because "
+                     "each constrains the complete output; leave one of the "
+                     "two out")
 
 
 def constraints(tokenizer: Tokenizer, vocab_size: int,

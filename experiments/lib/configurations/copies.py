@@ -38,7 +38,7 @@ def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
       size.isdecimal() for size in sizes):
     return sj.caches.Streaming(
         **dict(zip(("sinks", "window"), map(int, sizes))))
-  raise ValueError(f"{flag}={name} names no cache; give {CACHES}")
+  raise ValueError(f"{flag}={name} is not a cache; give {CACHES}")
 
 
 def drafting(model: Pretrained, name: str | None) -> Pretrained:
@@ -62,6 +62,6 @@ def check(flags: dict[str, str | None], drafter: str, is_model: bool) -> None:
   """
   for name, value in flags.items():
     if value is not None and not is_model:
-      raise ValueError(f"--{name}={value} is of a language model that drafts, "
-                       f"and --drafter is {drafter}; leave it out, or name "
-                       f"one, such as {models.ITSELF}")
+      raise ValueError(f"--{name}={value} requires a draft model, and "
+                       f"--drafter is {drafter}; leave --{name} out, or set a "
+                       f"draft model, such as --drafter={models.ITSELF}")

@@ -141,7 +141,8 @@ class Theirs(base.Configuration):
     import transformers
     config = transformers.GenerationConfig(
         max_new_tokens=new_tokens, **self._options)
-    # Drop the defaults of the model, such as penalties: ours has none.
+    # A published model has default sampling settings, such as penalties.
+    # specjax applies none of them, so they are removed here.
     self._model.generation_config = transformers.GenerationConfig()
     if self._assistant is not None:
       self._assistant.generation_config = transformers.GenerationConfig(
@@ -215,7 +216,8 @@ def prepare_torch() -> dict[str, str | int]:
                      "'specjax[transformers]'") from None
   if jax.default_backend() != "cpu":
     raise ValueError(f"jax computes on the {jax.default_backend()} and torch "
-                     "on the CPU; set JAX_PLATFORMS=cpu")
+                     "on the CPU, so their speeds cannot be compared; set "
+                     "JAX_PLATFORMS=cpu")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
   torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(
@@ -254,7 +256,7 @@ def load_torch(name: str, member: Pretrained):
       try:
         export_pretrained(directory, member.model, member.params)
       except ValueError as e:
-        raise ValueError(f"{name} cannot be written for transformers: {e}"
+        raise ValueError(f"{name} cannot be exported to transformers: {e}"
                          ) from None
       return read(directory).eval()
   except ImportError as e:

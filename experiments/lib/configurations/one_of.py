@@ -1,8 +1,8 @@
 """Several verification rules in one program, chosen by an index array.
 
-Compiling a decoder takes far longer than compiling one more rule. Variants of a
-study that differ only in their rule therefore share a program. All rows of a
-batch follow the same rule, and only this rule is computed.
+Compiling a decoder takes far longer than compiling one more rule. So
+configurations of a study that differ only in their rule share a program. All
+rows of a batch follow the same rule, and only this rule is computed.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,8 @@ class OneOf(interfaces.Verifier):
 
     @choose.def_vmap
     def _(size, batched, acting, *args):
-      # vmap alone would compute every branch and then select.
+      # `jax.vmap` of a switch computes every branch and then selects. All rows
+      # have the same index, so one switch over vmapped branches suffices.
       args = jax.tree.map(
           lambda x, is_batched: x if is_batched else jnp.broadcast_to(
               x, (size, *jnp.shape(x))), args, tuple(batched[1:]))

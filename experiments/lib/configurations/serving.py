@@ -24,7 +24,10 @@ _WARM_TOKENS = 2  # tokens of warm-up requests, which are not timed
 
 
 class Refilled(base.Configuration):
-  """`Queue` that refills finished rows, or with `held`, whole batches."""
+  """Continuous batching: a `Queue` replaces each finished request by the next.
+
+  With `held`, the next requests wait until the complete batch is finished.
+  """
 
   def __init__(self, decoder: sj.Decoder, params: Any, sizes: Sequence[int],
                max_length: int, rounds: int,

@@ -17,13 +17,13 @@ _RULES = {
 def flag():
   """Rule that ends a chain early."""
   return flags.DEFINE_string(
-      "stop", None, "Rule that ends a drafted chain before --gamma tokens, as "
+      "stop", None, "Rule that ends a draft before --gamma tokens, as "
       "RULE or RULE:THRESHOLD with a threshold in [0, 1]. confidence: stop if "
       "the drafter's probability of its token is below the threshold. "
       "adaptive: the same, with a threshold that adapts to the acceptance rate "
       "(Draft & Verify). entropy: stop if the drafter's entropy is high "
-      "(AdaEDL). threshold: stop if a confidence head predicts a rejection. "
-      "Default: no rule")
+      "(AdaEDL). threshold: stop if the drafter's confidence head predicts a "
+      "rejection. Default: no rule")
 
 
 def check_flags(value: str | None, drafter: str, temperature: float) -> None:
@@ -41,14 +41,14 @@ def check_flags(value: str | None, drafter: str, temperature: float) -> None:
     return
   rule = named(value)
   if drafter == "none" or drafter in compositions.FREE:
-    raise ValueError(f"--stop is {value}, and no rule ends what {drafter} "
-                     "drafts; leave it out, or name a drafter of chains, such "
-                     "as small")
+    raise ValueError(f"--stop={value} does not support --drafter={drafter}; "
+                     "leave --stop out, or set a draft model or heads that "
+                     "draft chains, such as small")
   if not rule.has_params and temperature == 0:
-    raise ValueError(f"--stop is {value}, by which no draft ends at "
-                     "--temperature=0, where each has all probability; give "
-                     "threshold, with heads that have a confidence head, or a "
-                     "higher temperature")
+    raise ValueError(f"--stop={value} has no effect at --temperature=0, where "
+                     "every drafted token has probability 1; set a higher "
+                     "temperature, or --stop=threshold with heads that have a "
+                     "confidence head")
 
 
 def named(value: str) -> stop_rules.StopRule:
@@ -59,13 +59,13 @@ def named(value: str) -> stop_rules.StopRule:
   """
   name, colon, threshold = value.partition(":")
   if name not in _RULES:
-    raise ValueError(f"--stop is {value}; give one of {', '.join(_RULES)}, and "
-                     "perhaps its threshold, as in confidence:0.4")
+    raise ValueError(f"--stop is {value}; give one of {', '.join(_RULES)}, "
+                     "optionally with a threshold, such as confidence:0.4")
   try:
     options = {"threshold": float(threshold)} if colon else {}
   except ValueError:
-    raise ValueError(f"--stop is {value}; {threshold!r} is no number: give a "
-                     "threshold in [0, 1], as in confidence:0.4") from None
+    raise ValueError(f"--stop is {value}; {threshold!r} is not a number: give "
+                     "a threshold in [0, 1], such as confidence:0.4") from None
   return _RULES[name](**options)
 
 
@@ -85,12 +85,12 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
     return strategy
   rule, drafter = named(value), strategy.drafter
   if "stop" not in {field.name for field in dataclasses.fields(drafter)}:
-    raise ValueError(f"--stop is {value}, and no rule ends what {name} drafts "
-                     "here; leave it out, or name a drafter of chains, such as "
-                     "small, or eagle3 with --verifier=block")
+    raise ValueError(f"--stop={value} does not support --drafter={name} with "
+                     "this --verifier; leave --stop out, or set a drafter of "
+                     "chains, such as small, or eagle3 with --verifier=block")
   heads = getattr(drafter, "heads", None)
   if rule.has_params and getattr(heads, "confidence", "none") == "none":
-    raise ValueError(f"--stop is {value}, which asks a confidence head, and "
-                     f"{name} has none; give confidence, adaptive or entropy, "
-                     "or block-parallel heads that were trained with one")
+    raise ValueError(f"--stop={value} requires a confidence head, and "
+                     f"--drafter={name} has none; set confidence, adaptive or "
+                     "entropy, or block-parallel heads with a confidence head")
   return strategy._replace(drafter=dataclasses.replace(drafter, stop=rule))

@@ -48,7 +48,7 @@ def settings(given: BatchFlags, *, timed: bool = True) -> Batch | None:
 
   Args:
     given: flags of the study.
-    timed: whether the study measures speed unless a flag prevents it.
+    timed: whether the study measures speed if --timing is not set.
 
   Raises:
     ValueError: the flags contradict each other, or the mesh does not divide
@@ -59,9 +59,9 @@ def settings(given: BatchFlags, *, timed: bool = True) -> Batch | None:
   timing = "none" if timing is None else timing.value or (
       "latency" if alone and timed else "none")
   if timing == "latency" and not alone:
-    raise ValueError("--timing=latency decodes one prompt at a time on one "
-                     f"device, and --batch is {size} and --mesh "
-                     f"{mesh.mesh.value}; give --timing=none, or set neither")
+    raise ValueError("--timing=latency requires --batch=1 without --mesh, and "
+                     f"--batch is {size} and --mesh {mesh.mesh.value}; set "
+                     "--timing=none, or leave both out")
   joined = meshes.join(mesh, rows=size, trains=False)
   return None if timing == "latency" else Batch(
       size=size, timed=timing == "throughput",

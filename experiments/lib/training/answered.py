@@ -86,9 +86,9 @@ class Conversations:
     longest = max(map(len, prompts))
     if longest >= self.row_tokens:
       raise ValueError(
-          f"the longest message has {longest} tokens with its template and a "
-          f"row {self.row_tokens}; give a smaller --self_prompt_tokens, or "
-          "longer --row_tokens")
+          f"--row_tokens is {self.row_tokens}, and the longest message has "
+          f"{longest} tokens with its chat template; set a smaller "
+          "--self_prompt_tokens, or a larger --row_tokens")
 
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
@@ -124,7 +124,8 @@ class Conversations:
     """
     field = conversations.field_of(path)
     if field is None:
-      raise ValueError(f"{path} holds no conversations; a record has "
+      raise ValueError(f"--data: {path} contains no conversations, whose "
+                       "records have a field "
                        f"{' or '.join(map(repr, conversations.FIELDS))}")
     chats = []
     for chat in conversations.read(path, field):
@@ -162,8 +163,8 @@ def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
   """
   count = len(tokens) // size
   if not count:
-    raise ValueError(f"the conversations have {len(tokens)} tokens together "
-                     f"and a row {size}; give more of them, or shorter "
-                     "--row_tokens")
+    raise ValueError(f"--row_tokens is {size}, and all conversations together "
+                     f"have {len(tokens)} tokens; give more conversations, or "
+                     "a smaller --row_tokens")
   rows = lambda x: x[:count * size].reshape(count, size)
   return Rows(rows(tokens), rows(answered))

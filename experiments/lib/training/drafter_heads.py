@@ -46,14 +46,16 @@ class Start:
 
   Attributes:
     method: training method.
-    num_heads: number of tokens after the next one that new heads predict.
+    num_heads: number of tokens, after the next token, that new heads predict.
     head_options: keyword arguments of new heads, see `method_options`.
     options: keyword arguments of the objective, see `method_options`.
-    keeps_features: True if the target's hidden states are kept in memory.
+    keeps_features: True if the target's hidden states are stored in memory.
     heads_from: directory or name of the heads to start from; None creates new
       heads.
-    draft_vocabulary: number of tokens that can be drafted; None means all.
-    narrow_head: True if the heads draft with columns of the target's LM head.
+    draft_vocabulary: number of different tokens that can be drafted; None
+      means all tokens.
+    narrow_head: True if the heads draft with the columns of the target's LM
+      head that belong to the draft vocabulary.
     seed: seed of new heads.
   """
 
@@ -75,11 +77,12 @@ class Start:
     """
     for flag in of_new_heads:
       if self.heads_from is not None and flag.present:
-        raise ValueError(f"--{flag.name} is {flag.value} and --heads_from has "
-                         "heads of its own form; give one of the two")
+        raise ValueError(f"--{flag.name} is {flag.value} and --heads_from "
+                         "determines the form of the heads; leave one of the "
+                         "two out")
     if self.narrow_head and self.draft_vocabulary is None:
-      raise ValueError("--narrow_head is the target's head of the tokens of "
-                       "--draft_vocabulary, which is not given; give both")
+      raise ValueError("--narrow_head requires --draft_vocabulary; set it, "
+                       "such as --draft_vocabulary=1024")
 
   def make(self, target: Pretrained, tokenizer: Tokenizer,
            counted: Counted | None) -> Learner:
@@ -100,7 +103,7 @@ class Start:
     if self.keeps_features and not hasattr(objective, "read"):
       raise ValueError(
           f"--keep_features is set and --method={self.method.name} does not "
-          "learn from features that were kept; leave it out, or take "
+          "train on stored hidden states; leave --keep_features out, or set "
           "--method=eagle1 or eagle3")
     return Learner(heads, params, objective)
 
@@ -141,9 +144,9 @@ class Start:
     if heads.kind != self.method.heads.kind:
       fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
       raise ValueError(
-          f"--heads_from holds {type(heads).__name__} and --method="
-          f"{self.method.name} trains {self.method.heads.__name__}; give "
-          f"--method={' or --method='.join(fitting)}, or other heads")
+          f"--heads_from contains {type(heads).__name__} and --method="
+          f"{self.method.name} trains {self.method.heads.__name__}; set "
+          f"--method={' or --method='.join(fitting)}, or give other heads")
     return heads, params
 
   def _narrowed(self, heads: Heads) -> dict[str, bool]:
@@ -152,13 +155,13 @@ class Start:
       if not hasattr(heads, "narrow_head"):
         raise ValueError(
             f"--narrow_head is set and --method={self.method.name} has no such "
-            "head; leave it out, or take --method=eagle1")
+            "head; leave --narrow_head out, or set --method=eagle1 or eagle3")
       return {"own_head": False, "narrow_head": True}
     if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
       raise ValueError(
           f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
-          f"--method={self.method.name} draft with the target's own LM head; "
-          "leave the flag out, or take --method=eagle3 or parallel")
+          f"--method={self.method.name} draft with the target's LM head; leave "
+          "--draft_vocabulary out, or set --method=eagle3 or parallel")
     return {}
 
   def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
@@ -169,8 +172,8 @@ class Start:
               if end < vocab_size]
     if not len(always) < size <= vocab_size:
       raise ValueError(f"--draft_vocabulary is {size}; the target has "
-                       f"{vocab_size} tokens, {len(always)} of which end a "
-                       "text and are always kept: give a number between")
+                       f"{vocab_size} tokens, and {len(always)} end-of-text "
+                       "tokens are always included: give a number between")
     if counted is None:
       return tuple(range(size))
     counts = counted(vocab_size)

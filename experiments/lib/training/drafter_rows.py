@@ -34,7 +34,7 @@ from specjax.training import kept_features
 from specjax.utils.fingerprints import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
-ROW_TOKENS_DEFAULT = 512  # the full context often needs too much memory
+ROW_TOKENS_DEFAULT = 512  # a row of a full context often exceeds the memory
 _MOST_BYTES = 2**31  # limit for the float32 logits of one pass
 _SIDES = "training", "held_out"
 
@@ -98,7 +98,7 @@ class Source:
     directory: directory of generated rows.
     answers_only: True if the loss only includes tokens of answers. None means
       True if there are answers.
-    keeps_features: True if the target's features of a row are kept in memory.
+    keeps_features: True if the target's hidden states are stored in memory.
     seed: seed of the shuffle, the choice of documents and the sampling.
   """
 
@@ -158,12 +158,12 @@ class Source:
     if self.own is None:
       self._check_text(names)
     if self.complete is not None and not self.chat:
-      raise ValueError(f"--data is {self.data}, and {self.complete} requires "
-                       "--self_chat")
+      raise ValueError(f"--data={self.data} adds the conversations of "
+                       f"{self.complete}, which requires --self_chat")
     given = self.own is None and self.turns is not None
     if self.answers_only and not self.chat and not given:
-      raise ValueError("--answers_only is for conversations, in --data or of "
-                       "--self_chat; leave it out")
+      raise ValueError("--answers_only requires conversations, from --data or "
+                       "--self_chat; leave --answers_only out")
     prompts_lib.check_chat(tokenizer, self.chat, "--self_chat")
     if given:
       prompts_lib.check_chat(
@@ -176,7 +176,7 @@ class Source:
                         *((name, True) for name in names)):
       if value:
         raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
-                         "is for rows that the target generates")
+                         "applies to rows that the target generates")
 
   def row_length(self, row_tokens: int | None, target: Transformer,
                  heads: Heads) -> int:
@@ -194,20 +194,20 @@ class Source:
     longest = target.context_length
     value = row_tokens or min(longest, ROW_TOKENS_DEFAULT)
     if value > longest:
-      raise ValueError(f"--row_tokens is {value}; the target's context is "
-                       f"{longest} tokens: give at most that many")
+      raise ValueError(f"--row_tokens is {value}; the target's context length "
+                       f"is {longest}: give at most that many")
     least = heads.num_forecasts + 2
     if value < least:
       raise ValueError(f"--row_tokens is {value}; {heads.num_forecasts} heads "
-                       f"need {least} at least: give longer rows")
+                       f"need at least {least}: give longer rows")
     size = 4 * self.pass_rows * value * target.vocab_size
     if size > _MOST_BYTES:
       raise ValueError(
-          f"the logits of {self.pass_rows} rows of {value} tokens take "
-          f"{size / 2**30:.1f} GiB with a vocabulary of {target.vocab_size}; "
-          f"give a larger --accumulate (now "
-          f"{self.batch_size // self.pass_rows}), a smaller --batch_size or "
-          "shorter --row_tokens")
+          f"--row_tokens={value}: the logits of {self.pass_rows} rows of "
+          f"{value} tokens take {size / 2**30:.1f} GiB with a vocabulary of "
+          f"{target.vocab_size}; set a larger --accumulate (now "
+          f"{self.batch_size // self.pass_rows}), or a smaller --batch_size or "
+          "--row_tokens")
     return value
 
   def counted(self, text: Text) -> Callable[[int], np.ndarray] | None:
@@ -233,8 +233,9 @@ class Source:
   def text(self, tokenizer: Tokenizer) -> Text:
     """Reads the source, and tokenises it unless it has messages."""
     if self.own and self.self_rows < self.batch_size:
-      raise ValueError(f"--self_rows is {self.self_rows} and a batch has "
-                       f"{self.batch_size}; sample at least one batch")
+      raise ValueError(f"--self_rows is {self.self_rows}, less than "
+                       f"--batch_size={self.batch_size}; set at least one "
+                       "batch of rows")
     if self.chat:
       documents = self._messages()
       return Text(corpus=fingerprint(documents), sides=tuple(
@@ -348,8 +349,9 @@ class Source:
     useful = np.flatnonzero(held_out.answered[:, 1:].any(axis=1))
     if not len(useful):
       raise ValueError(
-          f"the held-out conversations have {len(files.tokens[1])} tokens and "
-          f"no row of {size} with an answer; give more conversations")
+          f"--data: the held-out conversations have {len(files.tokens[1])} "
+          f"tokens, and no row of {size} contains an answer; give more "
+          "conversations")
     useful = useful[np.unique(np.linspace(
         0, len(useful) - 1, self.held_out_rows).astype(int))]
     return training, Rows(held_out.tokens[useful].astype(np.int32),
@@ -360,7 +362,7 @@ class Source:
     """Returns the beginnings of training and held-out rows."""
     if self.prompt_tokens >= row_tokens:
       raise ValueError(f"--self_prompt_tokens is {self.prompt_tokens} and a "
-                       f"row has {row_tokens} tokens; give shorter prompts")
+                       f"row has {row_tokens} tokens; set a smaller value")
     return [
         distillation.cut_prompts(tokens, count, self.prompt_tokens, self.seed)
         for tokens, (_, count, _) in zip(streams, self._written)]

@@ -36,8 +36,8 @@ class Options:
       if name not in taken and flag.present:
         raise ValueError(
             f"--{name} is {flag.value!r} and --method={method.name} "
-            "has no such setting; leave it out, or see --help for the methods "
-            "that have it")
+            f"has no such setting; leave --{name} out (its --help lists the "
+            "methods that have it)")
 
   def values(self, method: methods.Method, own_text: bool) -> dict[str, Any]:
     """Returns `{name: value}` of the options of a method.

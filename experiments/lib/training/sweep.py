@@ -24,11 +24,12 @@ _TAKEN = ("sweep", "output_dir", "self_dir")
 def define() -> flags.FlagHolder:
   """Defines --sweep."""
   return flags.DEFINE_string(
-      "sweep", None, "FLAG:VALUE,VALUE,..., at least two values of one flag, "
-      "such as learning_rate:0.001,0.003,0.01. Each value is trained for "
-      "--steps steps (usually a few hundred) in --output_dir/FLAG=VALUE. A "
-      "table sorted by acceptance length is printed. After an interruption the "
-      "same command continues. By default there is a single training run")
+      "sweep", None, "Train once with each of several values of one flag, "
+      "written FLAG:VALUE,VALUE,..., such as "
+      "learning_rate:0.001,0.003,0.01. Each run has --steps steps (usually a "
+      "few hundred) and the directory --output_dir/FLAG=VALUE. A table of the "
+      "acceptance lengths is printed. The same command continues after an "
+      "interruption. Default: a single training run")
 
 
 def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
@@ -81,8 +82,8 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     if isinstance(parsed, float) and not math.isfinite(parsed):
       raise ValueError(f"--sweep is {text}; give finite numbers")
   if flags.FLAGS["coordinator"].value is not None:
-    raise ValueError("--sweep runs in one process and --coordinator joins "
-                     "several; leave one of the two out")
+    raise ValueError("--sweep is incompatible with --coordinator, because it "
+                     "runs in one process; leave one of the two out")
   return name, values
 
 
