@@ -1,24 +1,28 @@
 """Times the parts of a decoding round against each other on this machine.
 
-Every result is a ratio of two operations timed alternately in one run, because
-absolute times vary on shared machines. It is the median over interleaved pairs.
-Rounds are set up several times, with arrays at different addresses. Run the
-script on an idle machine:
+A round is one step of speculative decoding: a drafter proposes gamma tokens,
+and one pass of the target verifies them. Absolute times vary on shared
+machines. So every result is a ratio of two operations that are timed in turn,
+the median over several timings. Rounds are set up several times, because their
+speed depends on the memory addresses of arrays. Run the script on an idle
+machine:
 
   python experiments/benchmark.py
+
+Ratios, where "A over B" is the time of A divided by the time of B:
 
   bandwidth            bytes per second of weights and KV cache that an
                        autoregressive loop reads, over those of a sum over a
                        large array
   round_overhead       round at gamma 4 over (one verification pass + gamma
                        draft steps) timed separately
-  allocation           step with 4096 allocated cache slots over one with 256;
-                       64 slots are used
+  allocation           pass over one token with 4096 allocated cache slots over
+                       the same with 256 slots; 64 slots are used
   block_over_token     round with block verification over one with token
                        verification
   autoregressive_loop  decoding with an empty draft over a bare scan
-  pass_cost            pass over 5, 9 or 17 tokens over a pass over one, also
-                       in milliseconds
+  pass_cost            pass over 5, 9 or 17 tokens over a pass over one token,
+                       also in milliseconds
   tree_law             verification of a tree of 64 nodes over a target pass
                        over the same nodes, for batch sizes 1 and 8
   training             (forward pass of the target + forward and backward pass
@@ -145,7 +149,7 @@ def _bare_autoregression(model: Transformer, params: Any, capacity: int,
 
 def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
             capacity: int, used: int, placement: Placement | None):
-  """Times complete rounds of the loop after a prompt of `used` tokens."""
+  """Times complete decoding rounds after a prompt of `used` tokens."""
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
   state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
                           jax.random.key(0), limits=capacity // 2,
@@ -161,7 +165,11 @@ def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
 
 
 def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
-  """Times the verification of `batch` trees, drawn as `verifier` requires."""
+  """Times the verification of `batch` draft trees.
+
+  The children of a node are drawn as `verifier` requires: independently,
+  without replacement, or as the most likely tokens.
+  """
   parents = sj.trees.breadth_first(
       sj.trees.sequoia_tree(_ACCEPTANCE, _TREE_NODES.value, depth=8))
   draw = {"iid": _trees.iid,
@@ -239,7 +247,14 @@ def _training(target: Transformer, params: Any):
 
 
 def _interleaved(progress: tqdm.tqdm, *timed: Timed):
-  """Returns seconds `[pairs][timed]`; every second pair runs in reverse."""
+  """Times all operations in turn, --pairs times.
+
+  Every second repetition has the reverse order, so that a drift of the
+  machine's speed affects all operations equally.
+
+  Returns:
+    Seconds, `[pairs][timed]`.
+  """
   rows = []
   for i in range(_PAIRS.value):
     way = -1 if i % 2 else 1
@@ -265,7 +280,8 @@ def _second(row: list[float]):
 def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
   """Returns the cost of passes over several tokens.
 
-  Milliseconds show which of the two passes of a ratio has changed.
+  The milliseconds are returned too, because a ratio alone does not show which
+  of its two passes has changed.
 
   Args:
     target_pass: function `tokens -> Timed`.
@@ -330,7 +346,10 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
 
 
 def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
-  """Returns the time of each tree verifier over a target pass, by batch."""
+  """Returns the time of each tree verifier divided by that of a target pass.
+
+  The result is `{"verifier batch size": ratio}`, for batch sizes 1 and 8.
+  """
   ratios = {}
   for batch in (1, 8):
     verify = passes_of(_SLOTS, _USED.value, _TREE_NODES.value, batch, steps=1)

@@ -5,13 +5,13 @@
     --output=notes.store
 
 The datastore contains tokens of the target's tokenizer and works only with that
-tokenizer. Held-out documents, which other scripts measure with, are excluded
-unless --part=all. Usage:
+tokenizer. The studies take their prompts from held-out documents. These are
+excluded unless --part=all. Usage:
 
   store = datastores.load("code.store", tokenizer)
   params = {"target": ..., "drafter": jax.device_put(store)}
 
-These parameters suit `strategies.rest` and `strategies.suffix_decoding`.
+`strategies.rest` and `strategies.suffix_decoding` take these parameters.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Compares the controller with the best fixed draft length.
+"""Compares the adaptive controller with the best fixed draft length.
 
-Batches of prompts are continued without drafts, with each draft length, and
-with the controller, which chooses a length before every round. All variants
-decode the same batches in turn. A ratio compares two calls on one batch; the
-table has medians over batches. The best fixed length is chosen in hindsight.
+The controller chooses the draft length before every round (one draft and one
+target pass). Batches of prompts are continued without drafts, with each fixed
+length, and with the controller. All of these variants decode the same batches
+in turn. A speed ratio compares two calls on one batch; the table has medians
+over batches. The best fixed length is the fastest in these measurements.
 
   python experiments/controller_study.py
   python experiments/controller_study.py --drafter=noise,ngram \\

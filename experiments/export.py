@@ -5,7 +5,7 @@ A model becomes a Hugging Face directory, for transformers and other libraries:
   python experiments/export.py --model=bundled --output_dir=exported/target
   python experiments/export.py --model=smollm2 --output_dir=exported/smollm2
 
-Every model with an equivalent published architecture can be exported. Then
+Every model whose architecture also exists in transformers can be exported. Then
 `transformers.AutoModelForCausalLM` and `AutoTokenizer` load it by
 `from_pretrained(output_dir)`.
 
@@ -24,9 +24,10 @@ Values of --layout, by the method that trained the heads:
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
   parallel          speculators (vLLM)
-  mtp               speculators; only one module, applied repeatedly (--reuse)
-  others            none: no server supports blockwise, hydra, kangaroo,
-                    parallel_layers and pass heads
+  mtp               speculators; only if one module is applied repeatedly
+                    (--reuse of train_drafter.py)
+  others            none: no server supports heads of blockwise, hydra,
+                    kangaroo, parallel_layers and pass
 
 A drafter with a reduced vocabulary (--draft_vocabulary) stores its token ids in
 the tensors d2t and t2d. Files in the speculators layout name the target, so

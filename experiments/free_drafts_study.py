@@ -1,10 +1,10 @@
 """Measures the speedup of drafters that need no training.
 
 Every prompt is continued without drafts and with each drafter, in turn. Each
-drafter runs with a fixed draft length and with a controller, which chooses the
-length of every draft and may choose 0. At temperature 0 all outputs must be
-equal. If torch is installed, transformers decodes the same prompts with the
-same weights, by `generate` and by its prompt lookup.
+drafter runs with a fixed draft length and with the adaptive controller, which
+chooses the length of every draft and may choose 0. At temperature 0 all outputs
+must be equal. If the library transformers is installed, it decodes the same
+prompts with the same weights, by `generate` and by its prompt lookup.
 
   python experiments/free_drafts_study.py
   python experiments/free_drafts_study.py --target=smollm2 --chat \\
@@ -24,14 +24,15 @@ Drafters (--drafter, comma-separated):
                   from train_drafter.py, with their default strategy
 
 A time covers one call from the prompt's ids to the last token. A speed ratio
-compares two calls on one prompt; the table has medians over prompts. Columns
-`all` have ratios over all prompts together, so long outputs weigh more. Columns
-`decoding` exclude the prefill.
+compares two calls on one prompt; the table has medians over prompts. A column
+`all` has the ratio over all prompts together, so long outputs weigh more. The
+column `decoding` excludes the prefill.
 
-`gain` is the gain in block efficiency over the first drafter in --drafter, on
-the same prompts. Each drafter is measured on its own rollouts. Intervals are
-95 %, over prompts. The token limit cuts the last round of transformers, so its
-tokens per round are a lower bound.
+`gain` is the relative gain in block efficiency (tokens per target pass) over
+the first drafter in --drafter, on the same prompts. Each drafter is measured on
+the text that it helps to generate. Intervals are 95 %, over prompts. The token
+limit cuts the last round of transformers, so its tokens per round are a lower
+bound.
 
 A killed study resumes. Writes free_drafts.csv, .json and two figures. Run it on
 an idle machine.
@@ -122,7 +123,10 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
 
 
 def _versions():
-  """Returns versions of transformers and torch; None without a comparison."""
+  """Returns the versions of transformers and torch.
+
+  Returns None if the flags exclude the comparison with transformers.
+  """
   if _TRANSFORMERS.value == "no" or (
       _TRANSFORMERS.value == "auto"
       and importlib.util.find_spec("transformers") is None):
@@ -152,12 +156,12 @@ def _torch_model(target: Pretrained):
 
 def _drafters(names: list[str], target: Pretrained,
               members: Mapping[str, Pretrained], tokenizer: Tokenizer):
-  """Returns `{label: (strategy, params["drafter"], target model)}`."""
+  """Returns `{label: (strategy, drafter's parameters, target model)}`."""
   found = {}
   for name in names:
     label = models.label(name)
     if label in found:
-      raise ValueError(f"--drafter names {label!r} twice; leave one out, or "
+      raise ValueError(f"--drafter contains {label!r} twice; leave one out, or "
                        "rename a directory")
     if not models.drafts_for_itself(name):
       found[label] = (*compositions.strategy(
@@ -166,8 +170,9 @@ def _drafters(names: list[str], target: Pretrained,
       continue
     own = models.load_self_drafter(name, target, tokenizer, _DTYPE.value)
     if own.target is not target:
-      raise ValueError(f"{name} holds a target of its own, and all drafters of "
-                       "this study have one; see self_drafting_study.py")
+      raise ValueError(f"--drafter contains {name}, which was trained together "
+                       "with another target; leave it out, or use "
+                       "self_drafting_study.py")
     model, params, strategy = own.speculation(None, _GAMMA.value, _NODES)
     found[label] = strategy, params["drafter"], model
   return found
@@ -359,9 +364,9 @@ def _check_different(different: int, total: int) -> None:
     print(f"{different} of {total} prompts were left out: at temperature 0 "
           "their texts differ by rounding", file=sys.stderr)
   if different > total / 4:
-    raise ValueError(f"{different} of {total} prompts have different texts "
-                     "at temperature 0; the variants do not compute the same "
-                     "model")
+    raise ValueError(f"{different} of {total} prompts have different outputs "
+                     "at temperature 0, so the variants do not compute the "
+                     "same model")
 
 
 if __name__ == "__main__":

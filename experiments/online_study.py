@@ -1,10 +1,11 @@
 """Measures whether an online drafter adapts to a change of topic.
 
 The target continues requests of several users: first code, then prose. An
-online drafter is trained on the target's distributions during decoding
-(`drafters.Online`). Each user has a separate correction, which is kept from one
-request to the next. The same drafter without training decodes the same requests
-for comparison.
+online drafter (`drafters.Online`) is a draft model with a small trainable
+correction of its logits. The correction is trained on the target's
+distributions during decoding. Each user has a separate correction, which later
+requests of the user continue to train. For comparison, the same draft model
+without correction decodes the same requests.
 
   python experiments/online_study.py
   python experiments/online_study.py --prose=mine.txt --positions=rejected
@@ -156,7 +157,7 @@ def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
 
 def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
           ) -> tuple[Windows, str]:
-  """Returns the result of `decode`, cached in the file `path`."""
+  """Returns the result of `decode`, which is cached in the file `path`."""
   if path.exists():
     kept = files.read_json(path, "delete it")
   else:
@@ -179,7 +180,7 @@ def _windows(found: Sequence[Row]) -> Windows:
 
 
 def _joined(seeds: Sequence[Windows]) -> Windows:
-  """Joins the users of all seeds, in the windows that all seeds have."""
+  """Concatenates the users of all seeds, for windows that all seeds have."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
 
@@ -203,9 +204,10 @@ def _topic(windows: Windows, topic: int) -> list[np.ndarray]:
 
 
 def _summary(windows: Windows, fixed: Windows) -> Row:
-  """Returns the loss at the change of topic and its recovered fraction.
+  """Returns `lost`, `recovered` and `over_fixed`, see the module docstring.
 
-  Fractions are ratios of means, even if the loss is negative by chance.
+  Fractions are ratios of means over users. They are also returned if `lost` is
+  negative by chance, because a selection by noisy values would bias them.
   """
   code, first, last = (_topic(windows, topic)[at]
                        for topic, at in ((0, -1), (1, 0), (1, -1)))

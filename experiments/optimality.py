@@ -34,15 +34,16 @@ go to --output_dir. The tables are:
              certificate: its value, in exact fractions, equals the value of
              block verification.
   two rounds A valid rule with more expected tokens than block verification
-             after two rounds (gamma 3, 4, 5) or three (gamma 2), and a pair of
-             models for which a longer draft gives fewer tokens. All values are
-             fractions.
+             after two rounds (draft length gamma 3, 4, 5) or three (gamma 2).
+             Also a pair of models for which a longer draft gives fewer tokens.
+             All values are fractions.
   rounds of  Largest deviation from two theorems on random pairs. R: no valid
   a text     rule needs fewer expected rounds for a sequence of any length than
-             block verification (linear programs over all valid rules at every
-             context, and the value D(c) of a token in rounds). T: for every
-             sequence and number of rounds, block verification is not behind
-             token verification.
+             block verification. It is checked by linear programs over all valid
+             rules at every context c, and by the value D(c) of a token, the
+             rounds that it saves. T: for every sequence and number of rounds,
+             block verification has emitted at least as many tokens as token
+             verification.
   lengths    Mean cost of a sequence, rounds plus a cost per drafted token, for
              the draft length of optimal stopping and for other stop rules.
   extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
@@ -121,7 +122,11 @@ def _bernoulli():
 
 
 def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
-  """Returns E[sum_{i<=tau} w_i(X^i)] of block verification."""
+  """Returns the expected weight of prefixes accepted by block verification.
+
+  It is E[sum_{i<=tau} w_i(X^i)]: tau is the number of accepted tokens, X^i the
+  first i drafted tokens, and `weights[i - 1]` the weight w_i of each X^i.
+  """
   digits, rows = _drafts(pair.vocab_size, gamma)
   p, q = (np.stack([tables[i][rows[:, i]] for i in range(gamma)], axis=1)
           for tables in (pair.p, pair.q))
@@ -134,7 +139,11 @@ def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
 
 
 def _theorems():
-  """Returns accepted tokens and gaps to the optima, one row per random pair."""
+  """Returns one row per random pair of models.
+
+  A row has the expected accepted tokens of every rule, and their differences
+  from the optima of the theorems ("gaps").
+  """
   sizes = range(2, _SIZES.value + 1)
   cases = list(itertools.product(sizes, sizes, _KINDS, range(_SEEDS.value)))
   rows = []
@@ -196,7 +205,10 @@ def _drafts(vocab: int, gamma: int):
 
 
 def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
-  """Returns a rule's survival and the probability of every draft under q.
+  """Returns the survival and the probability of every draft.
+
+  The survival is the probability that a rule accepts at least i tokens, for
+  every prefix length i.
 
   Args:
     name: rule name, a key of `_RULES`.
@@ -207,7 +219,8 @@ def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
   Returns:
     `(survival [drafts, gamma + 1], q [drafts])`.
   """
-  # Rules expect a target row for the bonus token, which survival ignores.
+  # A rule expects one target distribution more than drafted tokens, for the
+  # bonus token. The survival does not depend on it, so the last is repeated.
   p = jnp.concatenate([p, p[:, -1:]], axis=1)
   survive = jax.vmap(lambda tokens, p, q: _RULES[name].survival(
       sj.Draft.chain(0, tokens, q), p))(digits, p, q)

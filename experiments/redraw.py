@@ -1,6 +1,6 @@
 """Redraws the figures of a study from its CSV file, without measuring.
 
-For verification_study.py it also recomputes tables and intervals from
+For verification_study.py the script also recomputes tables and intervals from
 verification_prompts.csv, and prints the first table of the README.
 
   python experiments/redraw.py --results=results/trees

@@ -1,9 +1,9 @@
-"""Evaluates verifiers on recorded drafts.
+"""Evaluates verification rules on recorded drafts.
 
-First, a target and a drafter decode prompts with one acting verifier. The
-script records the drafts and the probabilities of both models. Then it
-evaluates every verifier on the record, without a model and without sampling.
-The same command completes an interrupted recording.
+First, a target and a drafter decode prompts with one rule, the acting verifier.
+The script records the drafts and the probabilities of both models. Then it
+evaluates every rule on this record, without a model and without sampling. The
+same command completes an interrupted recording.
 
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
@@ -15,15 +15,18 @@ The same command completes an interrupted recording.
 several. In float32 the record is the same up to rounding.
 
 Every round starts where the acting verifier ended the previous round. So
-compare rules within one record, not with their own rollouts.
+compare rules only within one record, not with block efficiencies that rules
+reach when they generate the text themselves.
 
 The column "over the best" compares a rule with the best possible rule of one
-round on these drafts. Let R_i be the product of p/q over the first i drafted
-tokens. A rule is valid if it emits one bonus token and the unmodified target
-continues. Every valid rule accepts the first l drafted tokens with probability
-at most min_{i<=l} R_l / R_i, given these tokens. Block verification attains
-this bound for every l, so it is at 0 %. The bound does not hold over several
-rounds, for lossy rules or for rules with state.
+round on these drafts. Let p and q be the probabilities of target and drafter,
+and R_i the product of p/q over the first i drafted tokens. A rule is valid if
+its accepted tokens, one further token and a continuation by the unmodified
+target together have the target's distribution. Every valid rule accepts the
+first l drafted tokens with probability at most min_{i<=l} R_l / R_i, given
+these tokens. Block verification attains this bound for every l, so it is at
+0 %. The bound does not hold over several rounds, for lossy rules or for rules
+with state.
 
 Writes replay.json to --output_dir; the last line of stdout is its path.
 """
@@ -78,7 +81,7 @@ _OUTPUT_DIR = shared.output_dir(
     "unless --record is set")
 
 _MOST_BYTES = 2**31  # memory for the record of the prompts of a batch
-_CLUSTERS = "clusters.json"  # in the record's directory: labels of the prompts
+_CLUSTERS = "clusters.json"  # file in the record: cluster label of each prompt
 
 
 def _place() -> str:
@@ -128,16 +131,17 @@ def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,
                clusters: list[str] | None) -> analysis.Estimate:
   """Returns the relative gain in block efficiency over the best possible rule.
 
-  `best` is the evaluation of block verification. Both efficiencies are sums of
-  P(tau >= l) given the first l drafted tokens, which the bound limits. For all
-  i <= l, with X the draft and z the generated sequence, a valid rule has
+  `best` is the evaluation of block verification, which attains the bound of
+  the module docstring. Proof of the bound: let tau be the number of accepted
+  tokens, X the draft, x^l its first l tokens, and z the generated sequence. For
+  all i <= l, a valid rule has
 
     P(tau >= l, X^l = x^l) <= P(tau >= i, z^l = x^l)
       = P(tau >= i, X^i = x^i) p(x_{i+1..l} | x^i) <= q(x^i) p(x_{i+1..l} | x^i)
 
-  The equality holds because the target continues whenever tau < i. So the
-  remaining tokens also follow p given tau >= i. Division by q(x^l) gives
-  R_l / R_i.
+  The equality holds because z follows p, and the target itself continues if
+  tau < i. So given tau >= i, the tokens after i also follow p. Division by
+  q(x^l) gives P(tau >= l | x^l) <= R_l / R_i.
   """
   accepted, most = ([x[:, 1:].sum(dtype=np.float64) for x in rule.survival]
                     for rule in (replayed, best))

@@ -2,26 +2,28 @@
 
   python experiments/rounds_study.py
 
-The target generates one sequence per prompt, up to --max_new_tokens or an eos.
-The ratios p/q of its tokens give the exact distribution of the number of rounds
-for every draft length (`text_rounds.given_text`).
+A round is one draft and one pass of the target. The target generates one
+sequence per prompt, up to --max_new_tokens or an end-of-text token. Let p and q
+be the probabilities of target and drafter. The ratios p/q of the sequence's
+tokens determine the exact distribution of the number of rounds, for every draft
+length (`text_rounds.given_text`).
 
-All rules are compared on the same sequences, so accept and reject decisions
-add no noise. Intervals are over the sequences. Lossless rules generate
-sequences of the same distribution. So the mean over sequences estimates the
-expected rounds of a rule's own rollouts, and the mixture of the distributions
-estimates their quantiles.
+Both rules are compared on the same sequences, so accept and reject decisions
+add no noise. Intervals are over the sequences. A lossless rule generates
+sequences of the target's distribution. So the mean over these sequences
+estimates the expected rounds of decoding with the rule, and the mixture of the
+distributions estimates the quantiles.
 
-The drafter's q must depend only on the sequence, so that a draft of one token
-gives q at every position. Greedy block verification is not included, because it
-has state and no such formula. Output: rounds.csv in --output_dir.
+The drafter's q must depend only on the sequence before a token. Then a draft of
+one token gives q at every position. Greedy block verification is not included:
+it has state, and no such formula is known. Output: rounds.csv in --output_dir.
 
---token_cost also compares rules for the draft length, under block verification,
-at these costs of a drafted token in target calls: the best fixed length, a
-threshold on the confidence, and optimal stopping by estimates
-(`draft_stopping`). They are tuned on one half of the prompts and evaluated on
-the other. This draws one draft of the largest --gamma at every position, and
-writes lengths.csv:
+--token_cost also compares stop rules, which choose the draft length, under
+block verification. Its values are costs of a drafted token, in target calls.
+The stop rules are the best fixed length, a threshold on the confidence (max q),
+and optimal stopping by estimates (`draft_stopping`). They are tuned on one half
+of the prompts and evaluated on the other. One draft of the largest --gamma is
+drawn at every position. Output: lengths.csv in --output_dir.
 
   python experiments/rounds_study.py --token_cost=0.02,0.05,0.1,0.2
 """
@@ -63,11 +65,11 @@ _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/rounds")
 
 _TOKEN_COST = flags.DEFINE_list(
-    "token_cost", [], "Costs of a drafted token in target calls, "
-    "comma-separated and above 0, at which rules for the draft length are "
-    "compared. Default: no comparison")
+    "token_cost", [], "Also compare rules that choose the draft length, for "
+    "these costs of a drafted token relative to a target call, "
+    "comma-separated and above 0. Default: no comparison")
 
-_ROWS, _ROUNDS = 8, 8  # per call: limits the memory of the trace
+_ROWS, _ROUNDS = 8, 8  # rows and rounds of a call, which limit its memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +143,8 @@ def main():
   prices = (common.numbers("--token_cost", _TOKEN_COST.value)
             if _TOKEN_COST.value else [])
   if min(prices, default=1) <= 0:
-    raise ValueError(f"--token_cost holds {min(prices):g}; give prices above "
-                     "0: without one the longest drafts are best")
+    raise ValueError(f"--token_cost contains {min(prices):g}; give costs above "
+                     "0, because without a cost the longest draft is best")
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
   read = prompts_lib.read(
@@ -158,8 +160,8 @@ def main():
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
         eos=models.ends(target, tokenizer) if _CHAT.value else None)
     if "autoregressive" not in interfaces.capabilities(decoder.drafter):
-      raise ValueError(f"--drafter holds {name}, whose q does not depend on "
-                       "the text alone; leave it out")
+      raise ValueError(f"--drafter contains {name}, whose probabilities do not "
+                       "depend on the sequence alone; leave it out")
     prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                            decoder.context_length)
     texts = _texts(decoder, {"target": target.params, "drafter": params},

@@ -17,15 +17,17 @@ Methods:
 
   --method=medusa     Medusa-1 heads; the target is frozen
   --method=medusa2    Medusa-2: heads and target are trained jointly
-  --method=hydra      Medusa heads with the drafted tokens as inputs
+  --method=hydra      Medusa heads that also read the tokens drafted so far
   --method=blockwise  residual feed-forward heads (Stern et al. 2018)
-  --method=eagle1     a layer for predicting the target's next feature (EAGLE)
+  --method=eagle1     a layer that predicts the target's next hidden state
+                      (EAGLE)
   --method=eagle3     a layer on three hidden states of the target, trained on
                       its own predictions (EAGLE-3)
   --method=mtp        multi-token prediction modules, applied in sequence
   --method=parallel_layers   layers parallel to the target's last layer
   --method=parallel   a network for a whole block of tokens (DFlash, DSpark)
-  --method=pass       embeddings of look-ahead tokens (PaSS)
+  --method=pass       embeddings of look-ahead tokens, at whose positions the
+                      target predicts further tokens (PaSS)
   --method=kangaroo   an adapter after the first layers of the target
 
 The target is frozen, except with medusa2 and with --train_target. A flag whose
@@ -53,8 +55,9 @@ help begins with method names applies to these methods only. More examples:
 Files in --output_dir:
 
   heads.safetensors, heads.json   the heads of the last evaluation
-  best/                the same files for the evaluation with the best
-                       greedy_block_efficiency
+  best/                the same files, for the evaluation with the largest
+                       greedy_block_efficiency (tokens per target pass in
+                       greedy decoding)
   model.safetensors, config.json, tokenizer.json   the target, if trained
   train_drafter.json   results before and after training; the last line of
                        stdout names this file

@@ -168,7 +168,8 @@ def _initial() -> Pretrained | None:
   for flag in _OF_INITIAL:
     if flag.present:
       raise ValueError(f"--{flag.name} is {flag.value} and --initial "
-                       f"{_INITIAL.value}, which has its own; leave one out")
+                       f"{_INITIAL.value} determines this setting; leave one "
+                       "of the two out")
   found = models.load_model(_INITIAL.value, "float32")
   models.tokenizer_of(found, _INITIAL.value)
   if _CONTEXT_LENGTH.value > found.model.context_length:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# docs/results/costs.md, while nothing else runs: both pairs, and the
-# bundled pair in a process of its own.
+# Measurements of docs/results/costs.md: both pairs of models in one process,
+# then the bundled pair in a separate process. Run no other program meanwhile.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/benchmark.py "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Which loss distils `small` best, with three seeds of each: half an hour on two
-# cores. RUNS is where it goes; killed and started again, it goes on where it was.
+# Compares losses for the distillation of the draft model `small`, with three
+# training runs per loss: half an hour on two CPU cores. Output goes to the
+# directory RUNS (default: results). A second call continues a killed run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results}

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Whether a drafter that learns while it drafts follows a change of topic. `small`
-# has read prose and loses nothing by it, so a drafter of its shape is trained on
-# code without comments and docstrings first. A quarter of an hour on two cores.
-# RUNS is where it goes.
+# Measures whether an online drafter adapts to a change of topic from code to
+# prose. The bundled draft model `small` was also trained on prose, so the
+# change does not reduce its acceptance. Therefore a drafter of the same shape
+# is first trained on code without comments and docstrings. A quarter of an hour
+# on two CPU cores. Output goes to the directory RUNS (default: results/online).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/online}
@@ -21,7 +22,7 @@ study() {
     --rank=32 "$@"
 }
 study --drafter="$runs/coder" --output_dir="$runs/study"
-# The same run twice gives the same bytes.
+# Check that two equal runs write equal files.
 for i in 1 2; do
   study --drafter="$runs/coder" --seeds=1 --code_tokens=300 --prose_tokens=600 \
     --output_dir="$runs/again_$i"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# docs/results/paper.md: two drafters, three temperatures,
-# three seeds, all prompts.
+# Measurements of docs/results/paper.md with the bundled models: two drafters,
+# three temperatures, three seeds, all prompts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/verification_study.py --gamma=4,6,8,16 \

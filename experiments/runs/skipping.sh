@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What part of a target drafts for it: the bundled target and SmolLM2, and the
-# bundled target trained on by LayerSkip, beside a plain one of as many steps. An
-# hour on two cores. RUNS is where they go.
+# Compares subsets of a target's layers as its drafter, for the bundled target
+# and SmolLM2. Then the bundled target is trained further, once with LayerSkip
+# and once without, for the same number of steps. An hour on two CPU cores.
+# Output goes to the directory RUNS (default: results/skipping).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/skipping}

