@@ -92,6 +92,12 @@ class LogitsTransform:
       fields.check_at_least("a token that is banned", token, 0)
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
+    self._check_numbers()
+    fields.check_fields(self, "top_k", least=0, more=": 0 keeps all tokens")
+    object.__setattr__(self, "top_k", int(self.top_k))
+
+  def _check_numbers(self) -> None:
+    """Raises `ValueError` unless temperature, top_p and min_p are in range."""
     for name in ("temperature", "top_p", "min_p"):
       value = getattr(self, name)
       if not fields.is_number(value) and (
@@ -102,8 +108,6 @@ class LogitsTransform:
       raise ValueError(f"temperature is {self.temperature}; it must be at "
                        f"least 0 and at most {LARGEST:g}: 0 is greedy, 1 is "
                        "the model's own law")
-    fields.check_fields(self, "top_k", least=0, more=": 0 keeps all tokens")
-    object.__setattr__(self, "top_k", int(self.top_k))
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]: 1 keeps "
                        "all tokens")

@@ -130,18 +130,8 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
     raise ValueError(f"potential has {len(potential)} numbers; it must have "
                      f"V**(height + 1) = {vocab**length}")
   p = _rational(pair.p, length)
-  means = [list(potential)]
-  for n in reversed(range(length)):
-    means.insert(0, [sum(a * b for a, b in zip(row, means[0][i * vocab:]))
-                     for i, row in enumerate(p[n])])
-  possible = [[True]]
-  for n in range(length):
-    possible.append([before and bool(x)
-                     for before, row in zip(possible[n], p[n]) for x in row])
-  # The best y after every context; None for contexts with p = 0.
-  best = [[max((means[n + 1][c * vocab + y] for y in range(vocab)
-                if possible[n + 1][c * vocab + y]), default=None)
-           for c in range(vocab**n)] for n in range(length)]
+  means = _means(potential, p, vocab)
+  best = _largest(means, p, vocab)
   drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
   total = Fraction(0)
@@ -154,6 +144,33 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
                        "have no exact probability here")
     total += chance * max(stops)
   return total - means[0][0]
+
+
+def _means(potential: Sequence[Fraction], p: list[list[list[Fraction]]],
+           vocab: int) -> list[list[Fraction]]:
+  """Returns E[phi(z) | first n tokens of z] under p, by n and context."""
+  means = [list(potential)]
+  for rows in reversed(p):
+    means.insert(0, [sum(a * b for a, b in zip(row, means[0][i * vocab:]))
+                     for i, row in enumerate(rows)])
+  return means
+
+
+def _largest(means: list[list[Fraction]], p: list[list[list[Fraction]]],
+             vocab: int) -> list[list[Fraction | None]]:
+  """Returns the largest mean after one more token, by length and context.
+
+  Only tokens that p allows count. It is None for a context with p = 0.
+  """
+  possible, best = [True], []
+  for n, rows in enumerate(p):
+    possible = [before and bool(x)
+                for before, row in zip(possible, rows) for x in row]
+    best.append([
+        max((means[n + 1][c * vocab + y] for y in range(vocab)
+             if possible[c * vocab + y]), default=None)
+        for c in range(vocab**n)])
+  return best
 
 
 def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,

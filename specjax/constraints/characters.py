@@ -144,9 +144,38 @@ def counted(automaton: Characters, least: int, most: int | None
     first. Places without a path to an end are omitted. The list is empty if no
     string is accepted.
   """
-  table, states = automaton.table, len(automaton.table)
+  table = automaton.table
   counts = (least if most is None else most) + 1
   fragments.check_size(counts, f"the string of up to {counts - 1} characters")
+  used = _used_places(automaton, least, counts, most is None)
+  if not used[0, 0]:
+    return []
+  fragments.check_size(used.sum(), "the string")
+  number = np.where(used, np.cumsum(used).reshape(used.shape) - 1, -1)
+  # After the last count, the next one does not exist or is the last one again.
+  after = np.full_like(number, -1)
+  after[:-1] = number[1:]
+  if most is None:
+    after[-1] = number[-1]
+  return [(np.where(table[state] >= 0, after[i, table[state]], -1).tolist(),
+           bool(automaton.final[state]) and i >= least)
+          for i, state in zip(*np.nonzero(used))]
+
+
+def _used_places(automaton: Characters, least: int, counts: int,
+                 endless: bool) -> np.ndarray:
+  """Returns the places of `counted` that lie on a path to an end.
+
+  Args:
+    automaton: automaton of S states.
+    least: smallest number of characters.
+    counts: number of counts; a place is a count and a state.
+    endless: if True, the last count represents all counts from `least` on.
+
+  Returns:
+    `[counts, S]` bool.
+  """
+  table, states = automaton.table, len(automaton.table)
   source, atom = np.nonzero(table >= 0)
   target = table[source, atom]
   reached = np.zeros((counts, states), bool)
@@ -155,24 +184,12 @@ def counted(automaton: Characters, least: int, most: int | None
     reached[i, target[reached[i - 1, source]]] = True
   ends = np.zeros((counts, states), bool)
   ends[least:] = automaton.final
-  if most is None:  # the last count represents all counts from `least` on
+  if endless:
     reached[-1] = fragments.spread(source, target, reached[-1])
     ends[-1] = fragments.spread(target, source, ends[-1])
   for i in reversed(range(counts - 1)):
     ends[i, source[ends[i + 1, target]]] = True
-  kept = reached & ends
-  if not kept[0, 0]:
-    return []
-  fragments.check_size(kept.sum(), "the string")
-  number = np.where(kept, np.cumsum(kept).reshape(kept.shape) - 1, -1)
-  found = []
-  for i, state in zip(*np.nonzero(kept)):
-    after = i + 1 if i + 1 < counts else (i if most is None else None)
-    row = table[state]
-    places = np.full(len(row), -1) if after is None else np.where(
-        row >= 0, number[after, row], -1)
-    found.append((places.tolist(), bool(automaton.final[state]) and i >= least))
-  return found
+  return reached & ends
 
 
 def spelled(automaton: Characters, *, json: bool, least: int = 0,
@@ -192,30 +209,17 @@ def spelled(automaton: Characters, *, json: bool, least: int = 0,
   places = counted(automaton, least, most)
   if not places:
     return None
-  intervals = tuple(zip(automaton.lows.tolist(), automaton.atoms.tolist()))
-  templates, starts, size = [], [], 1 if json else 0
-  for after, _ in places:
-    labels, names = [], {-1: -1}
-    for place in after:
-      labels.append(names.setdefault(place, len(names) - 1))
-    edges, width = _template(intervals, tuple(labels), json)
-    templates.append((edges, [x for x in names if x >= 0]))
-    starts.append(size)
-    size += width
-    fragments.check_size(size, "the string")
-  starts.append(size)
-  starts = np.array(starts)
-  parts = [[(0, 0x22, 0x22, 1)]] if json else [np.zeros((0, 4))]
-  for start, (edges, after), (_, ends) in zip(starts, templates, places):
+  templates, starts = _templates(automaton, places, json)
+  size = int(starts[-1])
+  parts = [np.zeros((0, 4))]
+  for start, (edges, after) in zip(starts, templates):
     if len(edges):
-      new = edges + np.array([start, 0, 0, start])
-      leaf = edges[:, 3] < 0
-      new[leaf, 3] = starts[np.array(after)[~edges[leaf, 3]]]
-      parts.append(new)
-    if json and ends:
-      parts.append([(start, 0x22, 0x22, size)])
-  final = ([size] if json else
-           [start for start, (_, ends) in zip(starts, places) if ends])
+      parts.append(_moved(edges, start, starts[after]))
+  final = [start for start, (_, ends) in zip(starts, places) if ends]
+  if json:  # quotation marks around the characters
+    parts += [[(0, 0x22, 0x22, 1)],
+              *([(start, 0x22, 0x22, size)] for start in final)]
+    final = [size]
   blocks = np.repeat(starts[:-1], np.diff(starts))
   anchors, groups = np.zeros((2, size + json, 2), np.int64)
   anchors[int(json):size, 1] = blocks
@@ -223,6 +227,41 @@ def spelled(automaton: Characters, *, json: bool, least: int = 0,
   return fragments.Fragment(
       edges=np.concatenate([np.array(x, np.int64) for x in parts]),
       final=np.array(final), anchors=anchors, groups=groups)
+
+
+def _moved(edges: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
+  """Returns edges of `_template` with the states of a complete automaton.
+
+  Args:
+    edges: `[E, 4]`.
+    start: number of the template's state 0.
+    ends: state after the character, by label.
+  """
+  leaf = edges[:, 3] < 0
+  edges = edges + np.array([start, 0, 0, start])
+  edges[leaf, 3] = ends[~(edges[leaf, 3] - start)]
+  return edges
+
+
+def _templates(automaton: Characters, places: list[tuple[list[int], bool]],
+               json: bool
+               ) -> tuple[list[tuple[np.ndarray, list[int]]], np.ndarray]:
+  """Spells the next character of every place.
+
+  Returns:
+    The edges of `_template` and the next place of each label, for every place;
+    and the first state of every place, followed by the number of states.
+  """
+  intervals = tuple(zip(automaton.lows.tolist(), automaton.atoms.tolist()))
+  templates, starts = [], [int(json)]
+  for after, _ in places:
+    names = {-1: -1}
+    labels = [names.setdefault(place, len(names) - 1) for place in after]
+    edges, width = _template(intervals, tuple(labels), json)
+    templates.append((edges, [x for x in names if x >= 0]))
+    starts.append(starts[-1] + width)
+    fragments.check_size(starts[-1], "the string")
+  return templates, np.array(starts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -242,24 +281,27 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
         node = node.setdefault(step, {})
       node[path[-1]] = ~label
   names, edges = {}, []
-
-  def visit(node):
-    """Returns the number of a node, equal for nodes with equal edges."""
-    if not isinstance(node, dict):
-      return node
-    moves = frozenset((low, high, visit(after)) for step, after in node.items()
-                      for low, high in step)
-    if moves not in names:
-      names[moves] = len(names)
-    return names[moves]
-
-  last = visit(root)
+  last = _numbered(root, names)
   # The root is numbered last and has no equal: it is the longest path.
   rename = lambda x: x if x < 0 else 0 if x == last else x + 1
   for moves, name in names.items():
     edges += [(rename(name), low, high, rename(after))
               for low, high, after in _joined(moves)]
   return np.array(edges, np.int64).reshape(-1, 4), len(names)
+
+
+def _numbered(node: dict | int, names: dict[frozenset, int]) -> int:
+  """Returns the number of a node, equal for nodes with equal edges.
+
+  Args:
+    node: dict from steps to nodes, or the number of an end.
+    names: numbers by edges, extended by this function.
+  """
+  if not isinstance(node, dict):
+    return node
+  moves = frozenset((low, high, _numbered(after, names))
+                    for step, after in node.items() for low, high in step)
+  return names.setdefault(moves, len(names))
 
 
 def _labelled(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...]

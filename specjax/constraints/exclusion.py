@@ -99,27 +99,46 @@ def refuted(read: Read, value: Any, b: Alternative) -> bool:
   if b.values is not None and not common(
       (json.dumps(value),), b.values):
     return True
-  below = lambda x, node: all(
-      refuted(read, x, one) for one in read(
-          tuple((part, ()) for part, _ in node)))
-  if isinstance(value, str):
-    return not (formats.string_automaton(b.patterns, b.formats).accepts(value)
-                and _is_within(len(value), b.limits, "Length"))
-  if isinstance(value, list):
-    different = {json.dumps(x, sort_keys=True) for x in value}
-    return (not _is_within(len(value), b.limits, "Items")
-            or b.limits.get("uniqueItems") and len(different) < len(value)
-            or any(below(x, b.item(i)) for i, x in enumerate(value)))
-  if isinstance(value, dict):
-    return (not value.keys() >= set(b.required)
-            or not _is_within(len(value), b.limits, "Properties")
-            or any(below(x, b.named(name)) for name, x in value.items()))
-  if isinstance(value, (int, float)) and not isinstance(value, bool):
-    return (value < b.limits.get("minimum", value)
-            or value > b.limits.get("maximum", value)
-            or value <= b.limits.get("exclusiveMinimum", value - 1)
-            or value >= b.limits.get("exclusiveMaximum", value + 1))
-  return False
+  is_refuted = _REFUTED.get(type(value))
+  return is_refuted is not None and is_refuted(read, value, b)
+
+
+def _string_refuted(read: Read, value: str, b: Alternative) -> bool:
+  del read
+  return not (formats.string_automaton(b.patterns, b.formats).accepts(value)
+              and _is_within(len(value), b.limits, "Length"))
+
+
+def _array_refuted(read: Read, value: list, b: Alternative) -> bool:
+  different = {json.dumps(x, sort_keys=True) for x in value}
+  return (not _is_within(len(value), b.limits, "Items")
+          or b.limits.get("uniqueItems", False) and len(different) < len(value)
+          or any(_part_refuted(read, x, b.item(i))
+                 for i, x in enumerate(value)))
+
+
+def _object_refuted(read: Read, value: dict, b: Alternative) -> bool:
+  return (not value.keys() >= set(b.required)
+          or not _is_within(len(value), b.limits, "Properties")
+          or any(_part_refuted(read, x, b.named(name))
+                 for name, x in value.items()))
+
+
+def _number_refuted(read: Read, value: float, b: Alternative) -> bool:
+  del read
+  return (value < b.limits.get("minimum", value)
+          or value > b.limits.get("maximum", value)
+          or value <= b.limits.get("exclusiveMinimum", value - 1)
+          or value >= b.limits.get("exclusiveMaximum", value + 1))
+
+
+def _part_refuted(read: Read, value: Any, node: alternatives.Node) -> bool:
+  return all(refuted(read, value, one)
+             for one in read(tuple((part, ()) for part, _ in node)))
+
+
+_REFUTED = {str: _string_refuted, list: _array_refuted, dict: _object_refuted,
+            int: _number_refuted, float: _number_refuted}
 
 
 def _is_within(count: int, limits: Mapping[str, Any], noun: str) -> bool:

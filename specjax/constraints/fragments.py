@@ -9,6 +9,7 @@ every copy, and `token_tables` processes only one copy.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 import dataclasses
 import functools
 
@@ -209,6 +210,23 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
     node[None] = None
   if not root:
     return None
+  rows = _distinct_rows(root)
+  last = len(rows) - 1  # the root has the longest text and so no equal
+  edges = [(last - i, byte, byte, last - child) for i, row in enumerate(rows)
+           for byte, child in row if byte >= 0]
+  final = [last - i for i, row in enumerate(rows) if row[0][0] < 0]
+  check_size(len(rows), "the choice")
+  zeros = np.zeros((len(rows), 1), np.int64)
+  return Fragment(np.array(edges, np.int64).reshape(-1, 4), np.array(final),
+                  zeros, zeros)
+
+
+def _distinct_rows(root: dict) -> list[tuple[tuple[int, int], ...]]:
+  """Returns the distinct nodes of a tree of bytes, children first.
+
+  A node is a sorted tuple of (byte, number of the child); both are -1 where a
+  string ends.
+  """
   names, rows = {}, []
   # Children come first, so that equal nodes have equal rows. The loop is
   # not recursive, because a string may be long.
@@ -227,14 +245,7 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
       names[row] = len(rows)
       rows.append(row)
     name[id(node)] = names[row]
-  last = len(rows) - 1  # the root has the longest text and so no equal
-  edges = [(last - i, byte, byte, last - child) for i, row in enumerate(rows)
-           for byte, child in row if byte >= 0]
-  final = [last - i for i, row in enumerate(rows) if row[0][0] < 0]
-  check_size(len(rows), "the choice")
-  zeros = np.zeros((len(rows), 1), np.int64)
-  return Fragment(np.array(edges, np.int64).reshape(-1, 4), np.array(final),
-                  zeros, zeros)
+  return rows
 
 
 def _deterministic(edges: np.ndarray, final: set[int], size: int
@@ -255,13 +266,8 @@ def _deterministic(edges: np.ndarray, final: set[int], size: int
   clashing = np.unique(edges[1:][clash, 0]).tolist()
   names, work, new = {}, [((x,), x) for x in clashing], []
   for members, name in work:
-    out = np.concatenate([edges[starts[x]:starts[x + 1]] for x in members])
-    cuts = np.unique(np.r_[out[:, 1], out[:, 2] + 1])
-    for low, high in zip(cuts[:-1].tolist(), (cuts[1:] - 1).tolist()):
-      covers = (out[:, 1] <= low) & (out[:, 2] >= high)
-      targets = tuple(np.unique(out[covers, 3]).tolist())
-      if not targets:
-        continue
+    for low, high, targets in _moves(
+        np.concatenate([edges[starts[x]:starts[x + 1]] for x in members])):
       if len(targets) > 1 and targets not in names:
         if len(names) == _MOST_MERGED:
           raise ValueError(
@@ -269,12 +275,22 @@ def _deterministic(edges: np.ndarray, final: set[int], size: int
               f"{_MOST_MERGED} states; let them differ from the start")
         names[targets] = size + len(names)
         work.append((targets, names[targets]))
-        if any(x in final for x in targets):
+        if not final.isdisjoint(targets):
           final.add(names[targets])
-      new.append((name, low, high, targets[0] if len(targets) == 1 else
-                  names[targets]))
+      # Several targets have a name, a single target is its own.
+      new.append((name, low, high, names.get(targets, targets[0])))
   kept = edges[~np.isin(edges[:, 0], clashing)]
   return (np.concatenate([kept, np.array(new, np.int64)]), final, len(names))
+
+
+def _moves(edges: np.ndarray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+  """Yields first byte, last byte and targets, by ranges with equal targets."""
+  cuts = np.unique(np.r_[edges[:, 1], edges[:, 2] + 1])
+  for low, high in zip(cuts[:-1].tolist(), (cuts[1:] - 1).tolist()):
+    covers = (edges[:, 1] <= low) & (edges[:, 2] >= high)
+    targets = tuple(np.unique(edges[covers, 3]).tolist())
+    if targets:
+      yield low, high, targets
 
 
 def _trimmed(edges: np.ndarray, final: set[int], anchors: np.ndarray,

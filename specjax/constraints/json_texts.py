@@ -52,16 +52,16 @@ class Writer:
              ) -> list[fragments.Fragment | None]:
     """Returns the automata of an alternative, one for each type."""
     kinds, inner = one.reachable_types, free + one.is_free
-    untyped = [key for key in one.keywords if one.types is None]
-    if untyped:
-      raise ValueError(f"the JSON schema has {untyped[0]!r} without a 'type'; "
-                       "say of which type the value is")
+    if one.keywords and one.types is None:
+      raise ValueError(
+          f"the JSON schema has {one.keywords[0]!r} without a 'type'; add the "
+          "type of the value")
     if one.is_free and free == _FREE:
       kinds = kinds - {"array", "object"}
     found = []
-    words = [word for word, kind in ((b"null", "null"), (b"true", "boolean"),
-                                     (b"false", "boolean")) if kind in kinds]
-    found.append(fragments.of_texts(words))
+    found.append(fragments.of_texts([
+        *[b"null"] * ("null" in kinds),
+        *[b"true", b"false"] * ("boolean" in kinds)]))
     if kinds & {"integer", "fraction"}:
       found.append(_number(tuple(sorted(one.limits.items())),
                            "fraction" not in kinds))
@@ -120,13 +120,12 @@ class Writer:
                        "would not follow; leave it out")
     prefix = [self.value(node, free) for node in one.prefix]
     item = self.value(one.items, free)
-    longest = next((i for i, x in enumerate(prefix) if x is None),
-                   None if item is not None else len(prefix))
-    most = min((x for x in (most, longest) if x is not None), default=None)
+    most = _most_items(prefix, item, most)
     if most is not None and least > most:
       return None
-    count = max(least, len(prefix), 1) if most is None else most
-    what = f"'{'minItems' if most is None else 'maxItems'}' {count}"
+    count, limit = ((max(least, len(prefix), 1), "minItems") if most is None
+                    else (most, "maxItems"))
+    what = f"'{limit}' {count}"
     if item is not None:  # the item, its comma and the space around it
       fragments.check_size((item.size + 2 * self._space.size + 5) * (
           count - len(prefix)), what)
@@ -187,6 +186,21 @@ class Writer:
     return self.spaced(builder, state)
 
 
+def _most_items(prefix: Sequence[fragments.Fragment | None],
+                item: fragments.Fragment | None, most: int | None
+                ) -> int | None:
+  """Returns the largest number of items; None means that there is no limit.
+
+  Args:
+    prefix: automata of the first items; None if no value is valid.
+    item: automaton of the items after them; None if no value is valid.
+    most: "maxItems" of the schema, or None.
+  """
+  possible = [x is not None for x in (*prefix, item)]
+  limits = [] if all(possible) else [possible.index(False)]
+  return min([*limits, *([] if most is None else [most])], default=None)
+
+
 class _Object:
   """Builds an object: declared properties in their order, then others.
 
@@ -199,25 +213,27 @@ class _Object:
     self._writer, self._least = writer, one.limits.get("minProperties", 0)
     self._most = one.limits.get("maxProperties")
     required = set(one.required)
-    names = [*one.properties, *(x for x in one.required
-                                if x not in one.properties)]
+    names = [*dict.fromkeys((*one.properties, *one.required))]
     values = {name: writer.value(one.named(name), free) for name in names}
     self._missing = any(values[name] is None for name in required)
     self._names = [name for name in names if values[name] is not None]
     self._values, self._required = values, required
+    self._cap = max(1, self._least if self._most is None else self._most)
     self._extra = None
     if one.has_extra or not one.properties:
       self._extra = writer.value(one.extra, free)
-    if self._extra is not None:
-      if self._least > 1 and self._least > len(required):
-        raise ValueError(
-            f"the JSON schema has 'minProperties' {self._least} of properties "
-            "without names, which may be written twice; name them in "
-            "'properties', or set 'additionalProperties' to false")
-      self._key = characters.spelled(characters.without(names), json=True)
-    self._cap = max(1, self._least if self._most is None else self._most)
     if self._extra is None:
       self._cap = max(1, min(self._cap, len(self._names)))
+    else:
+      self._check_extra()
+      self._key = characters.spelled(characters.without(names), json=True)
+
+  def _check_extra(self) -> None:
+    if self._least > 1 and self._least > len(self._required):
+      raise ValueError(
+          f"the JSON schema has 'minProperties' {self._least} of properties "
+          "without names, which may be written twice; name them in "
+          "'properties', or set 'additionalProperties' to false")
 
   def fragment(self) -> fragments.Fragment | None:
     """Returns the automaton of the object, or None if no value exists."""

@@ -24,8 +24,9 @@ def equivalent_states(table: np.ndarray, final: np.ndarray) -> np.ndarray:
     order = np.argsort(targets, kind="stable")
     ends = np.cumsum(np.bincount(targets, minlength=dead + 1))[:-1]
     before.append([x.tolist() for x in np.split(order, ends)])
-  numbers = [*final.astype(int).tolist(), 0]
-  blocks = [{i for i, x in enumerate(numbers) if x == y} for y in (0, 1)]
+  is_final = np.append(final, False)
+  numbers = is_final.astype(int).tolist()
+  blocks = [{*np.flatnonzero(x).tolist()} for x in (~is_final, is_final)]
   work = {0, 1}
   while work:
     splitter = list(blocks[work.pop()])
@@ -35,13 +36,26 @@ def equivalent_states(table: np.ndarray, final: np.ndarray) -> np.ndarray:
         for state in moves[target]:
           parts.setdefault(numbers[state], set()).add(state)
       for number, part in parts.items():
-        rest = blocks[number] - part
-        if not rest:
-          continue
-        # The smaller half gets the new number.
-        small, blocks[number] = sorted((part, rest), key=len)
-        for state in small:
-          numbers[state] = len(blocks)
-        work.add(len(blocks))
-        blocks.append(small)
+        work |= _split(blocks, numbers, number, part)
   return np.array(numbers[:dead])
+
+
+def _split(blocks: list[set[int]], numbers: list[int], number: int,
+           part: set[int]) -> set[int]:
+  """Splits `part` off its block; returns the new number, if there is one.
+
+  Args:
+    blocks: states of every block, changed in place.
+    numbers: block of every state, changed in place.
+    number: number of the block.
+    part: states of the block.
+  """
+  rest = blocks[number] - part
+  if not rest:
+    return set()
+  # The smaller half gets the new number.
+  small, blocks[number] = sorted((part, rest), key=len)
+  for state in small:
+    numbers[state] = len(blocks)
+  blocks.append(small)
+  return {len(blocks) - 1}

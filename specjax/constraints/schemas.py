@@ -5,6 +5,7 @@ A part of a schema is merged with all parts that apply to the same value: its
 `anyOf`, `oneOf`, `allOf` and `$ref`. Unsupported keywords raise an error.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -145,21 +146,8 @@ def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
            ) -> Alternative:
   """Returns the keywords of one part, except its alternatives and `$ref`."""
   node = lambda x: ((x, refs),)
-  values = None
-  if "enum" in part or "const" in part:
-    values = tuple(map(_text, part["enum"] if "enum" in part else
-                       [part["const"]]))
-    if "const" in part and "enum" in part:
-      values = exclusion.common(values, (_text(part["const"]),))
-  kinds = part.get("type")
-  limits = {key: part[key] for key in (
-      *_LEAST, *_MOST, *_BOUNDS, "uniqueItems") if key in part}
   return Alternative(
-      types=None if kinds is None else frozenset(sum(
-          (TYPES[x] for x in ([kinds] if isinstance(kinds, str) else kinds)),
-          ())),
-      values=values, limits={key: int(x) if key in (*_LEAST, *_MOST) else x
-                             for key, x in limits.items()},
+      types=_types(part), values=_values(part), limits=_limits(part),
       patterns=tuple(part[key] for key in ("pattern",) if key in part),
       formats=tuple(part[key] for key in ("format",) if key in part),
       prefix=tuple(map(node, part.get("prefixItems", ()))),
@@ -172,6 +160,32 @@ def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
       has_extra="additionalProperties" in part,
       keywords=tuple(key for key in _OF_ONE_TYPE if key in part),
       is_object=not part.keys().isdisjoint(_OF_OBJECTS))
+
+
+def _types(part: Mapping[str, Any]) -> frozenset[str] | None:
+  """Returns the types that "type" allows; None without it."""
+  kinds = part.get("type")
+  if kinds is None:
+    return None
+  kinds = [kinds] if isinstance(kinds, str) else kinds
+  return frozenset(sum((TYPES[x] for x in kinds), ()))
+
+
+def _values(part: Mapping[str, Any]) -> tuple[str, ...] | None:
+  """Returns the JSON values that "enum" and "const" allow; None without them.
+  """
+  values = tuple(map(_text, part["enum"])) if "enum" in part else None
+  if "const" not in part:
+    return values
+  constant = (_text(part["const"]),)
+  return constant if values is None else exclusion.common(values, constant)
+
+
+def _limits(part: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the numeric limits; numbers of items or characters are `int`."""
+  counts = {key: int(part[key]) for key in (*_LEAST, *_MOST) if key in part}
+  return counts | {key: part[key] for key in (*_BOUNDS, "uniqueItems")
+                   if key in part}
 
 
 def _conjunctions(some: list[Alternative],
@@ -189,21 +203,13 @@ def _conjunctions(some: list[Alternative],
 def _conjunction(a: Alternative, b: Alternative
                  ) -> Alternative | None:
   """Returns two alternatives merged, or None if their types differ."""
-  types = (b.types if a.types is None else a.types if b.types is None else
-           a.types & b.types)
+  types = _both(frozenset.intersection, a.types, b.types)
   if types is not None and not types:
     return None
-  values = b.values if a.values is None else a.values
-  if a.values is not None and b.values is not None:
-    values = exclusion.common(a.values, b.values)
-  limits = {**a.limits, **b.limits}
-  for key in a.limits.keys() & b.limits.keys():
-    pick = max if key in (*_LEAST, "minimum", "exclusiveMinimum",
-                          "uniqueItems") else min
-    limits[key] = pick(a.limits[key], b.limits[key])
+  values = _both(exclusion.common, a.values, b.values)
   names = dict.fromkeys((*a.properties, *b.properties))
   return Alternative(
-      types=types, values=values, limits=limits,
+      types=types, values=values, limits=_stricter(a.limits, b.limits),
       patterns=tuple(dict.fromkeys((*a.patterns, *b.patterns))),
       formats=tuple(dict.fromkeys((*a.formats, *b.formats))),
       prefix=tuple(a.item(i) + b.item(i)
@@ -213,6 +219,23 @@ def _conjunction(a: Alternative, b: Alternative
       required=tuple(dict.fromkeys((*a.required, *b.required))),
       extra=a.extra + b.extra, has_extra=a.has_extra or b.has_extra,
       keywords=a.keywords + b.keywords, is_object=a.is_object or b.is_object)
+
+
+def _both(intersect: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+  """Returns the intersection of two sets; None is the set of everything."""
+  if a is None or b is None:
+    return b if a is None else a
+  return intersect(a, b)
+
+
+def _stricter(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the limits that hold if both hold."""
+  limits = {**a, **b}
+  for key in a.keys() & b.keys():
+    pick = max if key in (*_LEAST, "minimum", "exclusiveMinimum",
+                          "uniqueItems") else min
+    limits[key] = pick(a[key], b[key])
+  return limits
 
 
 def _text(value: Any) -> str:

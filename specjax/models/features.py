@@ -128,12 +128,12 @@ class FeatureConfig(TransformerConfig):
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one of the "
                        "target's hidden states, and each once")
+    self._check_conflicts()
     self._check_unused()
     check_ids(self.ids, self.vocab_size)
 
-  def _check_unused(self) -> None:
-    """Raises `ValueError` if an option has no effect with this configuration.
-    """
+  def _check_conflicts(self) -> None:
+    """Raises `ValueError` if two options exclude each other."""
     for name, conflict, fix in (
         ("reuse", self.reuse and self.fusion == "none", "reuse=False"),
         ("attention_norm", self.attention_norm and self.fusion == "attention",
@@ -143,6 +143,12 @@ class FeatureConfig(TransformerConfig):
         raise ValueError(
             f"{name} is {getattr(self, name)!r}, fusion is {self.fusion!r} and "
             f"entry {self.entry}, which exclude each other: set {fix}")
+    if self.reuse and not self.chained:
+      raise ValueError("chained is False and reuse True; a reused module reads "
+                       "its own output: set chained=True or reuse=False")
+
+  def _check_unused(self) -> None:
+    """Raises `ValueError` if the fusion or the entry ignores an option."""
     for name, read in (
         ("entry_bias", self.entry), ("fusion_bias", self.fusion == "project"),
         ("norm_before_residual",
@@ -151,9 +157,6 @@ class FeatureConfig(TransformerConfig):
         raise ValueError(f"{name} is True, but has no effect with entry "
                          f"{self.entry}, fusion {self.fusion!r} and "
                          f"fusion_norms {self.fusion_norms}: set {name}=False")
-    if self.reuse and not self.chained:
-      raise ValueError("chained is False and reuse True; a reused module reads "
-                       "its own output: set chained=True or reuse=False")
 
   def _check_widths(self) -> None:
     joined = len(self.taps) * self.target_width

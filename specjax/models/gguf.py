@@ -215,11 +215,8 @@ def _config(source: str, kind: str, model_type: str,
     config.setdefault("vocab_size", tensors["token_embd.weight"].shape[0])
   layers = keys.size("block_count")
   head_dim = _add_head_dim(config, keys, model_type, layers)
-  if (model_type == "phi3" and layers in (32, 40)
-      and keys.size("context_length") == 4096):
-    # The first files of Phi-3 mini and medium lack the window. llama.cpp has
-    # this default for them.
-    config.setdefault("sliding_window", 2047)
+  if model_type == "phi3":
+    _add_window(config, keys, layers)
   config |= _layer_types(keys, layers)
   config |= _biases(model_type, tensors)
   config |= _rotated_share(keys, model_type, head_dim)
@@ -230,6 +227,15 @@ def _config(source: str, kind: str, model_type: str,
   config["tie_word_embeddings"] = "output.weight" not in tensors
   renamed = _RENAMED.get(model_type, {})
   return {renamed.get(name, name): value for name, value in config.items()}
+
+
+def _add_window(config: dict[str, Any], keys: Keys, layers: int) -> None:
+  """Adds the window that the first files of Phi-3 mini and medium lack.
+
+  llama.cpp adds the same window when it reads such a file.
+  """
+  if layers in (32, 40) and keys.size("context_length") == 4096:
+    config.setdefault("sliding_window", 2047)
 
 
 def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,

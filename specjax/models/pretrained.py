@@ -181,36 +181,26 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
   tensors = model_files.open_directory(directory)
-  text, model_type, outer = config, config.get("model_type"), None
+  text, model_type, outer, place = config, config.get("model_type"), None, ""
   if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
-    text, model_type = dict(config["text_config"]), "gemma3_text"
+    text, tensors = _without_images(config, tensors)
+    model_type, place = "gemma3_text", "text_config"
     outer = Keys(config, str(config_path))
-    if text.get("eos_token_id") is None:
-      text["eos_token_id"] = config.get("eos_token_id")
-    tensors = {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
-               if not _WITH_IMAGES.match(name)}
-  if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-    raise ValueError(f"{config_path} has the architecture {model_type!r}; "
-                     f"specjax supports {', '.join(ARCHITECTURES)}")
-  architecture = ARCHITECTURES[model_type]
+  architecture = _architecture(model_type, config_path)
   [head] = architecture.names["head"].names
-  tensors = {name.removeprefix(architecture.prefix): tensor
-             for name, tensor in tensors.items()
-             if not _COMPUTED.search(name) and not _drafts(name, text)}
-  # transformers 5 stores every LM head under this name.
-  if "lm_head.weight" in tensors:
-    tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+  tensors = _renamed(tensors, architecture, text)
   keys = Keys(text, str(config_path), architecture.defaults, context_length,
-              "text_config" if outer else "", outer)
+              place, outer)
   source = model_files.weights_file(directory)
   has_head = f"{head}.weight" in tensors
   # Without a tensor for the head, the embedding is the default head. For a
   # model of another task, such as a classifier, it must not be.
   model = Transformer(architecture.config(
       keys, has_head or not _writes_texts(config)))
+  is_tied = model.config.tie_embeddings
   _check_task(source, config, architecture, tensors,
-              None if has_head or model.config.tie_embeddings else head)
-  if model.config.tie_embeddings and f"{head}.weight" in tensors:
+              None if has_head or is_tied else head)
+  if is_tied and has_head:
     [embedding] = architecture.names["embedding"].names
     _check_copy(directory, tensors.pop(f"{head}.weight"),
                 tensors.get(f"{embedding}.weight"))
@@ -218,6 +208,37 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
                    architecture)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
+
+
+def _without_images(config: Mapping[str, Any], tensors: Tensors
+                    ) -> tuple[dict[str, Any], Tensors]:
+  """Returns configuration and tensors of the language model of Gemma 3."""
+  text = dict(config["text_config"])
+  if text.get("eos_token_id") is None:
+    text["eos_token_id"] = config.get("eos_token_id")
+  return text, {_TEXT.sub("", name): tensor for name, tensor in tensors.items()
+                if not _WITH_IMAGES.match(name)}
+
+
+def _architecture(model_type: Any, path: pathlib.Path) -> Architecture:
+  """Returns the supported architecture that a config.json names."""
+  if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    raise ValueError(f"{path} has the architecture {model_type!r}; specjax "
+                     f"supports {', '.join(ARCHITECTURES)}")
+  return ARCHITECTURES[model_type]
+
+
+def _renamed(tensors: Tensors, architecture: Architecture,
+             config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the tensors that are read, under the architecture's names."""
+  tensors = {name.removeprefix(architecture.prefix): tensor
+             for name, tensor in tensors.items()
+             if not _COMPUTED.search(name) and not _drafts(name, config)}
+  # transformers 5 stores every LM head under this name.
+  if "lm_head.weight" in tensors:
+    [head] = architecture.names["head"].names
+    tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+  return tensors
 
 
 def _params(model: Transformer, table: Table, tensors: Tensors, dtype: np.dtype,
@@ -290,24 +311,28 @@ def _drafts(name: str, config: Mapping[str, Any]) -> bool:
       int(layer[1]) >= config.get("num_hidden_layers", 0))
 
 
+def _read_if_there(path: pathlib.Path) -> dict[str, Any]:
+  return read_json(path, "download it again") if path.is_file() else {}
+
+
 def _generation(directory: pathlib.Path, config: Mapping[str, Any],
                 vocab_size: int) -> GenerationDefaults | None:
   """Reads generation_config.json, or the configuration itself."""
   path = directory / "generation_config.json"
-  given = read_json(path, "download it again") if path.is_file() else {}
-  ends = given.get("eos_token_id", config.get("eos_token_id"))
-  if not given and ends is None:
+  given = _read_if_there(path)
+  end = given.get("eos_token_id", config.get("eos_token_id"))
+  if not given and end is None:
     return None
-  ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+  ends = end if isinstance(end, list) else [end] * (end is not None)
   for token in ends:
     if type(token) is not int or not 0 <= token < vocab_size:
       raise ValueError(
           f"{path if 'eos_token_id' in given else directory / 'config.json'} "
           f"has {token!r} for eos_token_id; give token ids in "
           f"[0, {vocab_size}), or none")
-  sampling = {name: given.get(name) if given.get("do_sample") else None
-              for name in ("temperature", "top_k", "top_p")}
-  return GenerationDefaults(eos=tuple(ends), **sampling)
+  used = given if given.get("do_sample") else {}
+  return GenerationDefaults(eos=tuple(ends), **{
+      name: used.get(name) for name in ("temperature", "top_k", "top_p")})
 
 
 def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:

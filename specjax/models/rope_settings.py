@@ -88,18 +88,25 @@ def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
   given = keys.merged({place: _spelled(part) for place, part in parts.items()},
                       beside)
   for name, value in given.items():
-    if name == "rope_type":
-      good = isinstance(value, str)
-    elif name in ("short_factor", "long_factor"):
-      good = isinstance(value, list) and all(
-          is_number(x) and x > 0 for x in value)
-    elif name in ("rope_theta", "partial_rotary_factor"):
-      good = is_number(value) and value > 0
-    else:
-      good = name == "truncate" or is_number(value)
-    if not good:
+    if not _FORMS.get(name, is_number)(value):
       keys.refuse(f"{name} of rope scaling", value)
   return given
+
+
+def _is_positive(value: Any) -> bool:
+  return is_number(value) and value > 0
+
+
+def _are_positive(values: Any) -> bool:
+  return isinstance(values, list) and all(map(_is_positive, values))
+
+
+# Checks of the values of rope scaling; other values must be numbers.
+_FORMS = {
+    "rope_type": lambda value: isinstance(value, str),
+    "short_factor": _are_positive, "long_factor": _are_positive,
+    "rope_theta": _is_positive, "partial_rotary_factor": _is_positive,
+    "truncate": lambda value: True}
 
 
 def _spelled(part: Mapping[str, Any]) -> Fields:

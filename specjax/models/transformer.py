@@ -5,6 +5,7 @@ OLMo-2 are fields of `TransformerConfig`, whose defaults are Llama's. The module
 has no state: the cache is an argument and a result of every pass.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -245,19 +246,27 @@ class Transformer(Model):
                  "vocab_size"):
       check_divisible(name, getattr(self.config, name), size, axis)
 
-    def spec(path, _):
-      names = [entry.key for entry in path]
-      if names[-1] in _REPLICATED:
-        return PartitionSpec()
-      name = names[-2] if names[-1] == "kernel" else names[-1]
-      if name not in _SPLITS:
-        raise KeyError(f"parameter {'/'.join(names)} has no sharding; add it "
-                       "to Transformer.param_specs")
-      splits = _SPLITS["qkv of few heads" if few and name == "qkv" else name]
-      return PartitionSpec(*(axis if split else None for split in splits))
-
     shapes = jax.eval_shape(self.init, jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(spec, shapes)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: _spec([entry.key for entry in path], axis, few), shapes)
+
+
+def _spec(names: Sequence[str], axis: str, few: bool) -> PartitionSpec:
+  """Returns the sharding of one parameter, see `Transformer.param_specs`.
+
+  Args:
+    names: path of the parameter.
+    axis: name of the mesh axis.
+    few: True if there are fewer key-value heads than devices.
+  """
+  if names[-1] in _REPLICATED:
+    return PartitionSpec()
+  name = names[-2] if names[-1] == "kernel" else names[-1]
+  if name not in _SPLITS:
+    raise KeyError(f"parameter {'/'.join(names)} has no sharding; add it to "
+                   "Transformer.param_specs")
+  splits = _SPLITS["qkv of few heads" if few and name == "qkv" else name]
+  return PartitionSpec(*(axis if split else None for split in splits))
 
 
 def default_dtype() -> Any:

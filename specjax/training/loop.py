@@ -214,17 +214,15 @@ class Trainer:
              ) -> dict[str, _Tree]:
     """Takes the remaining steps, starting at `state`; returns the parameters.
     """
-    put = layout.batch if layout else lambda batch: batch
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype,
         layout=layout)
     first_loss = None
     for step in range(int(state.step), self.steps):
-      state, aux = step_once(state, frozen, put(self.batch(step)))
+      state, aux = step_once(state, frozen, self._batch(step, layout))
       done = step + 1
-      evaluates = self.evaluate is not None and self._is_due(
-          done, self.evaluate_every)
+      evaluates = self._is_evaluated(done)
       progress.stepped(done, *aux, evaluates)
       stops = processes.told_to_stop()
       saves = stops or self._is_due(done, self.checkpoint_every)
@@ -244,6 +242,13 @@ class Trainer:
             f"after step {done}, which is saved: the same command continues "
             f"the run, and with --steps={done} it ends the run at this step")
     return state.params
+
+  def _batch(self, step: int, layout: layout_lib.Layout | None) -> Any:
+    batch = self.batch(step)
+    return layout.batch(batch) if layout else batch
+
+  def _is_evaluated(self, done: int) -> bool:
+    return self.evaluate is not None and self._is_due(done, self.evaluate_every)
 
   def _is_due(self, done: int, every: int) -> bool:
     """Returns True every `every` steps, and at the end; `every` 0: at the end.

@@ -97,15 +97,7 @@ class ParallelHeads(TransformerConfig):
     fields.check_at_least(
         "block_size", self.block_size, least, ": the anchor's slot "
         f"{'predicts' if self.from_anchor else 'does not'}")
-    for name, choices in (("markov", _coupling.KINDS),
-                          ("confidence", _CONFIDENCE)):
-      if getattr(self, name) not in choices:
-        raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
-                         f"of {', '.join(choices)}")
-    if self.confidence == "markov" and self.markov == "none":
-      raise ValueError("confidence is 'markov' and markov is 'none'; the "
-                       "confidence head would read the Markov head's "
-                       "embedding: set confidence='hidden'")
+    self._check_heads()
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one hidden state "
                        "of the target, and each once")
@@ -117,6 +109,18 @@ class ParallelHeads(TransformerConfig):
       raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
                        f"id in [0, {self.vocab_size}), or None for a trained "
                        "mask")
+
+  def _check_heads(self) -> None:
+    """Checks the kinds of the Markov head and of the confidence head."""
+    for name, choices in (("markov", _coupling.KINDS),
+                          ("confidence", _CONFIDENCE)):
+      if getattr(self, name) not in choices:
+        raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
+                         f"of {', '.join(choices)}")
+    if self.confidence == "markov" and self.markov == "none":
+      raise ValueError("confidence is 'markov' and markov is 'none'; the "
+                       "confidence head would read the Markov head's "
+                       "embedding: set confidence='hidden'")
 
   @property
   def draft_size(self) -> int:

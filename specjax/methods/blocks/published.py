@@ -169,18 +169,25 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
   if kind not in _MARKOV_READ:
     found.fail(f"has markov_head_type {kind!r}; specjax supports "
                f"{', '.join(_MARKOV_READ)}")
-  with_markov = own("confidence_head_with_markov")
-  confident = own("enable_confidence_head")
-  if confident is None:
-    confident = "confidence_head.proj.weight" in found.tensors
+  confidence = _confidence(found, own)
   return ParallelHeads(**fields | dict(
       block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
       markov=_MARKOV_READ[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
-      confidence=("markov" if with_markov else "hidden") if confident
-      else "none", mask_token=None if learned else mask,
+      confidence=confidence, mask_token=None if learned else mask,
       logit_softcap=config.logit_softcap,
       embedding_scale=config.embedding_scale))
+
+
+def _confidence(found, own):
+  """Returns the kind of the confidence head."""
+  with_markov = own("confidence_head_with_markov")
+  has_head = own("enable_confidence_head")
+  if has_head is None:
+    has_head = "confidence_head.proj.weight" in found.tensors
+  if not has_head:
+    return "none"
+  return "markov" if with_markov else "hidden"
 
 
 def _parallel_speculators(heads, algorithm, architecture, **keys):
