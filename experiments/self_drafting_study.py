@@ -4,9 +4,10 @@ Every drafter decodes the same prompts with the verifiers for its drafts. The
 script prints block efficiency (tokens per target call), the parameters that the
 drafter adds, and the speed-up over autoregressive decoding. Configurations:
 
-  small, tiny            bundled language models, a chain
-  pass, two passes       PaSS as published: look-ahead tokens, then verification
-  pass, folded           look-ahead tokens and verification in one pass
+  small, tiny            bundled draft models, a chain
+  pass, two passes       PaSS as published: one pass drafts at look-ahead
+                         tokens, another verifies
+  pass, folded           PaSS with drafting and verification in one pass
   blockwise              a chain of the heads' most likely tokens
   medusa, top-k tree     Medusa's tree for the heads' measured accuracies
   medusa, sampled chain  a chain, each token sampled from its own head
@@ -29,8 +30,8 @@ that target, relative to its autoregressive decoding.
 The expected number of accepted tokens is computed exactly for every draft, so
 block efficiency has no noise from accept and reject decisions. Verifiers are
 also compared on the same drafts. The predicted speed-up is block efficiency
-divided by the cost of a round in autoregressive steps. The measured speed-up
-includes the sampling noise.
+divided by the cost of a round, in steps of autoregressive decoding. The
+measured speed-up also contains the noise of accept and reject decisions.
 
 Results of each prompt are appended to runs.jsonl in --output_dir. A killed
 study resumes from there if started again. Output: self_drafting.csv,

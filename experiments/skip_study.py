@@ -1,15 +1,17 @@
 """Compares layer subsets of a target as its drafter, and searches for them.
 
-In self-speculation the target drafts with some of its sublayers (attentions and
-MLPs) skipped. The target continues training text, on which the skipped sets are
-searched, and held-out text, on which they are measured. Nothing is drafted: one
-pass gives the number of tokens that token verification is expected to accept at
-every position (specjax.methods.self_speculation.skip_search).
+In self-speculation the target drafts for itself, with some of its sublayers
+(attentions and MLPs) skipped. The target first continues training text and
+held-out text. Sets of skipped sublayers are searched on the training text and
+measured on the held-out text. No draft is decoded. One pass over a row gives
+the number of tokens that token verification is expected to accept at every
+position (specjax.methods.self_speculation.skip_search).
 
-  exit E          the first E layers (LayerSkip)
+  exit E          the drafter is the first E layers (LayerSkip)
   --searches      random: random sets (SWIFT); greedy: one sublayer after the
-                  other; local: random, then swaps; clasp: whole layers, chosen
-                  by hidden states, if at least two sublayers are skipped
+                  other; local: random, then swaps of two sublayers; clasp:
+                  complete layers, chosen by hidden states, if at least two
+                  sublayers are skipped
   --scores        objective of a search. accepted: accepted tokens of a draft;
                   agreement: share of tokens with the target's argmax
 

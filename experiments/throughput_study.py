@@ -1,17 +1,17 @@
 """Measures throughput and latency of batched decoding with and without drafts.
 
 Requests have different lengths, temperatures and seeds. They are decoded in two
-ways: from a `serving.Queue`, which refills a slot as soon as it is free, and
-batch by batch ("waiting"), where each batch lasts until its slowest row ends.
-Variants: without drafts, with a drafter, and with a controller that chooses the
-draft length.
+ways. A `serving.Queue` (continuous batching) replaces a finished request by the
+next one. With "waiting" (static batching), a batch lasts until its slowest
+request ends. Variants: without drafts, with a drafter, and with the adaptive
+controller, which chooses the draft length.
 
   python experiments/throughput_study.py
   python experiments/throughput_study.py --drafter=small,ngram --slots=1,8
 
-First part: all requests arrive at time 0, for every batch size of --slots. Each
-generated sequence must equal the sequence that its request gives in a batch of
-one ("alone"). With a controller only sequences at temperature 0 are compared.
+First part: all requests arrive at time 0, for every batch size of --slots. The
+output of each request must equal its output in a batch of one ("alone"). With a
+controller only outputs at temperature 0 are compared.
 
 Second part: requests arrive at random (a Poisson process) at several rates. The
 queue uses the smallest batch size that fits all active requests. A rate is a

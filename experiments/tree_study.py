@@ -1,11 +1,11 @@
 """Compares draft trees with draft chains of the same number of nodes.
 
 A draft tree contains several continuations, which the target verifies in one
-pass. This script measures the gain of trees over chains in tokens per target
-pass and in speed. It prints tokens per pass, tokens per second and speed-up
-over autoregressive decoding, with one row per method, node budget N (including
-the root) and temperature. The same figures go to trees.csv, trees.json and two
-plots in --output_dir.
+pass. Its root is the last generated token. This script measures the gain of
+trees over chains in tokens per target pass and in speed. It prints tokens per
+pass, tokens per second and speed-up over autoregressive decoding, with one row
+per method, number of nodes N (including the root) and temperature. The same
+figures go to trees.csv, trees.json and two plots in --output_dir.
 
 Example, with the bundled models:
 
@@ -15,7 +15,8 @@ Methods (--methods selects some of them):
 
   chain_token          one chain of N - 1 tokens, token verification
   chain_block          the same chain, block verification
-  specinfer            tree with i.i.d. children, multi-round rejection
+  specinfer            tree with independently sampled children, recursive
+                       rejection sampling (SpecInfer)
   k_seq                the same trees, K-SEQ verification (SpecTr)
   without_replacement  tree with children drawn without replacement, recursive
                        rejection sampling (Sequoia)
@@ -27,17 +28,18 @@ Methods (--methods selects some of them):
 
 Tree shapes: Sequoia's dynamic program computes the best shape for N nodes from
 the acceptance rates of a node's first, second, ... child. These rates are
-measured on separate prompts, at a root with 8 children. Methods with the same
-drafts share the shapes of the first of them. For hybrid, the rates are measured
-at roots with 1 to 8 children, because its first child is accepted more often if
-it has fewer siblings.
+measured on separate prompts, at a root with 8 children. Two methods with the
+same kind of drafts share the shapes computed for the first method. For hybrid,
+the rates are measured at roots with 1 to 8 children, because its first child is
+accepted more often if it has fewer siblings.
 
 Tokens per pass: the expected number of accepted tokens is computed exactly for
-every draft, without sampling noise. The column "same drafts" evaluates methods
-with the same drafts on the rollouts of the first of them, so their comparison
-is paired. The last row of a temperature (dynamic program's choice) is the
-tree, chain or plain decoding with the highest predicted speed on this machine.
-The prediction uses measured costs of passes, draft levels and rounds.
+every draft, without sampling noise. In the column "same drafts", methods with
+the same kind of drafts are evaluated on the drafts of the first method, so
+their comparison is paired. The last row of a temperature (dynamic program's
+choice) is the tree, chain or plain decoding with the highest predicted speed on
+this machine. The prediction uses the measured times of target passes, drafter
+passes and rounds.
 
 A second table has the rounds per sequence: target passes until --max_new_tokens
 or an eos in own rollouts, as mean and 90 % quantile over sequences. It also
@@ -115,7 +117,7 @@ _SEED = shared.seed()
 _BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
-_CHILDREN = 8  # children of the root when acceptance rates are measured
+_CHILDREN = 8  # children of the root in measurements of acceptance rates
 _DEPTH = 12  # maximum depth of a tree in tokens
 _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
@@ -140,7 +142,9 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
-_BOUNDED = (*_GROUPS[1], *_GROUPS[2])  # first children are sampled from q
+# Methods whose first children are samples of the drafter's distribution; only
+# for these a bound is known.
+_BOUNDED = (*_GROUPS[1], *_GROUPS[2])
 _BY_CHILDREN = ("hybrid",)  # acceptance depends on the number of siblings
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 

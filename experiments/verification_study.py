@@ -16,10 +16,11 @@ verifier. The same figures go to verification.md, verification.csv and three
 plots in --output_dir. Columns of the table:
 
   tokens of a round  block efficiency: tokens per target call
-    own rollouts       the verifier itself generates the text
-    same drafts        all verifiers are evaluated on the same drafts, from one
-                       rollout by token verification at the largest gamma;
-                       greedy block verification starts from a fresh state
+    own rollouts       each verifier generates its own output
+    same drafts        all verifiers are evaluated on the drafts of one output,
+                       which token verification generates at the largest gamma.
+                       Greedy block verification has state, which is reset at
+                       every draft
   gain over token    relative gain in block efficiency over token verification
     own rollouts       the gain that a user of the rule gets
     same drafts        less noise, but not the gain of own rollouts, where
@@ -29,12 +30,12 @@ plots in --output_dir. Columns of the table:
   predicted          speed-up predicted from the prompt's own block efficiency
                      and the cost of a round on the other half of the prompts
 
-A second table has the rounds per sequence: target calls until --max_new_tokens
-or an eos, a measure of latency. Columns: the mean over sequences, the 90 %
-quantile, the mean relative to token verification, and the share of slow
-sequences, which need more rounds than the 90 % quantile of token verification.
-rounds_study.py computes the same figures of token and block verification given
-the sequence, without noise from accept and reject decisions.
+A second table has the rounds per output: target calls until --max_new_tokens or
+an end-of-text token, a measure of latency. Columns: the mean over outputs, the
+90 % quantile, the mean relative to token verification, and the share of slow
+outputs, which need more rounds than the 90 % quantile of token verification.
+rounds_study.py computes these figures for token and block verification exactly,
+given the output, without noise from accept and reject decisions.
 
 Accuracy: given a draft, the expected number of accepted tokens is computed
 exactly (Rao-Blackwell), so block efficiency and gain have no noise from accept
@@ -42,11 +43,11 @@ and reject decisions. Intervals are 95 % intervals (`analysis.estimate`) over
 clusters of prompts. A cluster contains all seeds of a prompt, equal prompts,
 and the code and the docstrings of one module.
 
-Number of prompts: a pilot on other prompts, with only the shared drafts,
-estimates how many prompts give the gain of block verification on the same
-drafts to about --error. So many are decoded, equally many of every set. The
-number does not depend on the results, so the intervals have the coverage of a
-study of fixed size. --error=0 decodes all prompts.
+Number of prompts: a pilot run on other prompts estimates the number of prompts
+at which the interval of block verification's gain (on the same drafts) has half
+width --error. The study decodes this number of prompts, equally many of every
+set. The number does not depend on the results of the study, so its intervals
+have the coverage of a study of fixed size. --error=0 decodes all prompts.
 
 --batch=B decodes B prompts together with the same tokens and acceptance in
 float32, and --mesh splits them over devices. Speed is then not measured unless

@@ -8,7 +8,7 @@ from lib.prompts import streaming
 from specjax.data import Tokenizer
 
 _SLOTS = 1024  # initial cache slots of a chat, doubled when it is longer
-_FIX = "shorten it, give a smaller --max_new_tokens, or --keep_last"
+_FIX = "shorten it, set a smaller --max_new_tokens, or add --keep_last"
 _RESET = "; /reset begins a new one"
 
 
@@ -36,8 +36,8 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
   rest = messages[len(system):]
   ids = tokenizer.chat(system + rest)
   if len(ids) > room and not keep_last:
-    raise ValueError(f"the conversation has {len(ids)} tokens and there is "
-                     f"room for {room}; {fix}")
+    raise ValueError(f"the conversation has {len(ids)} tokens, and the context "
+                     f"has room for {room} before the answer; {fix}")
   while len(ids) > room and len(rest) > 1:
     rest = rest[2:]
     ids = tokenizer.chat(system + rest)
@@ -45,9 +45,9 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
   while len(ids) > room:
     kept -= len(ids) - room
     if kept < 1:
-      raise ValueError(f"there is room for {room} tokens, and the chat "
-                       "template alone takes more; give a smaller "
-                       "--max_new_tokens")
+      raise ValueError(f"the context has room for {room} tokens before the "
+                       "answer, and the chat template alone has more; set a "
+                       "smaller --max_new_tokens")
     rest = [prompts.user(tokenizer, rest[0]["content"], kept)]
     ids = tokenizer.chat(system + rest)
   return ids, system + rest
@@ -60,8 +60,8 @@ def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
     ValueError: the prompt is longer and `keep_last` is False.
   """
   if len(ids) > room and not keep_last:
-    raise ValueError(f"the prompt has {len(ids)} tokens and there is room for "
-                     f"{room}; {_FIX}")
+    raise ValueError(f"the prompt has {len(ids)} tokens, and the context has "
+                     f"room for {room} before the output; {_FIX}")
   return prompts.last_tokens(tokenizer, ids, room)
 
 

@@ -35,9 +35,10 @@ def is_colored(choice: str) -> bool:
 class Printer:
   """Prints tokens as they are generated, in colour and in whole characters.
 
-  This class decodes the bytes of the tokens itself. The library's stream
-  decodes the whole text again for every token. It fails with some vocabularies,
-  in which an incomplete character changes the bytes around it.
+  This class decodes the bytes of the tokens itself. The stream of the library
+  `tokenizers` decodes the complete text again for every token. It fails with
+  some vocabularies, in which an incomplete character changes the bytes around
+  it.
 
   Attributes:
     text: printed text, without colour codes.
@@ -172,7 +173,7 @@ class Writer:
         length += emitted
 
   def time(self, ids: list[int], new_tokens: int, capacity: int = 0):
-    """Returns `(tokens, seconds)` of a text, without its prompt."""
+    """Returns the tokens generated after a prompt, and the seconds."""
     state = jax.block_until_ready(
         self.start(ids, new_tokens, capacity=capacity))
     start = time.perf_counter()

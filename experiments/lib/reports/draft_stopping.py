@@ -1,17 +1,19 @@
 """Draft lengths as optimal stopping, estimated from recorded sequences.
 
-Every position of a sequence has one recorded draft. The cost of a sequence is
-its number of rounds plus a price for every drafted token. Given the sequence,
-block verification passes each position with a known probability, if the draft
-is long enough (`analysis.draft_lengths`). The recorded drafts determine the
-expected number of drafted tokens. So the cost of a stop rule has no noise from
-acceptance decisions.
+A stop rule chooses the draft length. It only sees q, the drafter's
+distributions. The cost of a sequence is its number of rounds (target calls)
+plus a price for every drafted token. Every position of a sequence has one
+recorded draft, which determines the expected number of drafted tokens. Given
+the sequence, block verification passes each position with a known probability,
+if the draft is long enough (`analysis.draft_lengths`). So the cost of a stop
+rule has no noise from acceptance decisions.
 
-Stop rules only see q. Drafting one more token saves survival * D, where D is
-the value of a token in target calls. The survival is estimated as a product of
-acceptance rates, one per bin of the confidence max q. D is estimated from the
-costs of sequences, as one number or per bin of the confidence of the row that
-drew the token.
+Drafting one more token saves survival * D target calls. The survival is the
+probability that the draft is accepted up to this token. D is the number of
+target calls that an accepted token saves. The survival is estimated as a
+product of acceptance rates, one per bin of the confidence max q. D is estimated
+from the costs of sequences, as one number or per bin of the confidence of the
+distribution that drew the token.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ import numpy as np
 from specjax import analysis
 
 _BINS = 12
-_SWEEPS = 4  # updates of the rule and of D, which depend on each other
+_SWEEPS = 4  # alternating updates of the stop rule and of D
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
                1.0)  # 1: no drafts
 
@@ -37,7 +39,8 @@ class Text:
   Attributes:
     ratios: `[T]`, p/q of every token of the sequence.
     confidence: `[T, G]`, max q of the rows that drew the drafts.
-    survival: `[T, G]`, survival of the drafts under block verification.
+    survival: `[T, G]`, probability that block verification accepts a draft up
+      to each token.
   """
 
   ratios: np.ndarray

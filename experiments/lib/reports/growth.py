@@ -1,11 +1,13 @@
 """Growth with gamma of the largest gain of block over token verification.
 
+gamma is the draft length. p and q are the distributions of target and drafter.
 Let s and t be the probabilities that the draft so far survives block and token
 verification. Let r = p(x)/q(x) be the ratio of the next token x. Block
 verification updates s to min(1, s r); token verification multiplies t by
-min(1, r). The models control only the distribution of r, under one linear
-constraint, E_q[r] <= 1. So a distribution on two points is sufficient, and a
-vocabulary of two tokens is sufficient if the models see their context.
+min(1, r). The choice of models determines only the distribution of r, under one
+linear constraint, E_q[r] <= 1. So a distribution on two points is sufficient,
+and a vocabulary of two tokens is sufficient if the models depend on their
+context.
 
 The ratio of expected tokens, block over token, grows linearly in gamma. `walk`
 computes it for an explicit pair of models. The first token has probability 1

@@ -1,7 +1,8 @@
 """Tables and figures of self_drafting_study.py.
 
-`rows` are the results per drafter and verifier, `paired` the gains on shared
-drafts, and `sources` the drafters.
+Arguments of several functions: `rows` are the results per drafter and verifier,
+`paired` the gains of verifiers on the same drafts, and `sources` the drafters
+with their targets.
 """
 
 from collections.abc import Callable

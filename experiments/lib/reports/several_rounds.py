@@ -119,7 +119,13 @@ def theorems(compiled: Mapping[str, sj.exact.Compiled],
 
 def _value_margin(rule: sj.exact.Compiled, rounds: np.ndarray,
                   settings: dict[str, Any]):
-  """Returns the minimum of D(c) - q(p = 0 or eos | c) over contexts c."""
+  """Returns the minimum over contexts c of D(c) - q(p = 0 or eos | c).
+
+  D(c) is the number of expected rounds that one more token saves. The second
+  term is the probability under the drafter of tokens that the target never
+  emits, or that end the sequence. Theorem R requires that the difference is
+  not negative.
+  """
   length, eos = settings["length"], settings["eos"]
   p, q = (np.concatenate(tables[:length]) for tables in settings["pair"])
   unseen = np.where(p > 0, 0, q)

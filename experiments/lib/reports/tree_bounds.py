@@ -1,9 +1,9 @@
 """Upper bounds for all valid verifiers in one round, on real draft trees.
 
-`analysis.accepted_bound` requires q at every node of a tree, but a draft has q
-only at nodes with children. So the trees are drawn with one additional child
-below every leaf, except the deepest leaves. The verifiers see the tree without
-the additional nodes.
+`analysis.accepted_bound` requires q, the drafter's distribution, after every
+node of a tree. A draft has q only after nodes with children. So trees are drawn
+with one additional child below every leaf, except the deepest leaves. The
+verifiers see the tree without the additional nodes.
 """
 
 from collections.abc import Sequence

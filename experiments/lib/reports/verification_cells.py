@@ -4,10 +4,11 @@ A unit is a tuple for one prompt and seed: (fingerprint, temperature, seed,
 prompt set, index, digest of the prompt). A cell is a combination of drafter,
 draft length, temperature and verifier.
 
-A gain is a block efficiency over the block efficiency of token verification,
-minus 1. "gain" compares both on the same drafts; "own_gain" compares each
-verifier's own rollouts. Every estimate has columns "_low" and "_high", the 95 %
-interval over clusters of prompts.
+A gain is the block efficiency (tokens per target call) of a verifier divided by
+that of token verification, minus 1. "gain" compares both on the same drafts;
+"own_gain" compares the outputs that each verifier generates itself. Every
+estimate has columns "_low" and "_high", the 95 % interval over clusters of
+prompts.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""Runs of a study in a JSONL file, also of several processes."""
+"""Storage of a study's runs in a JSONL file, for one or several processes.
+
+A run is the result of one rollout, a dict. A unit is a tuple that identifies
+the prompt and the settings of runs.
+"""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -21,9 +25,9 @@ from specjax.utils import processes
 class Record:
   """Runs by unit. Every run is appended to a file when it is complete.
 
-  The first process appends to `path`, process 1 to a file beside it, such as
-  runs.1.jsonl beside runs.jsonl. The processes need no common file system. All
-  of them create the record and call `merge`.
+  The first process appends to `path`, for example runs.jsonl. Process 1 appends
+  to runs.1.jsonl in the same directory, and so on. The processes need no common
+  file system. All of them create the record and call `merge`.
 
   Attributes:
     runs: `{unit: {name: run}}`, from the files of all processes when the record

@@ -48,7 +48,10 @@ def filled_cache(model: Transformer, params: Any, capacity: int, used: int,
 
 def passes(model: Transformer, params: Any, capacity: int, used: int,
            tokens: int, batch: int = 1, steps: int = STEPS):
-  """Returns timed passes over a chain of `tokens` nodes, all uncommitted."""
+  """Returns timed passes over a chain of `tokens` nodes.
+
+  The cache is rolled back after every pass, so all passes do the same work.
+  """
   depths, ancestors = topology.causal(batch, tokens)
 
   def run(params, carry):
