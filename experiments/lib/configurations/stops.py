@@ -13,6 +13,9 @@ _RULES = {
     "entropy": stop_rules.Entropy, "threshold": stop_rules.Threshold,
 }
 
+# `--help` lists --stop under the script, not under this file.
+flags.disclaim_key_flags()
+
 
 def flag():
   """Rule that ends a chain early."""

@@ -14,6 +14,9 @@ from specjax.analysis import estimate
 from specjax.training import evaluation
 from specjax.utils.files import read_json
 
+# `--help` lists --sweep under the script, not under this file.
+flags.disclaim_key_flags()
+
 # Flags that can change the training and evaluation rows.
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
                 "held_out_rows")
