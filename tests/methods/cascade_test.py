@@ -273,7 +273,7 @@ def test_equal_beginnings_are_one_path():
     (lambda: _decoder(Fallback(
         first=_CertainlySometimes(vocab_size=VOCAB), second=Empty(),
         min_tokens=3)), "drafts at most 2"),
-    (lambda: Merge(drafters=(Empty(),)), "there are 1 drafters"),
+    (lambda: Merge(drafters=(Empty(),)), "drafters has 1"),
     (lambda: _decoder(Merge(drafters=(Empty(), Empty()))), "is chain"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_what_does_not_go_together_is_refused(make, message):
@@ -285,7 +285,7 @@ def test_what_does_not_go_together_is_refused(make, message):
 @pytest.mark.parametrize("drafter, own, message", [
     (Fallback(first=Empty(), second=sj.drafters.DraftModelTree(
         model=_MARKOV, parents=(-1, 0))), (None, 1),
-     "DraftModelTree has a state and no `follow"),
+     "DraftModelTree has a state but no `follow"),
     (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
     (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
 ], ids=["state", "tuple", "mapping"])

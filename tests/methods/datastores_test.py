@@ -306,9 +306,9 @@ def test_bad_corpora_and_settings_are_refused_in_one_line():
                        verifier=sj.verifiers.Block())
   table = model.init(jax.random.key(0))
   for params, words in (
-      ({"target": table}, "NoneType and Retrieval reads a Datastore"),
+      ({"target": table}, "NoneType, but Retrieval needs a Datastore"),
       ({"target": table, "drafter": _store()},
-       "max_match is 16 and the datastore is sorted by 6 tokens")):
+       "max_match is 16, but the datastore is sorted by 6 tokens")):
     with pytest.raises(ValueError, match=words):
       decoder.prefill(params, [[1]], jax.random.key(0))
 

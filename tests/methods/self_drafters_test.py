@@ -285,7 +285,7 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
     (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=2),
      "2 look-ahead tokens.*3"),
     (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=3, width=8),
-     "width 8 .*width 16"),
+     "width 8, .*width 16"),
     (lambda: _decoder(_medusa(), lookahead=-1), "lookahead is -1"),
     (lambda: methods.with_lookahead(
         pair().target, pair().params["target"],

@@ -102,7 +102,7 @@ def test_what_is_lossy_says_so(name, config):
 
 def test_two_criteria_are_refused():
   # Broken: one of two conflicting arguments is dropped in silence.
-  with pytest.raises(ValueError, match="top_k is 2 and distance 1"):
+  with pytest.raises(ValueError, match="top_k is 2 and distance is 1"):
     strategies.blockwise(_HEADS, top_k=2, distance=1)
 
 

@@ -285,8 +285,8 @@ def test_bad_settings_are_refused_in_one_line():
   target = model.init(jax.random.key(0))
   for store, words in (
       (datastores.index([[1, 4]], vocab_size=5), "ids of 5 tokens.*target has"),
-      ((datastores.index([[1]], _V),), "is a tuple and Suffix.*Datastore"),
-      ({}, "is a dict and Suffix reads a Datastore")):
+      ((datastores.index([[1]], _V),), "is a tuple, but Suffix.*Datastore"),
+      ({}, "is a dict, but Suffix needs a Datastore")):
     with pytest.raises(ValueError, match=words) as e:
       decoder.prefill({"target": target, "drafter": store}, [[1]],
                       jax.random.key(0))
@@ -336,11 +336,11 @@ def test_a_drawn_tree_has_the_laws_of_the_counts():
 
 
 @pytest.mark.parametrize("changed,words", [
-    (dict(parents=(-1, 0)), "parents is a tree and proposal 'deterministic'"),
+    (dict(parents=(-1, 0)), "a tree and proposal is 'deterministic'"),
     (dict(parents=(-1, 0, 1, 2), proposal="sampled"), "is 3 levels deep"),
     (dict(parents=(-1,), proposal="sampled"), "nodes of `parents` is 1"),
     (dict(parents=(-1, 2), proposal="sampled"), r"parents\[1\] is 2"),
-    (dict(parents=(-1, 0, 0, 0), proposal="sampled"), "has 3 children and")])
+    (dict(parents=(-1, 0, 0, 0), proposal="sampled"), "has 3 children, but")])
 def test_trees_that_cannot_be_drawn_are_refused(changed, words):
   # Broken: a tree is cut short in silence, or siblings are equal.
   with pytest.raises(ValueError, match=words):

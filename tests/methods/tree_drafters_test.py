@@ -234,7 +234,7 @@ def _decoder(drafter):
     (lambda: _paths(1, length=0), "length is 0.*at least 1"),
     (lambda: _dynamic(top_k=0), "top_k is 0.*at least 1"),
     (lambda: _dynamic(depth=2, num_nodes=8), "num_nodes is 8.*2 to 7"),
-    (lambda: _decoder(_dynamic(top_k=6)), "top_k is 6.*5 tokens"),
+    (lambda: _decoder(_dynamic(top_k=6)), "top_k is 6.*size, 5"),
     (lambda: _decoder(_paths(1)).prefill(_pair().params, [[1]],
                                          jax.random.key(0)),
      "must be a tuple.*1 models")])

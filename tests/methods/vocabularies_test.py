@@ -151,7 +151,7 @@ def test_bad_settings():
       sj.strategies.token_intersection, model, target_size=2)
   for act, words in (
       (lambda: make(gamma=0), "gamma is 0.*at least 1"),
-      (lambda: sj.strategies.string_match(model, texts, 2), "3 tokens and.*1"),
+      (lambda: sj.strategies.string_match(model, texts, 2), "model is 3,.*1"),
       (lambda: make(gamma=1).decoder(model),
        "target of 2 tokens, but this target has 3")):
     with pytest.raises(ValueError, match=words):

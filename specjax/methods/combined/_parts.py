@@ -27,8 +27,8 @@ class Parts(Drafter):
   missing if no part has parameters. The state is a tuple of their states.
   """
 
-  # Which part drafts a token depends on where the draft begins, so the token's
-  # distribution is not a function of the tokens before it alone.
+  # The part that drafts a token depends on the position where the draft began.
+  # So the token's distribution depends on it too.
   autoregressive = False
 
   @property
@@ -60,12 +60,12 @@ class Parts(Drafter):
                  for part in self.parts)
 
   def follow(self) -> Any:
-    """Returns the drafter unchanged, because `bound` lets its parts follow."""
+    """Returns the drafter unchanged; its bound parts can follow a sequence."""
     return self
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> tuple[Any, ...]:
-    """Returns the state unchanged: the parts catch up themselves."""
+    """Returns the state unchanged, because the parts catch up in `propose`."""
     del params, since
     return state.drafter
 
@@ -118,7 +118,7 @@ class Parts(Drafter):
   def commit(self, params: Params, drafter: tuple[Any, ...], draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> tuple[Any, ...]:
-    """Commits each part, which receives the draft of all."""
+    """Commits each part, with the draft of the complete combination."""
     return tuple(
         part.commit(own, state, draft, verdict, target_output, count)
         for part, own, state in zip(

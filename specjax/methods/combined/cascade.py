@@ -1,4 +1,4 @@
-"""Cascades: a small model drafts for the target, and a drafter for the model.
+"""Cascades: a small model drafts for the target, with a drafter of its own.
 
 Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
 vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
@@ -6,14 +6,14 @@ arXiv:2312.11462); TriForce (Sun et al. 2024, arXiv:2404.11912).
 
   target  <-  gamma tokens  <-  small model  <-  chain or tree  <-  drafter
 
-The inner loop is speculative decoding of the small model with its drafter. It
-is lossless, so every drafted token follows the small model's distribution given
-the tokens before it, as if the small model had drafted alone. This distribution
-is the q that the target's verifier uses.
+The inner loop is speculative decoding with the small model as the target of its
+drafter. It is lossless, so every drafted token follows the small model's
+distribution given the tokens before it, as if the small model had drafted
+alone. This distribution is the draft distribution q that the verifier uses.
 
 The last inner round may write more than gamma tokens. The surplus is dropped.
-This is exact because only the position decides which tokens are dropped. If the
-tokens themselves decided, the draft would be biased.
+This is exact, because tokens are dropped by their position. A choice by the
+tokens themselves would bias the draft.
 
 With a tail the inner drafter drafts further tokens after the gamma tokens, as
 in the horizontal cascade of CS Drafting: the last tokens are rarely accepted,
@@ -70,10 +70,10 @@ class Cascade(Drafter):
     model: draft model over the target's vocabulary.
     drafter: drafter of the small model. It needs `follow` if it has a state.
     gamma: draft length, at least 1.
-    verifier: lossless rule between the two models.
-    tail: True if a chain of the inner drafter follows the gamma tokens. It
-      costs no pass of the small model. The draft distribution q of a token then
-      depends on its place in the draft: the inner drafter's in the tail.
+    verifier: lossless rule by which the small model verifies its drafter.
+    tail: True if a chain of the inner drafter follows the gamma tokens, without
+      a pass of the small model. The draft distribution of a token in the tail
+      is the inner drafter's.
     transform: transform of the small model's logits, and of the inner drafter's
       unless it has one; None: the decoder's.
   """
@@ -95,8 +95,8 @@ class Cascade(Drafter):
     interfaces.check_verifier(self.verifier)
     if not self.verifier.lossless:
       raise ValueError(
-          f"the verifier of the cascade is {type(self.verifier).__name__}, "
-          "which is lossy, so the reported q would be wrong; choose a lossless "
+          f"verifier is {type(self.verifier).__name__}, which is lossy, so the "
+          "draft distributions of the cascade would be wrong; give a lossless "
           "rule")
 
   @property
@@ -131,9 +131,9 @@ class Cascade(Drafter):
       part = "" if reader is self.drafter else (
           f" with a {type(reader).__name__} in it")
       raise ValueError(
-          f"the cascade's drafter is a {type(self.drafter).__name__}{part}, "
-          "which reads the small model's cache, and the cascade writes that "
-          "cache after its rounds; make the cascade the drafter of the "
+          f"drafter is a {type(self.drafter).__name__}{part}, which reads the "
+          "small model's cache, but the cascade writes that cache only after "
+          "its rounds; make the cascade the drafter of the "
           f"{type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + _following.PASS)
@@ -142,8 +142,8 @@ class Cascade(Drafter):
         self.drafter, self.model, bound.transform).follow()
     interfaces.check_pair(self.verifier, drafter)
     if self.tail and "chain" not in interfaces.capabilities(drafter):
-      raise ValueError(f"the cascade has a tail, and {type(drafter).__name__} "
-                       "drafts trees; choose a drafter of chains, or no tail")
+      raise ValueError(f"tail is True, but {type(drafter).__name__} drafts "
+                       "trees; give a drafter of chains, or tail=False")
     return dataclasses.replace(bound, drafter=drafter)
 
   def follow(self) -> "Cascade":
@@ -184,7 +184,8 @@ class Cascade(Drafter):
     inner = self._resumed(own, state, uniforms if takes_keys else None)
     uniforms = None if takes_keys else uniforms.reshape(
         uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
-    # The rounds of the inner loop write to a reserved block of the cache.
+    # The rounds of the inner loop write to a reserved block of the cache, which
+    # is written back once after them.
     # `settle` moves it into the cache once, after the loop.
     inner = inner.replace(target_cache=inner.target_cache.reserve(
         self.gamma + self.drafter.num_nodes))
@@ -194,8 +195,8 @@ class Cascade(Drafter):
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
     tokens = jnp.where(drafted, tokens, 0)
-    # The inner loop ends early only in rows with non-finite logits. NaN
-    # probabilities report them to the decoder.
+    # The inner loop ends before a row's limit only if the row's logits are not
+    # finite. Probabilities of NaN make the decoding loop report this error.
     broken = ~state.done & (inner.lengths < inner.limits)
     probs = jnp.where(drafted[..., None], laws,
                       jnp.where(broken, jnp.nan, 0.0)[:, None, None])
@@ -212,7 +213,7 @@ class Cascade(Drafter):
 
   def _resumed(self, own: Mapping[str, Any], state: DecodeState,
                keys: jax.Array | None) -> DecodeState:
-    """Returns the inner loop's state, moved to the tokens of the outer one.
+    """Returns the inner loop's state with the tokens of the outer loop.
 
     Args:
       own: parameters of the small model and of its drafter.
@@ -281,13 +282,14 @@ class Cascade(Drafter):
       inner: state after the inner loop.
       uniforms: uniforms of the rounds, or None with keys.
     """
-    # Keys are derived from the number of the round. The inner loop has at most
-    # gamma rounds, numbered from 0, so the number gamma is unused.
+    # A round's keys are derived from its number. The inner loop has at most
+    # gamma rounds, with numbers below gamma. So the tail uses the number gamma.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
         own, inner, self._round_uniforms(inner, uniforms, self.gamma))
-    # A row with fewer than gamma tokens has reached its limit and gets no tail.
+    # A row with fewer than gamma new tokens has reached its limit. So it gets
+    # no tail.
     complete = inner.lengths == state.lengths + self.gamma
     return tail.replace(probs=jnp.where(
         complete[:, None, None], tail.probs, 0)), drafter
@@ -301,7 +303,7 @@ class Cascade(Drafter):
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> DecodeState:
-    """Returns the state unchanged: `propose` compares tokens."""
+    """Returns the state unchanged, because `propose` compares its tokens."""
     del params, since
     return state.drafter
 
@@ -322,7 +324,7 @@ def _reader(drafter: Drafter) -> Drafter | None:
 def cascade(model: Model, drafter: Drafter, gamma: int,
             inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
             tail: bool = False) -> Strategy:
-  """Drafts a chain of a small model, which decodes with a drafter itself.
+  """Drafts a chain of a small model, which decodes with its own drafter.
 
   Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
   cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
@@ -347,8 +349,8 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
     model: draft model over the target's vocabulary.
     drafter: drafter of the small model; it may be a cascade.
     gamma: draft length.
-    inner: lossless rule between the two models.
-    verifier: rule for chains.
+    inner: lossless rule by which the small model verifies its drafter.
+    verifier: rule by which the target verifies the draft, for chains.
     tail: True if the inner drafter continues after the gamma tokens, as in the
       horizontal cascade of CS Drafting.
   """

@@ -29,13 +29,13 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fallback(_parts.Parts):
-  """Uses the first drafter's draft in each row, or else the second's.
+  """Uses the first drafter in rows where it has a draft, else the second.
 
-  This is exact, because the first drafter's sampled tokens do not decide if a
-  row has a draft. The second drafter does not run in a round in which every row
-  has a first draft, and catches up later. So a drafter with a state needs
-  `follow`, see `specjax.interfaces`. `params["drafter"]` is a pair of the
-  drafters' parameters.
+  This is exact, because the existence of the first draft does not depend on its
+  sampled tokens. In a round in which every row has a first draft, the second
+  drafter does not run. It reads the missing tokens later. So a drafter with a
+  state needs `follow`, see `interfaces.Drafter`. `params["drafter"]` is a pair
+  of the drafters' parameters.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
@@ -91,10 +91,10 @@ class Fallback(_parts.Parts):
     return self.first.num_uniforms == 0
 
   def lacking(self, params: Params, state: DecodeState) -> jax.Array:
-    """Returns `[B]` bool, the rows in which `propose` asks the second drafter.
+    """Returns `[B]` bool, the rows in which `propose` uses the second drafter.
 
     Finished rows are False. A controller that shortens the draft also lowers
-    `min_tokens`. `propose` then asks the second drafter in a subset of these
+    `min_tokens`. Then `propose` uses the second drafter only in some of these
     rows.
     """
     uniforms = jnp.zeros((state.lengths.shape[0], 0))
@@ -111,13 +111,13 @@ class Fallback(_parts.Parts):
     first, second = self.bound(target, transform)
     if self.min_tokens > 1 and not self._draws_nothing_first:
       raise ValueError(
-          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
-          "samples its tokens, and their number may depend on them; leave "
-          "min_tokens at 1, or put a deterministic drafter first")
+          f"min_tokens is {self.min_tokens}, but {type(self.first).__name__} "
+          "samples its tokens, and the length of a draft may depend on them; "
+          "give min_tokens=1, or put a deterministic drafter first")
     if self.min_tokens >= max(first.num_nodes, 2):
       raise ValueError(
-          f"min_tokens is {self.min_tokens} and {type(self.first).__name__} "
-          f"drafts at most {first.num_nodes - 1}; choose at most that")
+          f"min_tokens is {self.min_tokens}, but {type(self.first).__name__} "
+          f"drafts at most {first.num_nodes - 1} tokens; reduce min_tokens")
     return dataclasses.replace(self, first=first, second=second)
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState

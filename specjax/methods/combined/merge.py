@@ -32,20 +32,20 @@ from specjax.verifiers import tree
 class Merge(_parts.Parts):
   """Merges drafts below one root; equal prefixes share nodes.
 
-  Children of nodes with equal prefixes become children of the first such node,
-  and are tried in the order of the drafters. Later nodes with the prefix stay
-  as leaves. A verifier never accepts such a leaf, but its rejection changes the
-  residual distribution. So to drop a sampled leaf would bias the output, see
-  `topology.prefix_tree`.
+  The prefix of a node is the tokens on its path. Children of nodes with equal
+  prefixes become children of the first such node, and are tried in the order of
+  the drafters. Later nodes with the prefix remain as leaves. A verifier never
+  accepts such a leaf, but its rejection changes the residual distribution. So
+  dropping a sampled leaf would bias the output, see `topology.prefix_tree`.
 
-  The drafters use independent uniforms, so the reported distribution of a node
-  is also its distribution given all nodes before it. Put sampled drafts before
-  deterministic ones, which lose nothing by a later place (Hu et al. 2025,
-  arXiv:2502.18779).
+  The drafters use independent uniforms. So a node's distribution in its
+  drafter's draft is also its distribution given all nodes before it. Put
+  sampled drafts before deterministic ones, because the order has no
+  disadvantage for the latter (Hu et al. 2025, arXiv:2502.18779).
 
   Attributes:
     drafters: two or more drafters. A drafter with a state needs `follow`, see
-      `specjax.interfaces`. Stop rules must have no memory over rounds.
+      `interfaces.Drafter`. Stop rules must not have memory over rounds.
       `params["drafter"]` is a tuple of the drafters' parameters.
   """
 
@@ -56,14 +56,14 @@ class Merge(_parts.Parts):
   def __post_init__(self):
     object.__setattr__(self, "drafters", tuple(self.drafters))
     if len(self.drafters) < 2:
-      raise ValueError(f"there are {len(self.drafters)} drafters to merge; "
-                       "give at least two")
+      raise ValueError(f"drafters has {len(self.drafters)} entries; give at "
+                       "least two")
     for rule in _stop_rules(self.drafters):
       if rule.learns:
         raise ValueError(
-            f"the stop rule {type(rule).__name__} learns from verdicts on its "
-            "own chains, and a merge drafts a tree; take a rule without "
-            "memory, such as Confidence")
+            f"stop is {type(rule).__name__}, a rule that is updated when its "
+            "chains are verified, but a merge drafts a tree; use a rule "
+            "without memory, such as Confidence")
 
   @property
   def parts(self) -> tuple[Drafter, ...]:

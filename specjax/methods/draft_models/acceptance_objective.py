@@ -34,8 +34,8 @@ class Acceptance:
   label a_t. The loss is linear in the label. So the label is replaced by its
   mean over y, a_t = sum_v min(p_t(v), q_t(v)), which has no sampling noise.
 
-  In decoding, the tokens before a drafted token are often drafted too. To train
-  for this, a share of the row's tokens is replaced by samples of the draft
+  In decoding, the tokens before a drafted token are often drafted too. So in
+  training a share of the row's tokens is replaced by samples of the draft
   model, and both models read the mixed row.
 
   Attributes:
@@ -58,7 +58,8 @@ class Acceptance:
     check_same_tokens(self.model, self.target)
     if not 0 < self.rejection_weight < float("inf"):
       raise ValueError(f"rejection_weight is {self.rejection_weight}; it must "
-                       "be a number above 0: 1 weighs both cases equally")
+                       "be above 0, and 1 weighs rejections and acceptances "
+                       "equally")
     if not 0 <= self.mixing <= 1:
       raise ValueError(f"mixing is {self.mixing}; it must be in [0, 1]")
 

@@ -51,10 +51,11 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
   """Samples gamma tokens from a draft model, which has its own cache.
 
   At the start of a round the cache is rolled back to the committed tokens. The
-  first step reads the last *two* committed tokens. After a fully accepted draft
-  both are missing from the cache, because the last drafted token was not read.
-  Otherwise only one is missing, and reading the other again changes nothing. So
-  all rows catch up in one pass of fixed size.
+  first step reads the last *two* committed tokens. If the last draft was
+  accepted completely, both are missing in the cache, because the model did not
+  read the last drafted token. Otherwise only one is missing, and reading the
+  other again does not change the cache. So one pass of fixed size completes the
+  caches of all rows.
 
   With a stop rule the chain of each row may end early. The loop ends when the
   chains of all rows have ended.
@@ -79,8 +80,8 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule, a token's reported distribution is 0 after the chain has
-    # ended, so it depends on where the draft begins.
+    # With a stop rule, the rows of `probs` after the end of a chain are 0. The
+    # end depends on the position where the draft began, and so do these rows.
     return self.stop is None
 
   @property
@@ -220,7 +221,7 @@ def block_verification(model: Model, gamma: int) -> Strategy:
 def early_stopping(model: Model, gamma: int,
                    stop: stop_rules.StopRule = STOP,
                    verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts a chain that ends early if a rule expects a rejection.
+  """Drafts a chain that ends early by a stop rule.
 
   Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) by default; other rules
   are in `methods.stop_rules`.
@@ -242,11 +243,11 @@ def early_stopping(model: Model, gamma: int,
 
 
 def greedy_block_verification(model: Model, gamma: int) -> Strategy:
-  """Drafts a chain for the rule that accepts most in a single round.
+  """Drafts a chain for the rule that accepts most tokens in a single round.
 
-  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). To stay exact, the rule
-  modifies the target distribution of the following rounds. Later rounds then
-  accept less, which can outweigh the gain.
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). To be exact, the rule
+  modifies the target distribution of the following rounds. Then later rounds
+  accept fewer tokens, which can outweigh the gain.
 
   >>> from specjax import testing
   >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier

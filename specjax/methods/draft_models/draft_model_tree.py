@@ -48,9 +48,9 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
       samples, all equal at temperature 0; "without_replacement": distinct
       samples, each from the renormalised remaining probabilities; "top_k": the
       K most likely tokens; "hybrid": first a sample outside the K - 1 most
-      likely tokens, then these. At temperature 0 the last three have the same
-      children; hybrid has the least likely one first, which matters if subtrees
-      are unequal.
+      likely tokens, then these. At temperature 0 the last three methods draft
+      the same children. "hybrid" puts the least likely child first, which makes
+      a difference if the subtrees of siblings differ.
     transform: transform of the draft logits; None: the decoder's. Any transform
       is lossless, because the verifier gets the distributions after it.
   """
@@ -202,11 +202,12 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts the most likely children of every node for the target's walk.
+  """Drafts the most likely children of every node, verified by `TargetWalk`.
 
-  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). The target
-  samples a token at each node, as long as a child has it. No exact rule accepts
-  more of such drafts in one round.
+  Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). `TargetWalk`
+  samples the target's token at a node, and continues at the child with this
+  token, if there is one. For deterministic drafts no exact rule accepts more
+  tokens in one round.
 
   >>> from specjax import testing, trees
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier

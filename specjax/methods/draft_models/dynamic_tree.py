@@ -34,7 +34,7 @@ class DynamicTreeState:
 
   Attributes:
     cache: cache of the model.
-    slots: `[B, N]` int32, place of each node in the block of tokens that the
+    slots: `[B, N]` int32, index of each node in the block of tokens that the
       model read.
   """
 
@@ -44,7 +44,7 @@ class DynamicTreeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
-  """Expands the likeliest nodes of every level and drafts the likeliest of all.
+  """Expands the likeliest nodes of every level, and drafts the best of all.
 
   The value of a node is the product of the model's probabilities on its path.
   Every level expands its `top_k` best nodes by `top_k` children each. Of all
@@ -58,8 +58,8 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
     depth: number of levels below the root, one pass each.
     top_k: number of expanded nodes per level, and of children of each.
     num_nodes: number of nodes N, the root included.
-    transform: transform of logits to confidences. The decoder's transform does
-      not serve, because at temperature 0 all tokens but one have probability 0.
+    transform: transform of logits to confidences. It is separate from the
+      decoder's, because at temperature 0 all but one confidence would be 0.
   """
 
   model: Model

@@ -1,10 +1,10 @@
-"""Online speculative decoding: a draft model that learns from verification.
+"""Online speculative decoding: a draft model that is trained while decoding.
 
 Online speculative decoding (OSD), Liu et al. 2023 (arXiv:2310.07177).
 Verification computes the target's distributions at the drafted tokens. So
 distillation of the drafter costs only the drafter's gradient. The drafter
-changes between rounds only, and reports the distributions that it sampled from.
-So every schedule of updates is exact.
+changes only between rounds, and drafts contain the distributions from which
+their tokens were sampled. So every schedule of updates is exact.
 
 OSD trains all weights of one drafter for all requests. Here the model's weights
 are fixed, and a correction of its logits z [V] is learned from its last hidden
@@ -176,8 +176,8 @@ class Online(_common.OneModel, _common.DrawnChain):
     del prefill_output
     output = read_prompt(self.model, params["drafter"], prompt)
     batch, width = len(prompt.lengths), output.hidden.shape[-1]
-    # With U = 0 the correction is 0 for any A, so A can be the same random
-    # matrix in all rows.
+    # U = 0, so the correction is 0 for any A. A is random and the same in all
+    # rows.
     down = width**-0.5 * jax.random.normal(
         jax.random.key(0), (width, self.rank))
     size = self.model.vocab_size
@@ -270,8 +270,8 @@ def _check_alike(learned: Learner, own: Learner) -> None:
     raise ValueError(
         f"learned has {form[0]}, and the decoding state has {form[1]}; give a "
         "learned state of the same drafter with the same number of rows")
-  # States of different optimizers may have equal leaves, so the structures are
-  # compared too.
+  # The states of different optimizers may have equal leaves. So their
+  # structures are compared too.
   forms = [(jax.tree.structure(x.optimizer), [
       (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
            for x in (learned, own)]
@@ -283,7 +283,7 @@ def _check_alike(learned: Learner, own: Learner) -> None:
 
 def online(model: Model, gamma: int, learning_rate: float = 1e-3,
            positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts a chain of a model that learns from the target's distributions.
+  """Drafts a chain of a model that is trained on the target's distributions.
 
   Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), with a
   correction of the logits for each row.

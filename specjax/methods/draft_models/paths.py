@@ -38,9 +38,9 @@ class Paths(Drafter):
 
   Path k is sampled from model k mod len(models). The tree has one node for each
   drafted token, see `topology.prefix_tree`. Its shape depends on the sampled
-  tokens: two paths below a node mean that a later path has drawn the same
-  token. The output stays exact, because the probability to accept a token below
-  a node does not depend on the tree's shape there.
+  tokens: a node has several paths below it if several paths have sampled its
+  token. The output is exact all the same, because the probability to accept a
+  token does not depend on the shape of the tree below it.
 
   `params["drafter"]` is a tuple with the parameters of each model.
 
@@ -63,9 +63,9 @@ class Paths(Drafter):
     if not 1 <= len(self.models) <= self.num_paths:
       raise ValueError(f"models has {len(self.models)} entries and num_paths "
                        f"is {self.num_paths}; give at least one model, and at "
-                       "least one path for each")
+                       "least one path for each model")
     if self.length < 1:
-      raise ValueError(f"length is {self.length}; a path has at least 1 token")
+      raise ValueError(f"length is {self.length}; it must be at least 1")
 
   @property
   def chain(self) -> bool:
@@ -160,7 +160,7 @@ class Paths(Drafter):
              target_output: ModelOutput, count: jax.Array) -> Any:
     """Returns the caches.
 
-    A single model's cache keeps the accepted path. With several models
+    With a single model, its cache keeps the accepted path. With several models,
     `propose` reads the committed tokens again.
     """
     del params, draft, target_output
@@ -182,7 +182,7 @@ def merged_specinfer(models: Sequence[Model], length: int,
   """Drafts paths of several models, merged into one tree.
 
   Miao et al. 2023 (arXiv:2305.09781, merge-based speculation). The paper tunes
-  the models one after another on the errors of those before
+  the models one after another, each on the errors of the previous models
   (`experiments/boost_drafters.py`).
 
   >>> from specjax import testing

@@ -79,7 +79,8 @@ def draw(logits, parents, uniforms, proposal, transform):
   found = []
   for row, level in zip(logits, _trees.levels(parents)):
     mine = uniforms[level.below]
-    if proposal == "top_k":  # every node has the same children: rank them once
+    # All nodes of a depth have the same children. So they are ranked once.
+    if proposal == "top_k":
       ranks = np.concatenate([np.arange(count) for count in level.counts])
       tokens, probs = _trees.top_k(
           row[None], (max(level.counts),), mine, transform)
@@ -105,8 +106,8 @@ class HeadsDrafter(_trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # A token's distribution depends on its depth, so on where the draft begins,
-    # unless all drafted tokens have depth 1.
+    # A token's distribution depends on its depth, and so on the position where
+    # the draft began, unless all drafted tokens have depth 1.
     return self.iid and self.depth <= 1
 
   def bind(self, target: Model, transform: LogitsTransform
@@ -116,13 +117,13 @@ class HeadsDrafter(_trees.StaticTree):
     if self.depth > self.heads.heads:
       raise ValueError(
           f"the draft is {self.depth} tokens deep and there are "
-          f"{self.heads.heads} heads; each level needs one: draft less deep or "
-          "train more heads")
+          f"{self.heads.heads} heads; each level needs a head: reduce the "
+          "depth or train more heads")
     return super().bind(target, transform)
 
   def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the hidden state before the last token of each prompt."""
+    """Returns the target's hidden state at the second-last prompt token."""
     del params
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
@@ -164,7 +165,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
              target_output: ModelOutput, count: jax.Array) -> Any:
-    """Returns the hidden state before the last committed token."""
+    """Returns the target's hidden state at the second-last committed token."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)
 

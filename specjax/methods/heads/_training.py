@@ -1,6 +1,6 @@
 """Losses of K heads on one hidden state, computed one head at a time.
 
-Head k predicts the token k places after the next token.
+At position t, head k = 1..K predicts token t + 1 + k.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
                   weights: jax.Array) -> jax.Array:
   """Returns the cross-entropy of head k, averaged over positions t.
 
-  At position t the head predicts token t + 1 + k. Positions without such a
-  token in the row do not count.
+  At position t the head predicts token t + 1 + k. Positions for which the row
+  ends before this token are left out.
 
   Args:
     logits: logits `[B, S, V]` of head k.
@@ -61,8 +61,8 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
   """Returns `forecast_loss` of one head, `[]`.
 
   Args:
-    heads: function and sizes of the heads.
-    params: parameters of the head.
+    heads: heads, with their function and sizes.
+    params: parameters of head k.
     hidden: hidden states `[B, S, D]`.
     k: number of the head, `[]` int32, from 1.
     tokens: token ids `[B, S + 1]` int32.
@@ -83,7 +83,7 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
   gradient.
 
   Args:
-    heads: function and sizes of the heads.
+    heads: heads, with their function and sizes.
     params: parameters of all heads, stacked along K.
     hidden: hidden states `[B, S, D]`.
     tokens: token ids `[B, S + 1]` int32.
@@ -178,7 +178,11 @@ def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 
 
 def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
-  """Returns `Method.strategy` for `make(heads, parents, proposal, rule)`."""
+  """Returns a function for `records.Method.strategy`.
+
+  Args:
+    make: function `(heads, parents, proposal, rule) -> Strategy`.
+  """
   def strategy(heads, verifier: Verifier | None, gamma, tree) -> Strategy:
     rule = verifiers.TargetWalk() if verifier is None else verifier
     return suited(
@@ -191,7 +195,7 @@ def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
 
 def sampled(make: Callable[..., Strategy], heads: Heads,
              tree: Sequence[int]) -> dict[str, tuple[Strategy, ...]]:
-  """Returns the strategies with sampled drafts for `Method.compared`."""
+  """Returns strategies with sampled drafts, for `records.Method.compared`."""
   pairs = lambda parents, proposal, *rules: tuple(
       make(heads, parents, proposal, rule) for rule in rules)
   return {

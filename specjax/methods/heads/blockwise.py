@@ -135,9 +135,9 @@ class Blockwise(_forecasts.HeadsDrafter):
 class BlockwiseObjective:
   """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
-  With one head drawn uniformly per batch, the loss is an unbiased estimate of
+  With one head sampled uniformly per batch, the loss is an unbiased estimate of
   the mean over all heads, at the cost of one head. If the target is trained
-  too, its next-token loss counts as one more head.
+  too, its next-token loss is included as that of one more head.
 
   Attributes:
     model: target model.
@@ -222,8 +222,8 @@ def blockwise(heads: Heads, gamma: int | None = None,
     ValueError: both criteria are given.
   """
   if top_k is not None and distance is not None:
-    raise ValueError(f"top_k is {top_k} and distance {distance}; give one of "
-                     "the two criteria")
+    raise ValueError(f"top_k is {top_k} and distance is {distance}; give only "
+                     "one of these criteria")
   rule = (verifiers.TopK(k=top_k) if top_k is not None else
           verifiers.Distance(epsilon=distance) if distance is not None else
           verifiers.Token())

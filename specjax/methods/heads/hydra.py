@@ -116,7 +116,7 @@ class HydraHeads:
         for k in range(self.heads)}
 
   def head(self, params: Params, read: jax.Array) -> jax.Array:
-    """Returns the logits `[..., V]` of the head that has this input size.
+    """Returns the logits `[..., V]` of the head with this size of input.
 
     Args:
       params: parameters of all heads.
@@ -169,7 +169,7 @@ class Hydra(_forecasts.HeadsDrafter):
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):
-      """Appends embeddings to the inputs, a carry `[B, S, (d + 1) D]`."""
+      """Step of `_trees.grow`; its carry has the inputs `[B, S, (d + 1) D]`."""
       del depths, ancestors
       paths = jnp.take_along_axis(paths, above[..., None], axis=1)
       paths = jnp.concatenate([paths, table[tokens]], axis=-1)
@@ -218,7 +218,8 @@ class HydraObjective:
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     losses, hidden = [], self._hidden(params, tokens)
 
-    # Only the logits of one head at a time are in memory.
+    # `checkpoint` recomputes logits in the backward pass. So the logits of only
+    # one head are in memory at a time.
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
@@ -277,7 +278,8 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
       deep as the number of heads K; `range(-1, K)` is a chain of K.
     proposal: sampling method of children: "top_k", "without_replacement" or
       "iid".
-    verifier: verification rule; None: an exact rule for the proposal.
+    verifier: verification rule; None: `TargetWalk` for "top_k", else
+      `Traversal`.
   """
   if verifier is None:
     verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)

@@ -155,7 +155,7 @@ class PaSSObjective:
   def __post_init__(self):
     check_fits(self.embeddings, self.model)
     if self.cuts < 1:
-      raise ValueError(f"cuts is {self.cuts}; a row needs at least one cut")
+      raise ValueError(f"cuts is {self.cuts}; it must be at least 1")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
@@ -182,14 +182,15 @@ class PaSSObjective:
       params: parameters `{"target", "drafter"}`.
       tokens: token ids `[B, S + 1]` int32.
       key: PRNG key of the cuts.
-      score: function called for t = 1..L; `positions` are the last tokens read,
-        m.
+      score: function that is called for t = 1..L. Its `positions` are the
+        positions m of the last true token before each cut.
     """
     batch, size = tokens.shape[0], tokens.shape[1] - 1
     count = self.embeddings.count
     if size <= count:
       raise ValueError(f"a row predicts {size} tokens and there are {count} "
-                       "look-ahead tokens; give longer rows or fewer of them")
+                       "look-ahead tokens; give longer rows or fewer "
+                       "look-ahead tokens")
     positions = jax.random.randint(key, (batch, self.cuts), 0, size - count)
     logits = self.logits(params, tokens[:, :-1], positions)
     scores = [score(t, logits[:, :, t - 1], positions)
@@ -245,10 +246,11 @@ class PaSS(Drafter):
   it is always accepted. Tokens 2..L + 1 are drawn from the distributions at the
   look-ahead tokens. The second pass verifies.
 
-  Folded, a round has one pass. Look-ahead tokens are attached to every verified
-  node. Those of the node where the round stops predict the next L tokens. The
-  pass has (1 + L)^2 nodes: a chain of 1 + L, and padding. The first round after
-  a prompt drafts nothing.
+  Folded, a round has one pass. Every verified node has its own L look-ahead
+  tokens as children. The look-ahead tokens of the node where the round stops
+  predict the next L tokens. The pass has (1 + L)^2 nodes: a chain of 1 + L, and
+  the look-ahead tokens, which are padding for the verifier. The first round
+  after a prompt drafts nothing.
 
   Attributes:
     embeddings: look-ahead embeddings of the target.
@@ -271,7 +273,8 @@ class PaSS(Drafter):
   chain = True  # look-ahead nodes are padding for the verifier
   iid = True
   conditional = True
-  # A token's distribution depends on its distance from the draft's start.
+  # A token's distribution depends on its distance from the position where the
+  # draft began.
   autoregressive = False
   proposal = "iid"
 
@@ -280,8 +283,8 @@ class PaSS(Drafter):
       object.__setattr__(self, "count", self.embeddings.count)
     if not 1 <= self.count <= self.embeddings.count:
       raise ValueError(f"count is {self.count}; it must be a whole number from "
-                       f"1 to the {self.embeddings.count} look-ahead tokens "
-                       "that there are")
+                       f"1 to {self.embeddings.count}, the number of "
+                       "look-ahead embeddings")
 
   @property
   def num_uniforms(self) -> int:
@@ -299,9 +302,9 @@ class PaSS(Drafter):
     has = (getattr(config, "lookahead", 0), getattr(config, "width", 0))
     if has != wants:
       raise ValueError(
-          f"the target has {has[0]} look-ahead tokens of width {has[1]} and "
-          f"the drafter {wants[0]} of width {wants[1]}; make the target, and "
-          "its parameters, by methods.with_lookahead")
+          f"the target has {has[0]} look-ahead tokens of width {has[1]}, but "
+          f"the drafter has {wants[0]} of width {wants[1]}; make the target "
+          "and its parameters with methods.with_lookahead")
     return _common.with_transform(
         self, transform, target=target, target_transform=transform)
 
@@ -336,8 +339,8 @@ class PaSS(Drafter):
     """Returns logits `[B, 1 + count, V]` at the root and look-ahead tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
-    # The returned cache is dropped because the verifying pass starts from the
-    # same committed tokens.
+    # The verifying pass starts from the same committed tokens. So the cache
+    # with the look-ahead tokens is dropped.
     return self.target(
         params["target"],
         jnp.concatenate([rounds.roots(state)[:, None], ids], axis=1),
@@ -401,7 +404,7 @@ class PaSS(Drafter):
 
 
 def _drawn(probs, uniforms):
-  """Samples one token of each distribution, `[n, V]` -> `[n]`."""
+  """Samples one token `[n]` from each of the distributions `[n, V]`."""
   return jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
 
 

@@ -38,7 +38,7 @@ def _read_medusa(found: Found) -> MedusaHeads:
   list 2 heads although the file contains 5.
   """
   keys = found.keys()
-  if keys("model_type"):  # a target's configuration
+  if keys("model_type"):  # the file has a copy of the target's configuration
     found.check_target(keys)
   keys.refuse_others()
   blocks = found.count(r"0\.(\d+)\.linear\.")
@@ -73,9 +73,9 @@ def _read_medusa_vllm(found: Found) -> MedusaHeads:
       ("medusa_fc_bias", heads.bias), ("original_lm_head", False),
       ("logit_scale", 1)):
     if keys(name, value) != value:
-      found.fail(f"has {keys(name)!r} for {name}, and the tensors are of heads "
-                 f"with {value!r}; specjax reads Medusa heads that have the "
-                 "whole vocabulary and their own output matrices")
+      found.fail(f"has {keys(name)!r} for {name}, but specjax supports only "
+                 f"{value!r}, Medusa heads with the complete vocabulary and a "
+                 "separate output matrix each")
   keys.ignore("max_paths", "topk", "max_seq_len")
   keys.refuse_others()
   check_target(found, heads)
@@ -95,8 +95,8 @@ def _read_hydra(found: Found) -> HydraHeads:
       ("hydra_head_arch", "mlp", "mlp"), ("grounded_heads", True, False),
       ("hidden_state_offset", 0, 0)):
     if keys(name, otherwise) != plain:
-      found.fail(f"has {name} {keys(name, otherwise)!r}; specjax reads Hydra "
-                 f"heads with {name} {plain!r}")
+      found.fail(f"has {name} {keys(name, otherwise)!r}; specjax supports "
+                 f"Hydra heads with {name} {plain!r}")
   keys.refuse_others()
   rows, width = found.shape("hydra_mlp.0.0.linear.weight")
   found.check("width", width, 2 * rows)
@@ -133,7 +133,8 @@ def _write_medusa_vllm(heads: MedusaHeads) -> dict[str, Any]:
 _medusa = functools.partial(
     Layout, kind="medusa",
     sizes=lambda heads, target: {"blocks": heads.blocks})
-# Text Generation Inference and vLLM read the first two layouts.
+# Servers read the first two layouts: Text Generation Inference reads "medusa",
+# vLLM reads "medusa of vllm".
 LAYOUTS = {
     "medusa": _medusa(
         read=_read_medusa, names=_MEDUSA, sign=r"0\.0\.linear\.",

@@ -1,6 +1,6 @@
 """Drafting from counts of continuations.
 
-A node of a suffix tree stands for the matches (see `_matches`) whose following
+A node of a suffix tree represents the matches (see `_matches`) whose following
 tokens begin with the path to the node. Its children are the next tokens of
 these matches. So no tree is stored: a node is a mask over K matches. To count
 its children, the K next tokens are compared with each other. A step down the
@@ -71,8 +71,8 @@ class CountDrafter(_common.ModelFree):
   vocab_size: int | None = None
 
   conditional = True
-  # The matches are searched where the draft begins, so a token's distribution
-  # depends on that place.
+  # The matches are those of the tokens before the draft. So a token's
+  # distribution depends on the position where the draft began.
   autoregressive = False
 
   def __post_init__(self):
@@ -86,15 +86,15 @@ class CountDrafter(_common.ModelFree):
     if self.parents is None:
       return
     if self.proposal != "sampled":
-      raise ValueError(f"parents is a tree and proposal {self.proposal!r}; "
-                       "trees of counts are drawn: give proposal='sampled'")
+      raise ValueError(f"parents is a tree and proposal is {self.proposal!r}; "
+                       "trees need proposal='sampled'")
     object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
     fields.check_at_least("nodes of `parents`", len(self.parents), 2)
     deepest = max(shapes.depths(self.parents))
     if deepest > self.gamma:
-      raise ValueError(f"parents is {deepest} levels deep and gamma is "
-                       f"{self.gamma}; give a gamma of at least that, or a "
-                       "shallower tree")
+      raise ValueError(f"parents is {deepest} levels deep, but gamma is "
+                       f"{self.gamma}; give gamma={deepest} or a shallower "
+                       "tree")
 
   @property
   def chain(self) -> bool:
@@ -128,16 +128,16 @@ class CountDrafter(_common.ModelFree):
                                transform=self.transform or transform)
 
   def _check(self, store: Datastore | None) -> None:
-    """Raises `ValueError` unless it is a datastore of known ids."""
+    """Raises `ValueError` unless it is a datastore with the target's ids."""
     if not isinstance(store, Datastore):
       raise ValueError(
-          f"params['drafter'] is a {type(store).__name__} and "
-          f"{type(self).__name__} reads a Datastore; give "
+          f"params['drafter'] is a {type(store).__name__}, but "
+          f"{type(self).__name__} needs a Datastore; give "
           "jax.device_put(specjax.data.datastores.load(path, tokenizer))")
     if store.vocab_size > self.vocab_size:
       raise ValueError(
-          f"the datastore has ids of {store.vocab_size} tokens and the "
-          f"target has {self.vocab_size}; build it with the target's tokenizer")
+          f"the datastore has ids of {store.vocab_size} tokens, but the target "
+          f"has {self.vocab_size}; build it with the target's tokenizer")
 
   def _deterministic(self, state: DecodeState, tokens: jax.Array,
                      real: jax.Array) -> Draft:
@@ -178,8 +178,8 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
   SuffixDecoding's draft (Oliaro et al. 2024, arXiv:2411.04975, chain mode): a
   token's probability is count(child) / count(node), times the probability of
-  the token before it. The path ends before a probability below `least`. Among
-  equally frequent tokens the token of the first match is taken.
+  the token before it. The path ends before a token whose probability is below
+  `least`. Among equally frequent tokens the token of the first match is taken.
 
   Args:
     following: tokens `[K, S]` int32 after the matches.
@@ -203,11 +203,11 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # Count and place of a match are packed into one integer, so one maximum
-    # gives both. The integers are below 2^24, so float32 represents them
-    # exactly.
+    # Count and index of a match are packed into one number, so one maximum
+    # returns both. The numbers are below 2^24, where float32 is exact.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
-    # XLA may compile a float division as a product that rounds twice.
+    # XLA may compile a float division as a product with the reciprocal, which
+    # rounds twice. So the numbers are unpacked as integers.
     best = best.astype(jnp.int32)
     count, at = best // (matches + 1), matches - best % (matches + 1)
     chosen = token.at[at].get(mode="clip")
@@ -235,7 +235,8 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
     `[...]` int32, index of the set, and `[...]` float32, its score: the sum of
     the path's probabilities, an estimate of the number of accepted tokens.
   """
-  # The sum has the order of the published code, because rounding decides ties.
+  # Rounding can decide between equal scores. So the sum has the order of the
+  # published code.
   score = sum(probs[..., k] for k in range(probs.shape[-1]))
   last = score.shape[-1] - 1
   return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
@@ -248,9 +249,9 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
   """Samples a path from the counts of the children.
 
-  The end of the path depends on the matches and on earlier tokens alone: it
-  ends before the probability of the most frequent children along it falls below
-  `least`, whichever child is drawn.
+  The probability of the most frequent children along the path decides where it
+  ends: before this probability falls below `least`. So the end depends only on
+  the matches and on earlier tokens, not on the sampled child.
 
   Args:
     following: tokens `[K, S]` int32 after the matches.
@@ -279,7 +280,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     counts = jnp.sum(same, axis=-1, dtype=jnp.float32)
     total = jnp.sum(alive, dtype=jnp.float32) + ended
     share *= jnp.max(jnp.where(goes, counts, 0)) / jnp.maximum(total, 1)
-    drawable = goes & ~jnp.any(same & earlier, axis=-1)  # each token once
+    # Each token can be drawn only at its first match.
+    drawable = goes & ~jnp.any(same & earlier, axis=-1)
     if banned:
       drawable &= ~jnp.isin(token, jnp.array(banned))
     going &= jnp.any(drawable) & (share >= least) & (k < steps)
@@ -293,7 +295,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   start = alive, ended, jnp.ones(()), jnp.ones((), bool)
   _, (tokens, q) = jax.lax.scan(
       step, start, (following.T, jnp.arange(size), uniforms))
-  # A token has its probability at its first match and 0 at the others.
+  # A token's probability is at its first match, and 0 at its other matches. So
+  # the sum over matches is the probability of the token.
   probs = jnp.zeros((size, vocab_size)).at[
       jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)
   return tokens, probs
@@ -333,7 +336,7 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   key, chosen = jax.lax.top_k(key, nodes - 1)
   real = key > 0
   chosen = jnp.where(real, chosen, 0)
-  places = jnp.where(real, chosen, matches * size)  # padding has no place
+  places = jnp.where(real, chosen, matches * size)  # padding: out of range
   number = jnp.zeros((matches * size,), jnp.int32).at[places].set(
       jnp.arange(1, nodes, dtype=jnp.int32), mode="drop")
   of, d = chosen // size, chosen % size
@@ -378,13 +381,13 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
 
   def step(tokens, depths, ancestors, above, alive):
     del ancestors
-    depth = depths[0, 0]  # one level is read at a time
+    depth = depths[0, 0]  # all nodes of a step have the same depth
     alive = jax.vmap(lambda row, at: row[at])(alive, above)
     alive &= jnp.take(following, depth, axis=2)[:, None] == tokens[..., None]
     return counted(alive, depth + 1), alive
 
   def some(logits, counts, uniforms):
-    """Masks children without a token."""
+    """Samples children, and makes children without a token padding."""
     distinct = jnp.sum(jnp.isfinite(_trees.allowed(logits, transform)), -1)
     tokens, probs = drawn(
         jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)

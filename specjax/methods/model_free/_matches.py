@@ -1,8 +1,8 @@
 """Search for earlier occurrences of the last tokens of a row, on the device.
 
-A *match* is a place in a sequence that has the same m tokens as the end of a
-row. Its *following* tokens are the S next tokens, or -1 after the end of the
-sequence.
+A *match* is a position in a sequence before which there are the same m tokens
+as at the end of a row. Its *following* tokens are the S next tokens, or -1
+after the end of the sequence.
 
   own_matches       in the row's own tokens, for all m together
   find, spread      in a datastore: two binary searches for each m, and up to K
@@ -21,7 +21,7 @@ import numpy as np
 from specjax.data.datastores import Datastore
 
 _NO_TOKEN = -1
-NOWHERE = -2  # fills places before a row's first token; equal to no token
+NOWHERE = -2  # id at positions before a row's first token; differs from all ids
 
 
 def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
@@ -58,8 +58,8 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
       lambda carry: (carry[0] < longest) & jnp.any(carry[1]), extend,
       (jnp.zeros((), jnp.int32), earlier, jnp.zeros_like(tokens)))
   rank = common * slots + jnp.arange(slots, dtype=jnp.int32)
-  # Top-k is fast for floats only. float32 represents integers up to 2^24
-  # exactly.
+  # `top_k` is fast only for floats. float32 is exact for integers up to 2^24,
+  # so larger numbers remain integers.
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
@@ -99,11 +99,16 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
       place.shape)
   # An id outside of the store's vocabulary sorts after all stored tokens.
   pattern = jnp.where(pattern < store.vocab_size, pattern, store.vocab_size + 1)
-  # The first difference weighs more than the sum of all later ones.
+  # Each column's weight exceeds the sum of all later weights. So the first
+  # difference determines the sign of the weighted sum.
   weights = np.where(column < sizes[:, None], 2 ** (longest - 1 - column), 0)
 
   def order(at):
-    """Returns the sign of suffix - pattern, for `[B, 2, M]` places."""
+    """Returns the signs `[B, 2, M]` of suffix minus pattern.
+
+    Args:
+      at: indices `[B, 2, M]` in `store.suffixes`.
+    """
     start = suffixes.at[at].get(mode="clip")
     text = corpus.at[start[..., None] + column].get(mode="clip")
     signs = jnp.sign(text.astype(jnp.int32) - pattern[:, None])
@@ -112,8 +117,8 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   def halve(_, bounds):
     low, high = bounds
     middle = low + (high - low) // 2
-    # The lower bound is the first place not before the pattern; the upper
-    # bound is the first place after it.
+    # The lower bound is the first suffix that is not before the pattern. The
+    # upper bound is the first suffix after all suffixes with the pattern.
     before = order(middle) < jnp.array([[0], [1]])
     going = low < high
     return (jnp.where(going & before, middle + 1, low),

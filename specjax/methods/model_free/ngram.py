@@ -31,7 +31,8 @@ from specjax.types import Prompt
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
-# The number of columns is a multiple of this, so that few shapes are compiled.
+# Number of which the columns of reference documents are a multiple. So there
+# are few shapes, and few programs are compiled.
 _STEP = 128
 
 
@@ -53,8 +54,8 @@ class _Lookup(_common.ModelFree):
   iid = True
   conditional = True
   deterministic = True
-  # All tokens are copied after the match at the start of the draft. A draft
-  # that begins at a later token could have another match and other tokens.
+  # All tokens of a draft are copied from the match of the tokens before it. A
+  # draft that begins at a later position could have another match.
   autoregressive = False
   num_uniforms = 0
   proposal = "deterministic"
@@ -132,8 +133,8 @@ class Reference(_Lookup):
     _references(prompt.context)
 
   def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    # The vocabulary size may exceed the range of 16-bit ids, so ids are
-    # converted before the comparison.
+    # Documents may have 16-bit ids, and the vocabulary size may exceed their
+    # range. So ids are converted before they are compared with it.
     text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
     after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -172,8 +173,8 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
   fields.check_at_least("columns", columns, 1)
   if longest > columns:
     raise ValueError(
-        f"columns is {columns} and the documents of a row need {longest}, with "
-        "a separator after each; give more columns, or less text")
+        f"columns is {columns}, but the documents of a row need {longest}, "
+        "with a separator after each; give more columns, or shorter documents")
   texts = np.full((len(rows), columns), -1, np.int32)
   for row, tokens in zip(texts, joined):
     row[:len(tokens)] = tokens
@@ -233,13 +234,13 @@ def _last(state: DecodeState, count: jax.Array) -> jax.Array:
 
 def _best(count: jax.Array, usable: jax.Array, min_ngram: int, prefer: str
           ) -> tuple[jax.Array, jax.Array]:
-  """Returns the end `[B]` of the longest match and its length, or 0."""
+  """Returns the end `[B]` of the longest match, and its length; 0: none."""
   slots = count.shape[1]
   slot = jnp.arange(slots, dtype=jnp.int32)
   order = slot if prefer == "latest" else slots - 1 - slot
   count = jnp.where(usable & (count >= min_ngram), count, 0)
-  # Length and place of a slot are packed into one integer, because on CPU a
-  # maximum is much cheaper than an argmax.
+  # Length and index of a match are packed into one integer, so one maximum
+  # returns both. On a CPU a maximum is much cheaper than an argmax.
   best = jnp.max(count * slots + order, axis=1)
   place = best % slots
   return place if prefer == "latest" else slots - 1 - place, best // slots
@@ -250,13 +251,14 @@ def _references(context: Any) -> jax.Array:
   texts = (context.get("reference") if isinstance(context, Mapping) else None)
   if texts is None:
     raise ValueError(
-        'Reference copies from context["reference"], which is missing; give '
+        'context["reference"], the documents of drafters.Reference, is '
+        'missing; give '
         'prefill(..., context={"reference": drafters.reference_texts(...)})')
   if (jnp.ndim(texts) != 2 or not texts.shape[1]
       or not jnp.issubdtype(texts.dtype, jnp.signedinteger)):
     raise ValueError(f'context["reference"] has shape {texts.shape} and dtype '
-                     f"{texts.dtype}; it must be [B, T] token ids, int32, "
-                     "filled up with -1")
+                     f"{texts.dtype}; it must be int32 token ids [B, T], with "
+                     "-1 after each document and at the end")
   return texts
 
 
@@ -282,7 +284,7 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
     gamma: number of copied tokens.
     max_ngram: maximal length of the searched suffix.
     min_ngram: minimal length of the searched suffix. With 1, few copied tokens
-      are accepted, and a draft seldom pays for its verification.
+      are accepted, and drafts rarely make decoding faster.
     verifier: rule for chains; all rules treat deterministic chains equally.
   """
   return Strategy(NGram(

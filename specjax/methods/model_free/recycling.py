@@ -34,11 +34,11 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-# Share of rounds in which the root's successor of each rank was the target's
-# next token: SmolLM2-135M-Instruct at temperature 0, a tree of 40 nodes, 64 to
-# 96 tokens after eight prompts of data/copy_prompts.py. These prompts are among
-# those of experiments/free_drafts_study.py, so its results for this tree are
-# not on unseen prompts.
+# Share of rounds in which the target's next token was the root's successor of
+# rank 0, 1, ... It was measured with SmolLM2-135M-Instruct at temperature 0 and
+# a tree of 40 nodes, on 64 to 96 tokens after eight prompts of
+# data/copy_prompts.py. experiments/free_drafts_study.py uses these prompts too,
+# so its results for this tree are not on unseen prompts.
 _ACCEPTANCE = (0.42, 0.15, 0.05, 0.05, 0.015, 0.015, 0.01, 0.01)
 _NODES, _DEPTH = 16, 6
 
@@ -95,7 +95,7 @@ class Recycling(_common.ModelFree):
     object.__setattr__(self, "parents", shapes.breadth_first(parents))
     if self.num_nodes < 2:
       raise ValueError("parents is (-1,), which drafts nothing; give a tree of "
-                       "at least 2 nodes, or take drafters.Empty")
+                       "at least 2 nodes, or use drafters.Empty")
 
   @property
   def num_nodes(self) -> int:
@@ -120,7 +120,7 @@ class Recycling(_common.ModelFree):
     return super().bind(target, transform)
 
   def follow(self) -> "Recycling":
-    """Returns the drafter unchanged, because it learns from any draft."""
+    """Returns the drafter unchanged, because any draft updates its table."""
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -134,7 +134,8 @@ class Recycling(_common.ModelFree):
     _check_table(known, shape)
     batch = prompt.tokens.shape[0]
     known = jnp.asarray(known, jnp.int32)
-    # A negative id would index from the table's end.
+    # A negative id would select a row from the table's end. So ids outside of
+    # the vocabulary become empty entries.
     known = jnp.where((known >= 0) & (known < self.vocab_size), known,
                       self.vocab_size)
     table = jnp.tile(known, (batch, 1, 1))
@@ -164,7 +165,8 @@ class Recycling(_common.ModelFree):
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    # The draft may be another one: the root alone, or the draft of a merge.
+    # The draft may have another shape than this drafter's: only the root, or
+    # the draft of a merge.
     nodes = draft.tokens.shape[1]
     node = jnp.arange(nodes)
     drafted = jnp.take_along_axis(
@@ -173,7 +175,8 @@ class Recycling(_common.ModelFree):
     accepted = (verdict.path[:, None] == node[:, None]).any(-1)
     order = node + nodes * accepted
     same = draft.tokens[:, :, None] == draft.tokens[:, None]
-    # The order of a scatter from several nodes to one place is undefined.
+    # If several nodes have the same token, the order in which a scatter writes
+    # them is undefined. So only the last of them in `order` writes.
     later = same & real[:, None] & (order[:, None] > order[:, :, None])
     place = jnp.where(real & ~later.any(-1), draft.tokens, self.vocab_size)
     row = jnp.arange(count.shape[0])[:, None]
@@ -198,7 +201,8 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
   def enter(table, at):
     token, after = prompt.tokens[:, at], prompt.tokens[:, at + 1, None]
     old = table[row, token]
-    # The successor moves to the front, or replaces the last one.
+    # The new successor becomes the first. It is removed from its old rank, or
+    # the last successor is dropped.
     was = jnp.min(jnp.where(old == after, rank, successors - 1), axis=1)
     moved = jnp.roll(old, 1, axis=1).at[:, 0].set(after[:, 0])
     new = jnp.where(rank <= was[:, None], moved, old)

@@ -37,7 +37,7 @@ class Retrieval(_continuations.CountDrafter):
   `params["drafter"]` is a `data.datastores.Datastore` on the device. A round
   needs two binary searches for each match length and compares up to
   `max_matches` continuations with each other. Its cost grows with the logarithm
-  of the corpus.
+  of the corpus' size.
 
   With `nodes`, the draft is a tree of the most frequent prefixes, for
   `verifiers.TargetWalk`. Otherwise it is a chain. "deterministic" takes the
@@ -45,8 +45,8 @@ class Retrieval(_continuations.CountDrafter):
   temperature, for block verification. With `parents` it is a tree of samples,
   for traversal verification.
 
-  The place where a chain ends depends only on the tokens before it, so drafts
-  are `conditional`.
+  The position where a chain ends depends only on the tokens before it, so
+  drafts are `conditional` (`interfaces.CAPABILITIES`).
 
   Attributes:
     gamma: maximal length of a path, at least 1.
@@ -56,8 +56,8 @@ class Retrieval(_continuations.CountDrafter):
       least 2; None: a chain, or the sampled tree `parents`.
     min_match: minimal length of a match, at least 1.
     max_match: maximal length of a match, at most the datastore's depth.
-    max_matches: largest number K of counted matches. Of more matches, K evenly
-      spaced ones are counted.
+    max_matches: largest number K of counted matches. If there are more, K
+      evenly spaced ones are counted.
     transform: transform of the log counts; None: the decoder's.
     vocab_size: V; `bind` sets it.
   """
@@ -78,8 +78,9 @@ class Retrieval(_continuations.CountDrafter):
     fields.check_at_least("nodes", self.nodes, 2)
     if self.proposal != "deterministic":
       raise ValueError(f"nodes is {self.nodes} and proposal "
-                       f"{self.proposal!r}; such a tree is deterministic: "
-                       "leave nodes out, and give parents for a sampled tree")
+                       f"{self.proposal!r}, but nodes is for deterministic "
+                       "trees: leave nodes out, and give parents for a sampled "
+                       "tree")
 
   @property
   def chain(self) -> bool:
@@ -99,8 +100,9 @@ class Retrieval(_continuations.CountDrafter):
     self._check(store)
     if self.max_match > store.depth:
       raise ValueError(
-          f"max_match is {self.max_match} and the datastore is sorted by "
-          f"{store.depth} tokens; match less, or build it with that depth")
+          f"max_match is {self.max_match}, but the datastore is sorted by "
+          f"{store.depth} tokens; reduce max_match, or build the datastore "
+          f"with depth {self.max_match}")
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:

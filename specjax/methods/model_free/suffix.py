@@ -11,17 +11,17 @@ the suffix tree of a sequence from the row's last m tokens:
   end          before a probability below `min_token_prob`
   score        the sum of the probabilities
 
-The draft with the highest score is proposed. Of equal scores, the draft with
-the longest match is taken. There are two sources: the row's own tokens, and a
-datastore that all rows share. The draft from the row's own tokens is taken if
-its score is at least the other's. The datastore does not change. (The published
-server adds outputs of earlier requests to its tree. Here the datastore has to
-be built again with them.) As in the published tree, the end of the row counts
-as an occurrence of its last tokens. So after a single earlier match the next
-token has probability 1/2.
+The draft with the highest score is proposed, and among equal scores the draft
+with the longest match. There are two sources: the row's own tokens, and a
+datastore that all rows share. The draft from the row's own tokens is used if
+its score is at least the other draft's. The datastore does not change. (The
+published server adds outputs of earlier requests to its tree. Here the
+datastore must be built again with them.) As in the published tree, the end of
+the row is counted as an occurrence of its last tokens. So after a single
+earlier match the next token has probability 1/2.
 
 The published code stores trees on the host. Here a set of matches is a mask
-over K places on the device, see `_continuations`.
+over K matches on the device, see `_continuations`.
 """
 
 from collections.abc import Mapping
@@ -80,12 +80,13 @@ class Suffix(_continuations.CountDrafter):
   `params["drafter"]` may be a `data.datastores.Datastore`. If it is None, () or
   missing, the row's own tokens are the only source.
 
-  "deterministic" proposes the most frequent path, as published. "sampled" draws
-  each token with probability count(child) / (the counts of all children) at the
-  row's temperature, for block verification. With `parents` it draws a tree of
-  different siblings for traversal verification, whose paths end if no match
-  continues and ignore `min_token_prob`. At temperature 0 the chains of both
-  kinds are equal, unless the transform bans the likeliest child.
+  "deterministic" proposes the most frequent path, as published. "sampled"
+  samples each token with probability count(child) / (the counts of all
+  children), at the row's temperature, for block verification. With `parents` it
+  samples a tree of distinct siblings for traversal verification. Its paths end
+  where no match continues, and ignore `min_token_prob`. At temperature 0,
+  deterministic and sampled chains are equal unless the transform bans the most
+  frequent child.
 
   A sampled path ends before the probability of the *most frequent* children
   along it falls below `min_token_prob`, whichever child is drawn. So its end
@@ -121,10 +122,11 @@ class Suffix(_continuations.CountDrafter):
                           ": one matching and one drafted token")
     if not 0 <= self.min_token_prob <= 1:
       raise ValueError(f"min_token_prob is {self.min_token_prob}; it must be "
-                       "in [0, 1]: 0 drafts to the end of the match")
+                       "in [0, 1], and 0 sets no limit")
     if not 0 <= self.max_spec_factor < math.inf:
       raise ValueError(f"max_spec_factor is {self.max_spec_factor}; it must be "
-                       "finite and at least 0: 0 drafts max_spec_offset tokens")
+                       "finite and at least 0. With 0, drafts have at most "
+                       "max_spec_offset tokens")
     if not math.isfinite(self.max_spec_offset):
       raise ValueError(f"max_spec_offset is {self.max_spec_offset}; it must be "
                        "a finite number of tokens")
@@ -168,7 +170,7 @@ class Suffix(_continuations.CountDrafter):
         state.tokens, lengths, self.max_depth - 1, self.max_matches,
         self.gamma)
     alive = agreeing[:, None] >= sizes[:, None]
-    # The end of the row is an occurrence of its last tokens.
+    # The end of the row is counted as an occurrence of its last tokens.
     ended = jnp.ones(sizes.shape, jnp.float32)
     walk = lambda *matches: _continuations.walk(
         *matches, ended, self._steps(sizes), self.min_token_prob)
@@ -220,9 +222,9 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
   """Drafts frequent continuations of the last tokens.
 
   SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Sampling from the
-  counts is not in the paper. All rules accept equally many deterministic
-  tokens. Block verification accepts most of sampled chains, and traversal
-  verification most of sampled trees.
+  counts is not in the paper. For deterministic chains, all rules accept the
+  same number of tokens. For sampled chains block verification accepts most, for
+  sampled trees traversal verification.
 
   >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
   0

@@ -1,16 +1,17 @@
-"""Copy of the committed tokens in the drafter's vocabulary.
+"""Copy of the committed tokens in the drafter's vocabulary (`Reading`).
 
-For drafters whose model has another vocabulary than the target. A round calls
+Drafters whose model has another vocabulary than the target use it. A round
+calls
 
   amended   replaces the end of the copy by the newly committed tokens
   caught_up reads the tokens that are not in the model's cache, a few per pass
   drafted   stores the drafted tokens, and the number of them that was read
 
-The next `amended` keeps the cache of all tokens up to the first that changed.
-So the drafter's tokens of an accepted string may differ from those drafted.
+The next `amended` keeps the cache of all tokens before the first that changed.
+So the drafter's tokens of an accepted string may differ from the drafted ones.
 
-Rows have room for a fixed number of tokens. A row that exceeds it is lost: it
-drafts nothing any more, even if slots are added later.
+Rows have room for a fixed number of tokens. A row that exceeds it is *lost*: it
+has no drafts any more, even if slots are added later.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import Prompt
 
-_PASS = 2  # tokens per catch-up pass; one pass is usually enough
+_PASS = 2  # unread tokens that a pass reads; one pass is usually enough
 _LOST = 2**30  # length of a lost row, larger than any room
 
 
@@ -143,7 +144,7 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
 
 def caught_up(model: Model, params: Any, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-  """Feeds all unread tokens, and the last token in any case.
+  """Reads all unread tokens, and the last token again if all were read.
 
   The row with the most unread tokens decides the number of passes. In the last
   passes other rows read their last tokens again, which changes nothing.
@@ -152,7 +153,7 @@ def caught_up(model: Model, params: Any, reading: Reading,
     model: draft model.
     params: parameters of the model.
     reading: state of the drafter's model.
-    wanted: `[B]` bool, rows that draft; the others count as empty.
+    wanted: `[B]` bool, rows that draft; other rows are treated as empty.
 
   Returns:
     Number of tokens `[B]`, 0 for rows that do not draft; logits `[B, D]` of the

@@ -6,9 +6,9 @@ tokens: a byte-level model can draft complete words.
 
 The draft model generates its likeliest tokens, the target's tokenizer splits
 their string, and the result is a deterministic chain. Every rule for chains
-accepts a token with its probability under the target. How the string is split
-depends on where the draft begins, and greedy block verification is not exact
-for such drafts, so it is refused.
+accepts a token with its probability under the target. The tokens of the string
+depend on the position where the draft began. Greedy block verification is not
+exact for such drafts, so it raises an error.
 
   state       tokens of the row, and a cache of a prefix, see
               `methods.other_vocabularies._reading`
@@ -78,7 +78,7 @@ class StringMatch(reading_lib.Reader):
   iid = True
   conditional = True
   deterministic = True
-  autoregressive = False  # tokens depend on where the draft begins
+  autoregressive = False  # tokens depend on the position where a draft began
   num_uniforms = 0
   proposal = "deterministic"
 
@@ -88,9 +88,10 @@ class StringMatch(reading_lib.Reader):
     fields.check_fields(self, "gamma", "length", "lookback", "expansion")
     if self.tokenizers.draft_size != self.model.vocab_size:
       raise ValueError(
-          f"the drafter's model has {self.model.vocab_size} tokens and its "
-          f"tokenizer {self.tokenizers.draft_size}; give Retokenizer "
-          f"draft_size={self.model.vocab_size}, or the model's own tokenizer")
+          f"vocab_size of the draft model is {self.model.vocab_size}, but its "
+          f"tokenizer has {self.tokenizers.draft_size} tokens; give "
+          f"Retokenizer draft_size={self.model.vocab_size}, or the tokenizer "
+          "of the model")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "StringMatch":
     """Returns the drafter specialised to a target."""
@@ -129,8 +130,8 @@ class StringMatch(reading_lib.Reader):
         _window(state.tokens, start, self.lookback), state.lengths - start,
         written, wanted)
     probs = jax.nn.one_hot(chain, self.tokenizers.target_size)
-    # A one-hot row would hide non-finite logits. NaN probabilities report the
-    # error to the decoder.
+    # `probs` is one-hot, also if the logits are not finite. NaN is put into it,
+    # so that the decoding loop reports the error.
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
@@ -141,7 +142,7 @@ class StringMatch(reading_lib.Reader):
     """Returns the reading with the tokens committed since the last round."""
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
-    # A lost row reads nothing.
+    # Lost rows are not read any more.
     known = reading.lengths <= room
     width = self.lookback + _PIECES * self.num_nodes
     ids, count = jax.pure_callback(
@@ -156,7 +157,7 @@ class StringMatch(reading_lib.Reader):
 
   def _write(self, params: Any, logits: jax.Array, cache: Cache, room: int
              ) -> tuple[jax.Array, jax.Array, Any]:
-    """Writes the most likely tokens.
+    """Generates the most likely tokens.
 
     Returns:
       `[B, length]` ids; `[B]` bool, False in rows with non-finite logits at
@@ -166,8 +167,8 @@ class StringMatch(reading_lib.Reader):
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
     def best(logits, cache):
-      # Beyond `room` the model's context may be exceeded. Non-finite logits
-      # there are no error, because such a row drafts nothing.
+      # A row with more than `room` tokens may exceed the model's context. It
+      # has no draft, so its logits need not be finite.
       finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
       return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
 

@@ -8,8 +8,8 @@ distribution q' over the target's tokens x,
 
   q'(x) = sum over d with the bytes of x of q(d) / q(I) for x in I, else 0.
 
-Several draft tokens can have the bytes of one x. To sample a draft token d and
-report q(d) alone would be biased. Here x is sampled from q' itself.
+Several draft tokens can have the bytes of one x. So a draft that samples a
+token d and contains only q(d) would be biased. Here x is sampled from q'.
 
 The input of the draft model is a function of the target's tokens t_1..t_n,
 
@@ -25,7 +25,7 @@ complete string. This lowers the acceptance rate, but the output is exact.
 
   state       tokens E(t), and a cache of a prefix, see `_reading`
   propose     E grows by the pieces of new tokens, most of which are in the
-              cache already; the model catches up, samples and feeds gamma
+              cache already; the model reads the missing ones, and samples gamma
               tokens
   commit      nothing
 """
@@ -128,7 +128,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
       fits = (length > 0) & (length + place <= room + 1)
       return jnp.where(fits[:, None], probs, 0)
 
-    # Padding has token 0. It may have no twin, so the index is bounded.
+    # Padding has token 0, which may have no twin (index D). So the index is
+    # clipped.
     twin = lambda token: jnp.minimum(
         vocabulary.twins[token], vocabulary.draft_size - 1)
 
@@ -146,8 +147,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
                ) -> reading_lib.Reading:
     """Spells all committed tokens again in the drafter's vocabulary.
 
-    The cache keeps the tokens up to the first that changed, and `propose` reads
-    the others. A lost row that now fits drafts again.
+    The cache keeps the tokens before the first that changed, and `propose`
+    reads the others. A lost row drafts again if its tokens now fit.
     """
     del since
     room = self._room(state.tokens.shape[1])
@@ -204,8 +205,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
       if has != wants:
         raise ValueError(
             f"params['drafter']['vocabulary'] maps {has} tokens of the {part}, "
-            f"which has {wants}; give data.map_vocabularies the sizes of both "
-            "models")
+            f"which has {wants}; call data.map_vocabularies with the sizes of "
+            "both models")
 
 
 def _constrained(constraints: Any, memory: Any, law: jax.Array) -> jax.Array:
