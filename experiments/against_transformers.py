@@ -245,10 +245,10 @@ def _report(runs: dict[tuple, dict[str, Any]],
       "rows": rows, "different": different, **facts})
   if len(left_out) / len(runs) > _MOST_DIFFERENT.value or not equal:
     raise ValueError(
-        f"{len(left_out)} of {len(runs)} prompts have different texts at "
+        f"{len(left_out)} of {len(runs)} prompts have different outputs at "
         f"temperature 0, and --most_different is {_MOST_DIFFERENT.value:g}; "
-        "the two sides do not compute the same model, or round too "
-        "differently: see the lines above the table")
+        "the libraries do not compute the same model, or round differently: "
+        "see the lines above the table")
 
 
 def _print_differences(different: list[dict[str, Any]]):

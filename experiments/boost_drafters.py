@@ -104,7 +104,7 @@ def _rows(target: Pretrained, first: sj.zoo.Member, tokenizer: Tokenizer,
     raise ValueError(
         f"--prompt_tokens is {_PROMPT_TOKENS.value} and --continuation "
         f"{_CONTINUATION.value}; together they may be {context}, the shorter "
-        "context of target and drafter")
+        "context length of target and drafter")
   if _CONTINUATION.value % _WINDOW.value:
     raise ValueError(f"--window is {_WINDOW.value} and does not divide "
                      f"--continuation={_CONTINUATION.value}; set a divisor")

@@ -232,7 +232,7 @@ def _drafters(sources: list[_Source]) -> list[Any]:
 
 
 def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
-  """Returns `{draft: seconds of its target's pass over the draft's nodes}`.
+  """Returns `{draft: seconds}` of a target pass over the nodes of each draft.
 
   Passes are timed before the rollouts, because a process that has run many
   programs is slower.
@@ -316,7 +316,11 @@ def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
 def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float,
             variants: dict[str, Any],
             clusters: Sequence[str]):
-  """Returns the gain of a draft's first rule over the others, same drafts."""
+  """Returns the gain of a draft's first rule over its other rules.
+
+  All rules are evaluated on the same drafts, those of the first rule's
+  rollouts.
+  """
   rows = []
   for name, variant in variants.items():
     for law, other in enumerate(variant.decoder.observers, 1):

@@ -87,7 +87,7 @@ _OUTPUT_DIR = shared.output_dir("results/throughput")
 
 _ALONE, _CONTROLLED, _WAITING = "none", ", controller", ", waiting"
 _AT_RANDOM = "at random"  # group name of the second part
-_FEWEST = 4  # minimum of generated tokens; a prompt has at least twice as many
+_FEWEST = 4  # minimum output length; prompts have at least twice this length
 
 
 def _requests(tokenizer: Tokenizer, temperatures: list[float]):
@@ -111,7 +111,10 @@ def _requests(tokenizer: Tokenizer, temperatures: list[float]):
 
 
 class _Variants:
-  """Makes the variants of a group of units: a batch size, or `_AT_RANDOM`."""
+  """Function from a group to its variants, `{name: configuration}`.
+
+  A group is a batch size, or `_AT_RANDOM` for requests that arrive at random.
+  """
 
   def __init__(self, target: Pretrained, drafters: Mapping[str, Any],
                longest: int):
@@ -368,7 +371,11 @@ def _loads() -> list[float]:
 
 
 def _arrivals(requests: list[sj.serving.Request]) -> np.ndarray:
-  """Returns the arrivals of a Poisson process, in generated tokens."""
+  """Returns the arrival times of a Poisson process.
+
+  The unit of time is one generated token. Divided by a throughput in tokens per
+  second, the times are in seconds, and the requests arrive at this throughput.
+  """
   mean = np.mean([one.max_new_tokens for one in requests])
   gaps = np.random.default_rng(_SEED.value).exponential(size=len(requests))
   return (np.cumsum(gaps) - gaps[0]) * mean
@@ -387,7 +394,7 @@ def _report(full: list[dict[str, Any]], load: list[dict[str, Any]],
   different = sum(row["different"] for row in full + load)
   if different:
     raise ValueError(
-        f"{different} texts differ from those decoded alone; the tables in "
+        f"{different} outputs differ from those decoded alone; the tables in "
         f"{output_dir} name the variants. In float32, a row must not depend on "
         "other rows")
 

@@ -175,7 +175,7 @@ def _initial() -> Pretrained | None:
   if _CONTEXT_LENGTH.value > found.model.context_length:
     raise ValueError(f"--context_length is {_CONTEXT_LENGTH.value} and "
                      f"{_INITIAL.value} reads {found.model.context_length} "
-                     "tokens; give at most these")
+                     "tokens; set a smaller value")
   return found
 
 
@@ -246,12 +246,12 @@ def _objective(model: Transformer
     return _layer_skip(model) or objectives.NextToken(model=model), None
   for flag in _LAYER_SKIP:
     if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value}, of LayerSkip, and "
-                       f"--mtp {_MTP.value}; leave one of them out")
+      raise ValueError(f"--{flag.name} is {flag.value}, for LayerSkip, and "
+                       f"--mtp {_MTP.value}; leave one of the two out")
   if _MTP_HEADS.value >= _CONTEXT_LENGTH.value:
     raise ValueError(f"--mtp_heads is {_MTP_HEADS.value} and --context_length "
-                     f"{_CONTEXT_LENGTH.value}; a row has no tokens so far "
-                     "ahead: give fewer heads")
+                     f"{_CONTEXT_LENGTH.value}, so no training window contains "
+                     "the token of the last head; set fewer heads")
   heads = _KINDS[_MTP.value].for_target(model, _MTP_HEADS.value)
   weight = _MTP_WEIGHT.value
   if weight is None:
@@ -270,8 +270,8 @@ def _layer_skip(model: Transformer) -> objectives.LayerSkipObjective | None:
         ramp="exponential" if _INITIAL.value is None else "constant")
   for flag in _LAYER_SKIP[1:]:
     if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value}, and --exit_scale, of "
-                       "LayerSkip, is not given; give it, such as "
+      raise ValueError(f"--{flag.name} is {flag.value}, which requires "
+                       "--exit_scale (LayerSkip); set it, such as "
                        "--exit_scale=1")
   return None
 
@@ -341,7 +341,11 @@ def _measure(model: Transformer, corpus: TokenFiles) -> evaluation.Measure:
 def _claim(output_dir: pathlib.Path, corpus: TokenFiles, model: Transformer,
            trainable: Params, objective: objectives.Objective,
            initial: Pretrained | None, dtype: str) -> tuple[int, ...]:
-  """Claims the directory for this run; returns all lengths of the run."""
+  """Claims the output directory for this run.
+
+  Returns:
+    All values of --steps with which the run was started or continued.
+  """
   return runs.claim_run(output_dir, {
       "model": repr(model), "corpus": corpus.corpus,
       "tokens": corpus.fingerprints[1], "dtype": dtype,

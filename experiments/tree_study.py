@@ -126,7 +126,7 @@ _BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
 def _chain(strategy: Callable[..., Strategy]):
-  """Makes a method that drafts a chain with as many nodes as a given tree."""
+  """Returns a method whose draft is a chain, with the size of a given tree."""
   return lambda model, parents: strategy(model, len(parents) - 1)
 
 
@@ -208,7 +208,11 @@ class _Setting:
         transform=sj.LogitsTransform(temperature=temperature))
 
   def acceptance(self, temperature: float, name: str):
-    """Returns acceptance rates in the form that `trees.sequoia_tree` takes."""
+    """Returns the acceptance rates of a method, for `trees.sequoia_tree`.
+
+  The result is `[K]`, one rate per child of a node; or `[K, K]` if the rates
+  depend on the number of siblings, with one row per number of children.
+  """
     progress.say(f"measuring {name} at temperature {temperature:g}")
     if name not in _BY_CHILDREN:
       return self._below_root(temperature, name,
@@ -247,7 +251,10 @@ class _Setting:
 
   def round_seconds(self, temperature: float, name: str,
                     parents: tuple[int, ...]):
-    """Returns the seconds of a round minus the seconds of its passes."""
+    """Returns the seconds of a round minus those of its model passes.
+
+  It is the median over calibration prompts, and at least 0.
+  """
     rollout = decoders.DecoderRows(
         self.decoder(temperature, name, parents), self.params,
         _NEW_TOKENS.value, self.capacity)

@@ -134,7 +134,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
     "the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
-_PILOT = 12  # pilot prompts, for estimating how many prompts are needed
+_PILOT = 12  # prompts of the pilot run, which estimates the prompts needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,8 +202,8 @@ class _Setting:
         for verifier in self.verifiers if _OWN_ROLLOUTS.value else ():
           variants[cells.key(name, gamma, verifier)] = make(
               own, change=_acting(rules, verifier, gamma))
-      # Evaluating all rules takes time, so these rollouts are a configuration
-      # of their own and do not count in any verifier's speed.
+      # Evaluating all rules on one rollout takes time. So the rollouts with
+      # the shared drafts are a separate configuration, whose time is not used.
       variants[cells.shared_key(name)] = make(
           dataclasses.replace(own, observers=rules.rules),
           change=_acting(rules, "token", longest))
@@ -313,7 +313,7 @@ def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
 
 
 class _Costs:
-  """Separate times of the passes of a round, in seconds."""
+  """Times, in seconds, of single passes of the target and of the drafters."""
 
   def __init__(self, target: Pretrained, drafters: dict[str, Pretrained],
                gammas: Sequence[int], capacity: int, longest: int):
@@ -350,7 +350,12 @@ def _units(fingerprint: str, temperatures: list[float],
 
 
 def _turns(needed: int, read: prompts_lib.Prompts):
-  """Returns the first prompts of every set, with at least `needed` clusters."""
+  """Returns the first prompts of every set, as few as give enough clusters.
+
+  A cluster is a group of correlated prompts (`analysis.estimate`). Every set
+  contributes equally many prompts. Together they have at least `needed`
+  clusters, or all that exist.
+  """
   found = set()
   for turn in range(max(map(len, read.sets.values()))):
     found |= {read.cluster(resumable.digest(rows[turn]))

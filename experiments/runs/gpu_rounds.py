@@ -31,11 +31,14 @@ import specjax as sj  # noqa: E402
 from specjax.models import Transformer  # noqa: E402
 
 _LAYERS = [
-    flags.DEFINE_integer(f"{name}_layers", layers, f"Layers of the {name}", 1)
+    flags.DEFINE_integer(
+        f"{name}_layers", layers, f"Number of layers of the {name} model", 1)
     for name, layers in zip(("target", "drafter"), llama.LAYERS)]
 _BATCHES = flags.DEFINE_list("batches", ["1", "8"], "Batch sizes in "
                              "rows, comma-separated")
-_CAPACITY = flags.DEFINE_integer("capacity", 2048, "Cache slots per row", 64)
+_CAPACITY = flags.DEFINE_integer(
+    "capacity", 2048, "Number of cache slots per row (maximum sequence length)",
+    64)
 _USED = flags.DEFINE_list(
     "used", ["128", "1920"], "Numbers of cache slots per row that are filled "
     "when a timed call starts, comma-separated")

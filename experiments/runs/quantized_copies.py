@@ -49,7 +49,12 @@ def windows(tokenizer: Tokenizer, characters: int):
 
 
 def measures(p: jax.Array, q: jax.Array, following: jax.Array):
-  """Returns sums over positions: nats of q, acceptance, same argmax, count."""
+  """Compares the distributions q of a copy with p of the original model.
+
+  Returns:
+    Sums over positions: nats of the text under q, acceptance sum_x min(p, q),
+    positions with the same argmax, and the number of positions.
+  """
   p, q = (jax.nn.log_softmax(x) for x in (p, q))
   nats = -jnp.take_along_axis(q, following[..., None], -1)
   return jnp.array([nats.sum(), jnp.exp(jnp.minimum(p, q)).sum(),
@@ -70,8 +75,8 @@ def of_cache(model: Transformer, cache: Any):
   def one(params, copy, tokens):
     half = WINDOW // 2
     p = model(params, tokens[:, :-1]).logits[:, half:]
-    # Lengths depend on the input. Otherwise the compiler folds the attention
-    # over zero slots into a constant.
+    # With constant lengths of 0, the compiler folds the attention over no slots
+    # into a constant. So the lengths are computed from the input.
     past = prefill.empty_cache(
         other, params, jnp.maximum(tokens[:, 0], WINDOW), WINDOW + 1)
     depths, causal = topology.causal(BATCH, half)

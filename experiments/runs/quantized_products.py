@@ -76,7 +76,10 @@ def turned(x: jax.Array, kernel: Any):
 
 
 def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
-  """Product as `turned`, as explicit sums; XLA can fuse the conversion."""
+  """The product of `turned`, as explicit sums.
+
+  XLA can fuse the conversion from int8 with the sums.
+  """
   values, scales = kernel
   x, scale = rounded(x)
   sums = jnp.sum(x[:, None].astype(kind) * values.astype(kind), axis=-1,

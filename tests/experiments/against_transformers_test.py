@@ -90,6 +90,6 @@ def test_both_sides(tmp_path):
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
   [differs] = run_all("against_transformers.py", [
       *flags, "--drafter=target"], cwd=tmp_path)
-  assert "1 of 3 prompts have different texts" in differs["code"]
+  assert "1 of 3 prompts have different outputs" in differs["code"]
   assert "left out: mine 1, token 5: specjax" in differs["stdout"]
   assert "2 of 3 prompts;" in differs["stdout"]

@@ -80,7 +80,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   (out / "runs.jsonl").write_text(
       "\n".join([first, json.dumps(record), *rest[1:]]) + "\n")
   again = study()
-  assert again["code"].startswith("error: 1 texts differ")
+  assert again["code"].startswith("error: 1 outputs differ")
   other = json.loads((out / "throughput.json").read_text())
   assert {(row["slots"], row["variant"]) for row in other["rows"]
           if row["different"]} == {(2, "noise")}

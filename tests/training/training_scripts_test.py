@@ -293,7 +293,7 @@ def test_a_model_learns_with_its_modules(tmp_path, target_dir):
   assert "lm_loss" in (tmp_path / "out/metrics.csv").read_text()
   for found, words in zip(refused, (
       "--mtp_weight is 0.1 and --mtp is none",
-      "--layer_dropout is 0.2, of LayerSkip, and --mtp modules",
+      "--layer_dropout is 0.2, for LayerSkip, and --mtp modules",
       "--mtp_heads is 16 and --context_length 16"), strict=True):
     assert found["code"].startswith(f"error: {words}")
   assert not (tmp_path / "other/tokenizer.json").exists()

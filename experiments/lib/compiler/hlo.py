@@ -142,7 +142,7 @@ class Program:
                        key=lambda ops: sum(self.traffic(*one) for one in ops))
 
   def _trips(self, loop: Op) -> int:
-    """Returns the trip count of a counted loop, and 1 for other loops."""
+    """Returns the trip count of a loop, or 1 if it is unknown."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
       return int(known[1])

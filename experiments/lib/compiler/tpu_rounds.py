@@ -90,7 +90,8 @@ def caches_read(program: hlo.Program) -> int:
 def _copied(program: hlo.Program, params: Any, caches: Any) -> list[str]:
   """Returns the operations that write a whole layer of a cache."""
   layers = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
-  # Some weights have the size of a layer of a cache. They are not copies of it.
+  # Copies of a cache are recognised by their size. Some weights have the size
+  # of a cache's layer, so operations with the shape of a weight are excluded.
   shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
   of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
   return [op.name for _, where, op in program.executed

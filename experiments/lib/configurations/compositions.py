@@ -144,7 +144,8 @@ def strategy(name: str, gamma: int, target: Pretrained,
       the next stage. Trees have 16 nodes.
     target: target model.
     loaded: `{label: drafter}`, the models of `members`.
-    tail: option `tail` of the cascades that draft directly for the target.
+    tail: whether the first drafter of a cascade also drafts tokens after those
+      of the last one (see `drafters.Cascade`).
     datastore: file of build_datastore.py. `rest` requires it, and the suffix
       drafters can use it.
 

@@ -18,7 +18,7 @@ from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
 from specjax.utils.fingerprints import fingerprint
 
-# Texts of the shipped prompts, without the instruction before them.
+# Documents of the shipped prompts "summarise": the prompts without instruction.
 _TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}
 
 
@@ -92,8 +92,8 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     name, texts, more, where = _texts(
         item, field, count, share, tokens, seed, needs_extra)
     if name in sets:
-      raise ValueError(f"--prompts holds two sets named {name!r}; give each "
-                       "once")
+      raise ValueError(f"--prompts contains two sets named {name!r}; leave one "
+                       "out, or rename a file")
     encode = functools.partial(_encode, tokenizer, item, tokens, chat)
     sets[name], further = list(map(encode, texts)), list(map(encode, more))
     others += further
@@ -158,8 +158,8 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
   if longest + new_tokens > context:
     raise ValueError(f"{longest} tokens of a prompt and --max_new_tokens="
                      f"{new_tokens} exceed the context length of {context}, "
-                     "the target's or that of a drafter with its tokens; ask "
-                     "for fewer, also by --prompt_tokens")
+                     "the target's or a draft model's; set a smaller "
+                     "--max_new_tokens or --prompt_tokens")
 
 
 def _document(text: str):

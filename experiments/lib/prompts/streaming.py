@@ -114,7 +114,7 @@ class Answer:
 
 
 class Writer:
-  """Generates one text after another with a decoder, parameters and a seed.
+  """Generates one output after another with a decoder, parameters and a seed.
 
   A `Placement` distributes the parameters over a mesh.
   """
@@ -231,7 +231,7 @@ def _check_same(speculative: list[int], alone: list[int], tokenizer: Tokenizer):
                 if pair[0] != pair[1]), min(len(speculative), len(alone)))
   says = lambda text: repr(tokenizer.decode(text[place:place + 4]))
   raise ValueError(
-      f"the two texts differ from token {place} on, {says(speculative)} by "
-      f"speculation and {says(alone)} without, so that their speeds are not "
-      "compared; sums of another length round otherwise, and two tokens that "
-      "are as likely can change places: try --dtype=float32")
+      f"--compare: the two outputs differ from token {place} on, "
+      f"{says(speculative)} by speculation and {says(alone)} without, so their "
+      "speeds are not compared. Passes over more tokens round differently, so "
+      "two equally likely tokens can change places: set --dtype=float32")

@@ -17,9 +17,10 @@ _TABLE_GAMMA = 8  # draft length of the tables by prompt set and by temperature
 
 
 def _judged_afresh(verifier: str):
-  """Returns whether shared drafts only test a verifier's first round.
+  """Returns whether a verifier's state is reset at every shared draft.
 
-  This is true for verifiers with memory of earlier rounds.
+  It is True for verifiers with a state that depends on earlier rounds. On
+  shared drafts such a verifier acts as in its first round.
   """
   return common.VERIFIERS[verifier].remembers
 

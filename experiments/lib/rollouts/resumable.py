@@ -42,8 +42,9 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   """Decodes the units that are missing in `path`, and appends them.
 
   With a window, several processes share the units, and all of them return all
-  runs. Compiled code is dropped when more than 30 programs are in memory. A CPU
-  decoder maps up to 2,000 memory regions, and Linux allows 65,530 per process.
+  runs. A compiled CPU decoder maps up to 2,000 memory regions, and Linux allows
+  65,530 per process. So compiled code is dropped when more than 30 programs are
+  in memory.
 
   Args:
     units: units, sorted by their group.
