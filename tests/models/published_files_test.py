@@ -217,7 +217,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(hidden_act="relu"), ["relu", "hidden_act", "silu"]),
     ("llama_tied", dict(hidden_size=None), ["hidden_size", "whole number"]),
     ("llama_tied", dict(quantization_config={"bits": 4}),
-     ["quantization_config", "bits", "take weights that are not quantised"]),
+     ["quantization_config", "bits", "give weights that are not quantised"]),
     ("llama_tied", dict(num_local_experts=8), ["num_local_experts", "8"]),
     ("llama_tied", dict(rope_parameters=dict(rope_type="spiral")),
      ["spiral", "rope"]),
