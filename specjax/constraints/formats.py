@@ -11,6 +11,7 @@ Supported formats and their standards:
   uuid                   RFC 4122 in either case
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 import decimal
 import functools
@@ -152,11 +153,8 @@ def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
 
 def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
   """Returns an expression of unsigned decimals beyond a positive bound."""
-  text = format(bound, "f")
-  whole, _, part = text.partition(".")
+  whole, _, part = format(bound, "f").partition(".")
   part = part.rstrip("0")
-  digit = lambda x: (f"[{int(x) + 1}-9]" if above and x != "9" else
-                     f"[0-{int(x) - 1}]" if not above and x != "0" else None)
   any_part = r"(\.[0-9]*)?"
   forms = []
   # The whole part decides: by its length, or by its first different digit.
@@ -164,20 +162,32 @@ def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
     forms.append(f"[1-9][0-9]{{{len(whole)},}}{any_part}")
   elif len(whole) > 1:
     forms.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){any_part}")
-  for i, x in enumerate(whole):
-    if digit(x):
-      forms.append(f"{whole[:i]}{digit(x)}[0-9]{{{len(whole) - i - 1}}}"
-                   f"{any_part}")
+  for i, start in _differing(whole, above):
+    forms.append(f"{start}[0-9]{{{len(whole) - i - 1}}}{any_part}")
   # The whole part is equal: the digits after the point decide.
-  for i, x in enumerate(part):
-    if digit(x):
-      forms.append(rf"{whole}\.{part[:i]}{digit(x)}[0-9]*")
-    if not above:
-      forms.append(rf"{whole}\.{part[:i]}" if i else rf"{whole}(\.)?")
-  more = "[0-9]*[1-9][0-9]*"
-  equal = rf"{whole}\.{part}0*" if part else rf"{whole}(\.0*)?"
-  if not strict:
-    forms.append(equal)
+  for _, start in _differing(part, above):
+    forms.append(rf"{whole}\.{start}[0-9]*")
   if above:
-    forms.append(rf"{whole}\.{part}{more}")
+    forms.append(rf"{whole}\.{part}[0-9]*[1-9][0-9]*")
+  elif part:
+    forms += [rf"{whole}\.?", *(rf"{whole}\.{part[:i]}"
+                                for i in range(1, len(part)))]
+  if not strict:
+    forms.append(rf"{whole}\.{part}0*" if part else rf"{whole}(\.0*)?")
   return "|".join(forms)
+
+
+def _differing(digits: str, above: bool) -> Iterator[tuple[int, str]]:
+  """Yields the beginnings whose last digit is the first different one.
+
+  Args:
+    digits: digits of a bound.
+    above: if True, the last digit is larger, else smaller.
+
+  Yields:
+    The place of the last digit, and an expression of the beginning.
+  """
+  for i, digit in enumerate(map(int, digits)):
+    low, high = (digit + 1, 9) if above else (0, digit - 1)
+    if low <= high:
+      yield i, f"{digits[:i]}[{low}-{high}]"
