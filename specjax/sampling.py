@@ -28,7 +28,7 @@ _SPLIT = 16  # divisor of the number of blocks, see `inverse_cdf`
 _NEARLY_ALL = 0.999  # 1 - top_p of a larger top_p is within the rounding error
 
 
-def smallest_mass(dtype: Any) -> float:
+def smallest_mass(dtype: jax.typing.DTypeLike) -> float:
   """Returns the mass up to which weights `[V]` count as empty.
 
   Weights with a smaller sum contain subnormal numbers, which have fewer digits.
@@ -154,8 +154,8 @@ class LogitsTransform:
     # The largest weight is 1, or NaN if the logits are not finite.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)
 
-  def _given(self, temperature: jax.Array | float | None, dtype: Any
-             ) -> jax.Array:
+  def _given(self, temperature: jax.Array | float | None,
+             dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the temperature, `[..., 1]`."""
     if self.temperature is not None:
       temperature = self.temperature

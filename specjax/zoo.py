@@ -15,6 +15,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import jax
+
 from specjax.data.tokenizers import Tokenizer
 from specjax.models.checkpoint import load_model
 from specjax.models.transformer import Transformer
@@ -75,7 +77,7 @@ def tokenizer_path() -> pathlib.Path:
   return _DIRECTORY / "tokenizer.json"
 
 
-def load(dtype: Any = None) -> Pair:
+def load(dtype: jax.typing.DTypeLike | None = None) -> Pair:
   """Loads the bundled pair.
 
   Args:

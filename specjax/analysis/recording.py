@@ -17,6 +17,7 @@ import pathlib
 from typing import Any
 import zipfile
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ class Record:
     return itertools.takewhile(pathlib.Path.is_file, files)
 
 
-def record(decoder: Decoder, params: Mapping[str, Any],
+def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
            prompts: Sequence[ArrayLike], key: jax.Array,
            path: str | os.PathLike[str], *, max_new_tokens: int,
            progress: bool = True, batch: int = 1,
@@ -192,7 +193,7 @@ def _check_directory(path: pathlib.Path) -> None:
                      f"{_MANIFEST}; choose another path")
 
 
-def _decode(decoder: Decoder, params: Mapping[str, Any],
+def _decode(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
             prompts: Sequence[np.ndarray], key: jax.Array,
             limits: Sequence[int], missing: Sequence[int], batch: int,
             placement: Placement | None) -> Iterator[tuple[int, DecodedRow]]:
@@ -224,9 +225,9 @@ def _rollout(row: DecodedRow) -> Rollout:
       emitted=stats.emitted)
 
 
-def _manifest(decoder: Decoder, params: Mapping[str, Any],
-              prompts: Sequence[np.ndarray], key: jax.Array,
-              max_new_tokens: int) -> dict[str, Any]:
+def _manifest(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
+              prompts: Sequence[np.ndarray], key: jax.Array, max_new_tokens: int
+              ) -> dict[str, Any]:
   parts = {f.name: repr(getattr(decoder, f.name))
            for f in dataclasses.fields(decoder)
            if f.name not in ("observers", "debug")}

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -103,7 +104,7 @@ def online(record: Record) -> Replayed:
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def _evaluate_rounds(rule: Verifier, state: Any, trace: Trace
+def _evaluate_rounds(rule: Verifier, state: chex.ArrayTree, trace: Trace
                      ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
   """Returns the state after R rounds, and their `([R], [R, N])` figures."""
   def evaluate_round(state, trace):

@@ -119,7 +119,7 @@ class KVCache(Cache):
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
-            head_dim: int, dtype: Any) -> "KVCache":
+            head_dim: int, dtype: jax.typing.DTypeLike) -> "KVCache":
     """Returns a cache of `capacity` empty slots per row."""
     shape = (batch, heads, capacity, head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
@@ -353,7 +353,7 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
   return seen
 
 
-def undivided(tree: Any) -> Any:
+def undivided(tree: chex.ArrayTree) -> Any:
   """Returns a tree whose caches have all heads on every device.
 
   Otherwise attention on a TPU divides the heads and gathers its result.

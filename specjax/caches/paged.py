@@ -46,7 +46,8 @@ class PagedCache(KVCache):
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
-            head_dim: int, dtype: Any, page: int = _PAGE) -> "PagedCache":
+            head_dim: int, dtype: jax.typing.DTypeLike, page: int = _PAGE
+            ) -> "PagedCache":
     """Returns a cache of at least `capacity` empty slots per row."""
     columns = -(-capacity // page)
     shape = (1 + batch * columns, heads, page, head_dim)

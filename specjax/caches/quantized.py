@@ -106,7 +106,8 @@ class QuantizedCache(KVCache):
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
-            head_dim: int, dtype: Any, bits: int = 4) -> "QuantizedCache":
+            head_dim: int, dtype: jax.typing.DTypeLike, bits: int = 4
+            ) -> "QuantizedCache":
     """Returns a cache of `capacity` empty slots per row.
 
     Raises:

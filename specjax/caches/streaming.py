@@ -56,8 +56,8 @@ class StreamingCache(KVCache):
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
-            head_dim: int, dtype: Any, sinks: int = 4, window: int = 252,
-            slack: int = _SLACK) -> "StreamingCache":
+            head_dim: int, dtype: jax.typing.DTypeLike, sinks: int = 4,
+            window: int = 252, slack: int = _SLACK) -> "StreamingCache":
     """Returns a cache for sequences of any length, see `Streaming`."""
     del capacity
     shape = (batch, heads, sinks + window + slack, head_dim)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 from typing import Any
+from typing import TYPE_CHECKING
 
 from flax import struct
 import jax
@@ -20,6 +21,9 @@ from specjax.constraints import fragments
 from specjax.constraints import grammars
 from specjax.constraints import token_tables
 from specjax.decoding import constraining
+
+if TYPE_CHECKING:  # data is a higher layer
+  from specjax.data.tokenizers import Tokenizer
 
 
 @struct.dataclass
@@ -112,7 +116,7 @@ class Automaton(constraining.Constraint):
         table, np.isin(np.arange(len(table)), final)), finish)
 
   @classmethod
-  def from_regex(cls, regex: str, tokenizer: Any, *,
+  def from_regex(cls, regex: str, tokenizer: "Tokenizer", *,
                  vocab_size: int | None = None, banned: Sequence[int] = (),
                  finish: bool = True) -> "Automaton":
     """Returns an automaton of the strings that an expression fully matches.
@@ -136,7 +140,7 @@ class Automaton(constraining.Constraint):
                             vocab_size, banned, finish)
 
   @classmethod
-  def _of_fragment(cls, fragment: fragments.Fragment, tokenizer: Any,
+  def _of_fragment(cls, fragment: fragments.Fragment, tokenizer: "Tokenizer",
                    vocab_size: int | None, banned: Sequence[int], finish: bool
                    ) -> "Automaton":
     size = vocab_size or tokenizer.vocab_size
@@ -145,8 +149,8 @@ class Automaton(constraining.Constraint):
     return cls(token_tables.of_fragment(fragment, texts), finish)
 
   @classmethod
-  def from_json_schema(cls, schema: str | Mapping[str, Any], tokenizer: Any, *,
-                       vocab_size: int | None = None,
+  def from_json_schema(cls, schema: str | Mapping[str, Any],
+                       tokenizer: "Tokenizer", *, vocab_size: int | None = None,
                        banned: Sequence[int] = (), finish: bool = True,
                        whitespace: str | None = None) -> "Automaton":
     """Returns an automaton of JSON that follows a schema (draft 2020-12).

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -102,12 +103,12 @@ class NoRepeatNGram(constraining.Constraint):
     """Returns the tokens of the row and their number, `([C], [])` int32."""
     return row.tokens, row.length
 
-  def advance(self, memory: Any, token: jax.Array) -> Any:
+  def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
     """Returns the memory after a token."""
     tokens, length = memory
     return tokens.at[length].set(token, mode="drop"), length + 1
 
-  def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
+  def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
     """Sets the logits of repeating tokens to -inf."""
     tokens, length = memory
     first = length - self.size + 1

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -96,11 +97,11 @@ class Forced(constraining.Constraint):
     """Returns the number of new tokens and the last token, `([], [])` int32."""
     return jnp.zeros_like(row.length), row.tokens[row.length - 1]
 
-  def advance(self, memory: Any, token: jax.Array) -> Any:
+  def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
     """Returns the memory after one more token."""
     return memory[0] + 1, token
 
-  def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
+  def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
     """Sets all logits except that of the forced token to -inf."""
     wanted = jnp.full((), -1, jnp.int32)
     for pairs, now in ((self.after, memory[1]), (self.at, memory[0])):

@@ -23,13 +23,17 @@ from collections.abc import Sequence
 import itertools
 import re
 from typing import Any
+from typing import TYPE_CHECKING
 
 from specjax.data import chat
+
+if TYPE_CHECKING:  # avoids an import cycle
+  from specjax.data.tokenizers import Tokenizer
 
 _MARKED = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
-def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]
+def encode(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]]
            ) -> tuple[list[int], list[bool]]:
   """Implements `Tokenizer.chat_answers`."""
   last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"),

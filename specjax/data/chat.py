@@ -32,8 +32,12 @@ import re
 import reprlib
 from typing import Any
 from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from specjax.data import token_bytes
+
+if TYPE_CHECKING:  # avoids an import cycle
+  from specjax.data.tokenizers import Tokenizer
 
 _SOUND = (3, 1, 6)  # first jinja2 version whose sandbox has no known escape
 # Template variables whose values are written around `{% generation %}` blocks.
@@ -55,7 +59,7 @@ class Rendering(NamedTuple):
   spans: list[tuple[int, int]]
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
+def render(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
            add_generation_prompt: bool = True) -> Rendering:
   """Renders and encodes a conversation.
 
@@ -107,7 +111,7 @@ def overlaps(spans: Iterable[tuple[int, int]], start: int, end: int) -> bool:
   return any(start < b and a < end for a, b in spans)
 
 
-def special_pattern(tokenizer: Any) -> re.Pattern[str]:
+def special_pattern(tokenizer: "Tokenizer") -> re.Pattern[str]:
   """Returns the pattern of the control tokens, the longest first."""
   longest_first = sorted(tokenizer.control_tokens.values(), key=len,
                          reverse=True)
@@ -134,9 +138,8 @@ def _check_special(written: list[int], expected: list[int],
         f"{' '.join(ends)} from the contents")
 
 
-def writer(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
-           add_generation_prompt: bool = True
-           ) -> Callable[..., str]:
+def writer(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
+           add_generation_prompt: bool = True) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
   The function's first argument is a function that changes every string of the

@@ -4,11 +4,14 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import itertools
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specjax.data import token_bytes
+
+if TYPE_CHECKING:  # avoids an import cycle
+  from specjax.data.tokenizers import Tokenizer
 
 _TOGETHER = 2**20  # number of characters that are encoded in one call
 _LONG = 2**22  # longest piece in characters; longer documents are cut
@@ -16,7 +19,8 @@ _NEAR = 1000  # characters before and after a cut whose tokens are compared
 _LINE = re.compile(r"(?<=\w\n)(?=\w)")  # position before a line
 
 
-def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
+def encode(tokenizer: "Tokenizer", texts: Iterable[str]
+           ) -> Iterator[np.ndarray]:
   """Yields the array of `Tokenizer.encode_stream` in parts.
 
   Encoding needs about 40 bytes of memory per byte of text. So each call of the
@@ -47,7 +51,8 @@ def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
     yield _joined(tokenizer, waiting)
 
 
-def _joined(tokenizer: Any, pieces: list[tuple[list[int], str]]) -> np.ndarray:
+def _joined(tokenizer: "Tokenizer", pieces: list[tuple[list[int], str]]
+            ) -> np.ndarray:
   """Returns the ids of pairs `(ids before a piece, the piece)`."""
   encodings = tokenizer.backend.encode_batch(
       [piece for _, piece in pieces], add_special_tokens=False)
@@ -58,7 +63,7 @@ def _joined(tokenizer: Any, pieces: list[tuple[list[int], str]]) -> np.ndarray:
       for (before, piece), encoding in zip(pieces, encodings)])
 
 
-def cut(tokenizer: Any, text: str) -> Iterator[str]:
+def cut(tokenizer: "Tokenizer", text: str) -> Iterator[str]:
   """Yields pieces of a long text. Their joined tokens equal the text's tokens.
 
   A cut is made before a line where it does not change the tokens around it. If

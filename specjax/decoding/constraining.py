@@ -22,6 +22,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ class Constraint:
     """Returns the memory after the prompt, a tree of arrays, or None."""
     raise NotImplementedError
 
-  def advance(self, memory: Any, token: jax.Array) -> Any:
+  def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
     """Returns the memory after a token `[]`, of the same shapes and dtypes.
 
     Drafts contain forbidden tokens and ids >= V. `apply` must accept the memory
@@ -74,7 +75,7 @@ class Constraint:
     """
     raise NotImplementedError
 
-  def apply(self, memory: Any, logits: jax.Array) -> jax.Array:
+  def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
     """Returns the logits `[V]` of the next token; -inf forbids one.
 
     After a forbidden token at least one token must be allowed.
@@ -201,8 +202,8 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
           tokens, lengths, limits, eos)
 
 
-def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
-                drafted: bool = False) -> jax.Array:
+def constrained(constraints: Constraints, memory: chex.ArrayTree,
+                logits: jax.Array, drafted: bool = False) -> jax.Array:
   """Returns `logits [..., V]` under the constraints, in order.
 
   Args:
@@ -228,7 +229,7 @@ def constrained(constraints: Constraints, memory: Any, logits: jax.Array,
   return _mapped(apply, logits.ndim - 1)(memory, logits)
 
 
-def read(constraints: Constraints, memory: Any, logits: jax.Array,
+def read(constraints: Constraints, memory: chex.ArrayTree, logits: jax.Array,
          drafted: bool = False) -> tuple[jax.Array, jax.Array | None]:
   """Applies `constrained` to the target's logits at the nodes of a draft.
 
@@ -254,7 +255,8 @@ def read(constraints: Constraints, memory: Any, logits: jax.Array,
   return jnp.where(stuck[..., None], 0, logits), stuck
 
 
-def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
+def advanced(constraints: Constraints, memory: chex.ArrayTree, tokens: jax.Array
+             ) -> Any:
   """Returns the memories after one more token each, `tokens [...]`."""
   if not constraints:
     return None
@@ -262,7 +264,8 @@ def advanced(constraints: Constraints, memory: Any, tokens: jax.Array) -> Any:
                  tokens.ndim)(memory, tokens)
 
 
-def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
+def along(constraints: Constraints, memory: chex.ArrayTree, draft: Draft
+          ) -> Any:
   """Returns the memories `[B, N, ...]` after every node of the drafts.
 
   The memory of a node is its parent's, advanced by the node's token.
@@ -289,7 +292,7 @@ def along(constraints: Constraints, memory: Any, draft: Draft) -> Any:
   return jax.vmap(one)(memory, draft)
 
 
-def committed(constraints: Constraints, memory: Any, nodes: Any,
+def committed(constraints: Constraints, memory: chex.ArrayTree, nodes: Any,
               verdict: Verdict, tokens: jax.Array, count: jax.Array) -> Any:
   """Returns the memories `[B, ...]` after a round.
 
@@ -313,8 +316,8 @@ def committed(constraints: Constraints, memory: Any, nodes: Any,
   return jax.vmap(one)(memory, nodes, verdict.path, tokens, count)
 
 
-def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
-            carry: Any, logits: jax.Array
+def steered(constraints: Constraints, memory: chex.ArrayTree,
+            step: Callable[..., Any], carry: chex.ArrayTree, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
   """Returns a `methods._trees` step under the constraints.
 
@@ -343,7 +346,7 @@ def steered(constraints: Constraints, memory: Any, step: Callable[..., Any],
       constraints, memory, logits, drafted=True)
 
 
-def _advance(constraints: Constraints, memory: Any, token: jax.Array
+def _advance(constraints: Constraints, memory: chex.ArrayTree, token: jax.Array
              ) -> tuple[Any, ...]:
   """Returns the memory of one row after a token `[]`."""
   new = []

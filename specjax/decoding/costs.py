@@ -17,6 +17,7 @@ import statistics
 import time
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,9 @@ def _has_chain_of(drafter: Drafter, length: int) -> bool:
   return chain is not None and chain.num_nodes == length + 1
 
 
-def measured(decoder: Decoder, params: Any, *, batch: int = 1,
+def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
              lengths: Sequence[int] | None = None, used: int = 64,
-             capacity: int = 0, context: Any = None,
+             capacity: int = 0, context: chex.ArrayTree | None = None,
              directory: str | os.PathLike[str] | None = None,
              again: bool = False, **options: Any) -> Controller:
   """Returns a controller with the measured costs of a decoder's rounds.
@@ -174,7 +175,8 @@ def measured(decoder: Decoder, params: Any, *, batch: int = 1,
   return Controller(lengths=lengths, **found, **options)
 
 
-def _first(decoder: Decoder, params: Any) -> tuple[Decoder | None, Any]:
+def _first(decoder: Decoder, params: chex.ArrayTree
+           ) -> tuple[Decoder | None, Any]:
   """Returns the decoder with the first drafter of a `Fallback`, and its params.
 
   `(None, None)` if rounds are of one kind, or the first drafter has no drafts
@@ -191,8 +193,8 @@ def _first(decoder: Decoder, params: Any) -> tuple[Decoder | None, Any]:
 
 
 def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
-          params: Any, batch: int, slots: tuple[int, int], context: Any
-          ) -> pathlib.Path | None:
+          params: chex.ArrayTree, batch: int, slots: tuple[int, int],
+          context: chex.ArrayTree) -> pathlib.Path | None:
   """Returns the file of these costs; None if a component has no stable repr."""
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -238,8 +240,8 @@ def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
           seconds + first)
 
 
-def _measure(decoder: Decoder, params: Any, batch: int, used: int,
-             capacity: int, context: Any) -> dict[str, Any]:
+def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
+             capacity: int, context: chex.ArrayTree) -> dict[str, Any]:
   """Returns `seconds` per round of each length, `reading` and `switching`."""
   by_length, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length

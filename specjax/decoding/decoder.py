@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,10 +182,10 @@ class Decoder:
     return tuple(type(part).__name__
                  for part in (*parts, *self.transform.constraints))
 
-  def prefill(self, params: Any, prompts: Sequence[Sequence[int]],
+  def prefill(self, params: chex.ArrayTree, prompts: Sequence[Sequence[int]],
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
               capacity: int = 0, temperature: Any = None, eos: Any = None,
-              context: Any = None, grows: bool = False,
+              context: chex.ArrayTree | None = None, grows: bool = False,
               placement: sharding.Placement | None = None) -> DecodeState:
     """Reads the prompts and returns the state of the loop.
 
@@ -248,7 +249,7 @@ class Decoder:
           "drafter": interfaces.model_of(self.drafter)})
       raise
 
-  def start(self, params: Any, prompt: Prompt, limits: jax.Array,
+  def start(self, params: chex.ArrayTree, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,
             eos: jax.Array | None = None) -> DecodeState:
     """Returns the state after the prompts, without the checks of `prefill`.
@@ -311,7 +312,7 @@ class Decoder:
     checks.check_same("a row of the fresh state", row(fresh), row(state))
     return rounds_lib.insert(state, jnp.asarray(slots), fresh)
 
-  def grow(self, params: Any, state: DecodeState, capacity: int
+  def grow(self, params: chex.ArrayTree, state: DecodeState, capacity: int
            ) -> DecodeState:
     """Returns the state with more slots in every row.
 
@@ -353,7 +354,7 @@ class Decoder:
             "the state was donated to an earlier call and is gone; use the "
             "state that the call returned, or prefill again")
 
-  def decode_round(self, params: Any, state: DecodeState
+  def decode_round(self, params: chex.ArrayTree, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
     """Runs one round; rows that are done do not change.
 
@@ -364,14 +365,14 @@ class Decoder:
     state, stats, _ = self.decode_round_traced(params, state)
     return state, stats
 
-  def decode_round_traced(self, params: Any, state: DecodeState
-                   ) -> tuple[DecodeState, RoundStats, Trace]:
+  def decode_round_traced(self, params: chex.ArrayTree, state: DecodeState
+                          ) -> tuple[DecodeState, RoundStats, Trace]:
     """Runs `decode_round`; the trace has the drafts, target_probs and verdicts.
     """
     self._check_state(state)
     return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
 
-  def decode(self, params: Any, state: DecodeState, rounds: int
+  def decode(self, params: chex.ArrayTree, state: DecodeState, rounds: int
              ) -> tuple[DecodeState, RoundStats]:
     """Runs a fixed number of rounds, compiled.
 
@@ -394,8 +395,8 @@ class Decoder:
     checks.raise_if_bad(stats.checks)
     return state, stats
 
-  def decode_traced(self, params: Any, state: DecodeState, rounds: int
-                    ) -> tuple[DecodeState, RoundStats, Trace]:
+  def decode_traced(self, params: chex.ArrayTree, state: DecodeState,
+                    rounds: int) -> tuple[DecodeState, RoundStats, Trace]:
     """Runs `decode` and also returns the traces: `(state, stats, traces)`.
 
     Traces are stacked like the stats. They have rounds * B * 2 * N * V floats.
@@ -408,7 +409,7 @@ class Decoder:
     checks.raise_if_bad(stats.checks)
     return state, stats, traces
 
-  def decode_until(self, params: Any, state: DecodeState
+  def decode_until(self, params: chex.ArrayTree, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
     """Runs until every row is done, compiled.
 
@@ -439,10 +440,10 @@ class Decoder:
     checks.raise_if_bad(stats.checks)
     return state, stats
 
-  def generate(self, params: Any, prompts: Sequence[Sequence[int]],
+  def generate(self, params: chex.ArrayTree, prompts: Sequence[Sequence[int]],
                key: jax.Array, *, max_new_tokens: int, request_ids: Any = None,
-               temperature: Any = None, eos: Any = None, context: Any = None,
-               grows: bool | None = None,
+               temperature: Any = None, eos: Any = None,
+               context: chex.ArrayTree | None = None, grows: bool | None = None,
                placement: sharding.Placement | None = None) -> Generation:
     """Continues every prompt by at most `max_new_tokens` tokens.
 

@@ -9,8 +9,9 @@ of all slots follow the rows.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,9 @@ from specjax.decoding import rounds
 from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
+
+if TYPE_CHECKING:  # avoids an import cycle
+  from specjax.decoding.rounds_by_length import RoundsByLength
 
 STEP = 128  # slots; batches of similar size then share a program
 _AHEAD = 64  # tokens that a row may get before the slots are doubled
@@ -36,13 +40,13 @@ def power_of_two(slots: int) -> int:
   return max(STEP, 1 << (slots - 1).bit_length())
 
 
-def grows(parts: Any) -> bool:
+def grows(parts: "rounds.Round | RoundsByLength") -> bool:
   """Returns True if a state should begin with few slots and can grow."""
   return jax.default_backend() != "cpu" and not interfaces.cannot_grow(parts)
 
 
-def first(parts: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
-          ) -> int:
+def first(parts: "rounds.Round | RoundsByLength", lengths: np.ndarray,
+          limits: np.ndarray, whole: int) -> int:
   """Returns the initial capacity for prompts: a power of two.
 
   Args:
@@ -59,8 +63,9 @@ def first(parts: Any, lengths: np.ndarray, limits: np.ndarray, whole: int
   return min(power_of_two(longest + parts.drafter.num_nodes), whole)
 
 
-def continued(parts: Any, params: Any, state: DecodeState, stats: RoundStats,
-              whole: int) -> tuple[DecodeState, RoundStats]:
+def continued(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
+              state: DecodeState, stats: RoundStats, whole: int
+              ) -> tuple[DecodeState, RoundStats]:
   """Continues `rounds.until` with more slots, until all rows are done.
 
   Args:
@@ -89,8 +94,8 @@ def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
                       more.replace(checks=None)).replace(checks=checks)
 
 
-def grow(parts: Any, params: Any, state: DecodeState, capacity: int
-         ) -> DecodeState:
+def grow(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
+         state: DecodeState, capacity: int) -> DecodeState:
   """Appends zeros to all arrays that have a slot for each token.
 
   The axes are found by comparing shapes with those of the state that
@@ -124,7 +129,7 @@ def grow(parts: Any, params: Any, state: DecodeState, capacity: int
       lambda cache, like: cache.grow(like, _longer), _longer, state, form)
 
 
-def _check_grows(parts: Any) -> None:
+def _check_grows(parts: "rounds.Round | RoundsByLength") -> None:
   stuck = interfaces.cannot_grow(parts)
   if stuck:
     raise ValueError(f"{stuck} says `grows = False`: its state cannot get more "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +106,7 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
       _check_shapes(name, type(model).__name__, wanted, has)
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: chex.ArrayTree) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every leaf by its path."""
   return {jax.tree_util.keystr(path): tuple(np.shape(x))
           for path, x in jax.tree.leaves_with_path(tree)}
@@ -153,7 +154,7 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
   return found.astype(np.int32)
 
 
-def context(given: Any, rows: int) -> Any:
+def context(given: chex.ArrayTree | None, rows: int) -> Any:
   """Returns a copy of the drafter's context, because the loop donates it.
 
   Args:

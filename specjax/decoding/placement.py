@@ -15,6 +15,7 @@ import functools
 from typing import Any
 from typing import TYPE_CHECKING
 
+import chex
 import jax
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # avoids an import cycle
 _ON_TPUS = {"['gate_up']['kernel']": (1, 0, 2)}
 
 
-def named(mesh: Mesh, specs: Any, tree: Any) -> Any:
+def named(mesh: Mesh, specs: Any, tree: chex.ArrayTree) -> Any:
   """Returns a `NamedSharding` for every leaf of a tree.
 
   Args:
@@ -76,7 +77,7 @@ class Placement:
   def __post_init__(self):
     _check_names(self.mesh, self.axis, self.data_axis)
 
-  def put(self, decoder: "Decoder", params: Any) -> Any:
+  def put(self, decoder: "Decoder", params: chex.ArrayTree) -> Any:
     """Places `{"target": ..., "drafter": ...}` on the mesh.
 
     Raises:
@@ -118,8 +119,8 @@ def _start(parts: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
       state, jax.tree.unflatten(jax.tree.structure(state), shardings))
 
 
-def decode_shardings(decoder: "Decoder", params: Any, state: DecodeState,
-                     mesh: Mesh, *, axis: str = "model",
+def decode_shardings(decoder: "Decoder", params: chex.ArrayTree,
+                     state: DecodeState, mesh: Mesh, *, axis: str = "model",
                      data_axis: str = "data", drafter: str = "split"
                      ) -> tuple[Any, Any]:
   """Returns the placements of all arguments of `decoder.decode_round`.
@@ -178,8 +179,8 @@ def _check_names(mesh: Mesh, axis: str, data_axis: str) -> None:
           f"the caches; call the axis {wanted!r}")
 
 
-def _param_shardings(decoder: "Decoder", params: Any, mesh: Mesh, axis: str,
-                     drafter: str) -> Any:
+def _param_shardings(decoder: "Decoder", params: chex.ArrayTree, mesh: Mesh,
+                     axis: str, drafter: str) -> Any:
   if axis not in mesh.shape:
     raise ValueError(f"the mesh has axes {tuple(mesh.shape)} and no {axis!r}; "
                      "give it one, of size 1 where nothing is to be split")
@@ -205,7 +206,8 @@ def _laid_out(path: tuple[Any, ...], sharding: NamedSharding, x: jax.Array
   return Format(Layout(order), sharding)
 
 
-def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: Any) -> Any:
+def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: chex.ArrayTree
+           ) -> Any:
   """Returns the shardings of a part of the state; `axis` may be None."""
   is_cache = lambda node: isinstance(node, interfaces.Cache)
   is_spec = lambda node: isinstance(node, PartitionSpec)

@@ -1,7 +1,7 @@
 """Reading prompts into a cache."""
 
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -36,8 +36,8 @@ def chunk_size(columns: int) -> int:
   return columns // count
 
 
-def empty_cache(model: Model, params: Any, lengths: jax.Array, capacity: int
-                ) -> Cache:
+def empty_cache(model: Model, params: chex.ArrayTree, lengths: jax.Array,
+                capacity: int) -> Cache:
   """Returns an empty cache for sequences of `lengths [B]`.
 
   The lengths 0 are computed from data. With a constant, XLA would evaluate
@@ -48,7 +48,8 @@ def empty_cache(model: Model, params: Any, lengths: jax.Array, capacity: int
   return cache.until(lengths)
 
 
-def read_prompt(model: Model, params: Any, prompt: Prompt) -> ModelOutput:
+def read_prompt(model: Model, params: chex.ArrayTree, prompt: Prompt
+                ) -> ModelOutput:
   """Runs a model over right-padded prompts, a chunk of columns at a time.
 
   Args:

@@ -67,8 +67,9 @@ def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
   return jnp.where(ends, verdict.next_token[:, None], tokens)
 
 
-def once(wanted: jax.Array, function: Callable[[Any], Any], carry: Any
-         ) -> Any:
+def once(wanted: jax.Array,
+         function: Callable[[chex.ArrayTree], chex.ArrayTree],
+         carry: chex.ArrayTree) -> Any:
   """Returns `function(carry)` if `wanted`, a `[]` bool, is True, else `carry`.
 
   It is a loop of at most one step, because `lax.cond` copies its operands, all
@@ -124,14 +125,14 @@ class Round:
   debug: bool = False
   drafts: bool = False
 
-  def start(self, params: Any, prompt: Prompt, limits: jax.Array,
+  def start(self, params: chex.ArrayTree, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array, eos: jax.Array
             ) -> DecodeState:
     """Returns the state after reading the prompts, see `begun`."""
     output = prefill.read_prompt(self.target, params["target"], prompt)
     return self.begun(params, prompt, output, limits, keys, temperature, eos)
 
-  def begun(self, params: Any, prompt: Prompt, output: ModelOutput,
+  def begun(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput,
             limits: jax.Array, keys: jax.Array, temperature: jax.Array,
             eos: jax.Array) -> DecodeState:
     """Returns the state for prompts that the target has read.
@@ -172,8 +173,8 @@ class Round:
         self.drafter.num_uniforms or 0)
     return sampling.uniforms(state.keys, numbers, count)
 
-  def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
-               ) -> tuple[DecodeState, RoundStats, Trace]:
+  def __call__(self, params: chex.ArrayTree, state: DecodeState,
+               uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
     """Runs one round; rows that are done do not change.
 
     Args:
@@ -184,14 +185,15 @@ class Round:
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)
 
-  def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
-               ) -> tuple[DecodeState, RoundStats]:
+  def untraced(self, params: chex.ArrayTree, state: DecodeState,
+               uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
     """Runs one round without returning its trace."""
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)[:2]
 
-  def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
-                  play: Callable[..., Any], carry: Any) -> Any:
+  def some_rounds(self, params: chex.ArrayTree,
+                  is_going: Callable[[chex.ArrayTree], jax.Array],
+                  play: Callable[..., Any], carry: chex.ArrayTree) -> Any:
     """Runs rounds while `is_going(carry)`.
 
     Args:
@@ -203,8 +205,8 @@ class Round:
     del params
     return jax.lax.while_loop(is_going, play, carry)
 
-  def judge(self, params: Any, state: DecodeState, uniforms: jax.Array,
-            draft: Draft, drafter: Any
+  def judge(self, params: chex.ArrayTree, state: DecodeState,
+            uniforms: jax.Array, draft: Draft, drafter: chex.ArrayTree
             ) -> tuple[DecodeState, RoundStats, Trace]:
     """Verifies and commits the result of `propose`."""
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
@@ -273,8 +275,8 @@ class Round:
   def _is_chain(self) -> bool:
     return "chain" in interfaces.capabilities(self.drafter)
 
-  def propose(self, params: Any, state: DecodeState, uniforms: jax.Array
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, state: DecodeState,
+              uniforms: jax.Array) -> tuple[Draft, Any]:
     """Returns the drafts and the drafter's state, from uniforms or from keys.
 
     It uses the uniforms after those of the verdict, see `__call__`.
@@ -373,7 +375,7 @@ def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
   return tokens, count.astype(jnp.int32), ended & ~state.done, failed
 
 
-def _scan(parts: Round, params: Any, state: DecodeState, rounds: int,
+def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
           traced: bool = False) -> tuple[DecodeState, Any]:
   def step(state, uniforms):
     if not traced:
@@ -389,7 +391,7 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
-def _until(parts: Round, params: Any, state: DecodeState,
+def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
            rounds: jax.Array | None = None, done: jax.Array | None = None
            ) -> tuple[DecodeState, RoundStats, jax.Array]:
   """Runs rounds until `done` rows are done (default: all).
@@ -454,9 +456,9 @@ until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames="parts")
-def start(parts: Round, params: Any, prompt: Prompt, limits: jax.Array,
-          keys: jax.Array, temperature: jax.Array, eos: jax.Array
-          ) -> DecodeState:
+def start(parts: Round, params: chex.ArrayTree, prompt: Prompt,
+          limits: jax.Array, keys: jax.Array, temperature: jax.Array,
+          eos: jax.Array) -> DecodeState:
   """Compiled `Round.start`."""
   return parts.start(params, prompt, limits, keys, temperature, eos)
 

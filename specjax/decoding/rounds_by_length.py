@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -66,14 +67,15 @@ class Empty(Drafter):
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Returns the root alone."""
     del params, uniforms
     return rounds.root_only(state, self.vocab_size), state.drafter
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> Any:
     """Returns the updated state of `drafter`."""
     if self.drafter is None:
       return drafter
@@ -112,19 +114,20 @@ class RoundsByLength:
     """Returns uniforms for the longest draft, see `Round.draw_uniforms`."""
     return self.rungs[-1].draw_uniforms(state, rounds)
 
-  def __call__(self, params: Any, state: DecodeState, uniforms: jax.Array
-               ) -> tuple[DecodeState, RoundStats, Trace]:
+  def __call__(self, params: chex.ArrayTree, state: DecodeState,
+               uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
     """Runs one round; stats and trace have the size of the longest draft."""
     state, (stats, trace) = _round(self, params, state, uniforms, traced=True)
     return state, stats, trace
 
-  def untraced(self, params: Any, state: DecodeState, uniforms: jax.Array
-               ) -> tuple[DecodeState, RoundStats]:
+  def untraced(self, params: chex.ArrayTree, state: DecodeState,
+               uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
     """Runs one round without returning its trace."""
     return _flat(*_round(self, params, state, uniforms, traced=False))
 
-  def some_rounds(self, params: Any, is_going: Callable[[Any], jax.Array],
-                  play: Callable[..., Any], carry: Any) -> Any:
+  def some_rounds(self, params: chex.ArrayTree,
+                  is_going: Callable[[chex.ArrayTree], jax.Array],
+                  play: Callable[..., Any], carry: chex.ArrayTree) -> Any:
     """Runs the due rounds without drafts, then rounds with drafts.
 
     Rounds without drafts run in a separate loop that does not call the
@@ -156,9 +159,9 @@ class RoundsByLength:
     carry, _ = jax.lax.while_loop(wanted, rested, (carry, rests))
     return jax.lax.while_loop(wanted, drafted, (carry, chosen))[0]
 
-  def one_round(self, params: Any, state: DecodeState, uniforms: jax.Array,
-                chosen: jax.Array | None = None, *, traced: bool,
-                only: str | None = None
+  def one_round(self, params: chex.ArrayTree, state: DecodeState,
+                uniforms: jax.Array, chosen: jax.Array | None = None, *,
+                traced: bool, only: str | None = None
                 ) -> tuple[DecodeState, tuple[Any, ...]]:
     """Runs a round; returns the state and `(stats,)` or `(stats, trace)`.
 
@@ -185,7 +188,7 @@ class RoundsByLength:
     return rounds.once(chosen > 0, drafts, rounds.once(
         chosen == 0, attempt.rests, carry))
 
-  def _told(self, params: Any, state: DecodeState) -> DecodeState:
+  def _told(self, params: chex.ArrayTree, state: DecodeState) -> DecodeState:
     """Returns the state whose controller has the kind of the next round."""
     if not self.controller.first:
       return state
@@ -221,7 +224,7 @@ class _Attempt:
   longest draft.
   """
 
-  def __init__(self, by_length: RoundsByLength, params: Any,
+  def __init__(self, by_length: RoundsByLength, params: chex.ArrayTree,
                state: DecodeState, uniforms: jax.Array,
                chosen: jax.Array | None, traced: bool):
     self._rounds, self._params, self._uniforms = by_length, params, uniforms
@@ -291,8 +294,8 @@ class _Attempt:
   def _propose(self, i: int, state: DecodeState) -> tuple[Draft, Any]:
     return _propose(self._rounds.rungs[i], self._params, state, self._uniforms)
 
-  def _judged(self, i: int, state: DecodeState, draft: Draft, drafter: Any
-              ) -> _Carry:
+  def _judged(self, i: int, state: DecodeState, draft: Draft,
+              drafter: chex.ArrayTree) -> _Carry:
     """Returns the carry after rung i has verified a draft."""
     state, stats, trace = _judge(
         self._rounds.rungs[i], self._params, state, self._uniforms, draft,

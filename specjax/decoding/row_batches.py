@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -37,7 +38,7 @@ class DecodedRow:
   trace: Trace | None = None
 
 
-def decode_rows(decoder: Decoder, params: Any, state: DecodeState,
+def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
                 starts: Sequence[Callable[[], DecodeState]], *, rounds: int,
                 most_rounds: int = sys.maxsize, traced: bool = False
                 ) -> Iterator[tuple[int, DecodedRow]]:

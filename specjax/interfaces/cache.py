@@ -5,6 +5,7 @@ import math
 from typing import Any
 from typing import TypeVar
 
+import chex
 import jax
 from jax.sharding import PartitionSpec
 
@@ -173,7 +174,7 @@ class CacheFactory:
 
 
 def map_caches(of_cache: Callable[..., Any], of_leaf: Callable[..., Any],
-               tree: Any, *rest: Any, root: Any = None) -> Any:
+               tree: chex.ArrayTree, *rest: Any, root: Any = None) -> Any:
   """Maps the caches of a tree and the leaves outside of them.
 
   Args:

@@ -101,7 +101,7 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
         "must be a specjax.interfaces.Cache")
 
 
-def check_rows(name: str, tree: Any, batch: int) -> None:
+def check_rows(name: str, tree: chex.ArrayTree, batch: int) -> None:
   """Checks that every leaf of a state has the rows B as its first axis.
 
   Only the lengths of a cache without `has_rows_first` are checked.
@@ -116,7 +116,7 @@ def check_rows(name: str, tree: Any, batch: int) -> None:
           f"leaf of a state has the {batch} rows as its first axis")
 
 
-def check_same(name: str, new: Any, old: Any) -> None:
+def check_same(name: str, new: chex.ArrayTree, old: chex.ArrayTree) -> None:
   """Checks that a state has the structure, shapes and dtypes of another."""
   form = lambda tree: {
       jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"

@@ -5,9 +5,11 @@ import math
 from typing import Any
 from typing import TYPE_CHECKING
 
+import chex
 import jax
 import jax.numpy as jnp
 
+from specjax.interfaces.cache import Cache
 from specjax.interfaces.model import Model
 from specjax.interfaces.model import unsplit
 from specjax.types import DecodeState
@@ -113,14 +115,14 @@ class Drafter:
     del target, transform
     return self
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns the state after the prompts; B is the first axis of every leaf.
     """
     del params, prompt, prefill_output
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Returns the drafts, fields `[B, N]` and `[B, N, V]`, and its state.
 
     Args:
@@ -130,8 +132,9 @@ class Drafter:
     """
     raise NotImplementedError
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> Any:
     """Returns its state after `count [B]` tokens were committed.
 
     Args:
@@ -156,7 +159,8 @@ class Drafter:
       return dataclasses.replace(self, gamma=gamma)
     return None
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
     """Returns its state after reading the tokens of rounds without drafts.
 
     A controller requires it of a drafter that has a model.
@@ -169,7 +173,7 @@ class Drafter:
     del params, since
     return state.drafter
 
-  def lacking(self, params: Any, state: DecodeState) -> jax.Array:
+  def lacking(self, params: chex.ArrayTree, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, rows for which its second drafter will draft.
 
     A drafter whose `tells` is True, such as `Fallback`, implements it.
@@ -187,9 +191,9 @@ class Drafter:
     """
     return self
 
-  def target_pass(self, target: Model, params: Any, drafter: Any, draft: Draft,
-                  depths: jax.Array, ancestors: jax.Array, cache: Any
-                  ) -> ModelOutput:
+  def target_pass(self, target: Model, params: chex.ArrayTree,
+                  drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
+                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
     """Returns the output of the target's pass over the draft.
 
     A drafter that has run a part of the target overrides it.

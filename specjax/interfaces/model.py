@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.interfaces.cache import Cache
 from specjax.types import ModelOutput
 
 
@@ -50,18 +52,19 @@ class Model:
     """Returns random parameters; optional."""
     raise NotImplementedError
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Any:
     """Returns an empty `Cache` for `batch` rows of `capacity` slots."""
     raise NotImplementedError
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Any = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Cache | None = None
+               ) -> ModelOutput:
     """Runs one pass, see the class."""
     raise NotImplementedError
 
-  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+  def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     """Returns the logits `[B, K, V]` at positions `at [B, K]` of a pass.
 

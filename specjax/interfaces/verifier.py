@@ -4,6 +4,7 @@ from collections.abc import Iterable
 import inspect
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -46,7 +47,8 @@ class Verifier:
   lossless: bool = True
   requires: tuple[str, ...] = ("chain",)
 
-  def law(self, draft: Draft, target_probs: jax.Array, *state: Any) -> Law:
+  def law(self, draft: Draft, target_probs: jax.Array, *state: chex.ArrayTree
+          ) -> Law:
     """Returns the distribution of the outcome for one draft.
 
     Args:
@@ -65,14 +67,14 @@ class Verifier:
     del gamma
     return None
 
-  def commit(self, state: Any, draft: Draft, target_probs: jax.Array,
+  def commit(self, state: chex.ArrayTree, draft: Draft, target_probs: jax.Array,
              verdict: Verdict) -> Any:
     """Returns the state after a round. Default: `state`, unchanged."""
     del draft, target_probs, verdict
     return state
 
-  def survival(self, draft: Draft, target_probs: jax.Array, *state: Any
-               ) -> jax.Array:
+  def survival(self, draft: Draft, target_probs: jax.Array,
+               *state: chex.ArrayTree) -> jax.Array:
     """Returns `[N]`, the probability that decoding reaches each depth.
 
     Default: P(depth of the stop >= i | draft). A rule on chains may return
@@ -96,8 +98,8 @@ class Verifier:
     """True for a rule with its own `survival`."""
     return type(self).survival is not Verifier.survival
 
-  def evaluate(self, draft: Draft, target_probs: jax.Array, state: Any = None
-               ) -> Law:
+  def evaluate(self, draft: Draft, target_probs: jax.Array,
+               state: chex.ArrayTree | None = None) -> Law:
     """Returns `law` with its shapes checked. Subclasses do not override it.
 
     Args:
@@ -109,8 +111,9 @@ class Verifier:
     checks.check_law(type(self).__name__, law, *target_probs.shape)
     return law
 
-  def figures(self, draft: Draft, target_probs: jax.Array, state: Any,
-              law: Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def figures(self, draft: Draft, target_probs: jax.Array,
+              state: chex.ArrayTree, law: Law, depths: jax.Array
+              ) -> tuple[jax.Array, jax.Array]:
     """Returns E[tau | draft] `[]` and `survival [N]`.
 
     Args:
@@ -127,15 +130,15 @@ class Verifier:
     checks.check_survival(type(self).__name__, survival, depths.shape[0])
     return expected, survival
 
-  def next_state(self, state: Any, draft: Draft, target_probs: jax.Array,
-                 verdict: Verdict) -> Any:
+  def next_state(self, state: chex.ArrayTree, draft: Draft,
+                 target_probs: jax.Array, verdict: Verdict) -> Any:
     """Returns `commit` with its structure and shapes checked."""
     new = self.commit(state, draft, target_probs, verdict)
     checks.check_same(f"the state that {type(self).__name__}.commit returned",
                       new, state)
     return new
 
-  def _arguments(self, state: Any) -> tuple[Any, ...]:
+  def _arguments(self, state: chex.ArrayTree) -> tuple[Any, ...]:
     return (state,) if self.has_state else ()
 
 

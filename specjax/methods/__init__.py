@@ -18,6 +18,9 @@ import pathlib
 import re
 from typing import Any
 
+import chex
+import jax
+
 from specjax.methods import blocks
 from specjax.methods import combined
 from specjax.methods import draft_models
@@ -65,7 +68,8 @@ def of(heads: Heads) -> Method:
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
-               dtype: Any = None, target_params: Any = None
+               dtype: jax.typing.DTypeLike | None = None,
+               target_params: chex.ArrayTree | None = None
                ) -> tuple[Heads, dict[str, Any]]:
   """Loads heads of `save_heads`, or a published drafter.
 

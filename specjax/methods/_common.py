@@ -7,6 +7,7 @@ import functools
 from typing import Any
 from typing import TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -215,8 +216,8 @@ def check_siblings(children: int, target: Model) -> None:
         "tree")
 
 
-def read_token(model: Model, params: Any, token: jax.Array, cache: Cache
-               ) -> tuple[ModelOutput, Any]:
+def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,
+               cache: Cache) -> tuple[ModelOutput, Any]:
   """Runs the model on one token `[B, 1]` per row.
 
   Returns:
@@ -227,7 +228,8 @@ def read_token(model: Model, params: Any, token: jax.Array, cache: Cache
   return out, out.cache.rollback(cache.lengths + 1)
 
 
-def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
+def model_step(model: Model, params: chex.ArrayTree
+               ) -> Callable[..., tuple[Any, Any]]:
   """Returns a step of `_trees` that runs a model; its carry is the cache."""
   def step(tokens, depths, ancestors, above, cache):
     del above
@@ -237,8 +239,8 @@ def model_step(model: Model, params: Any) -> Callable[..., tuple[Any, Any]]:
   return step
 
 
-def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
-              size: int, more: int = 0) -> tuple[jax.Array, Any]:
+def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
+              cache: Cache, size: int, more: int = 0) -> tuple[jax.Array, Any]:
   """Completes a cache by reading the last `size` committed tokens again.
 
   Rows lack different numbers of tokens. Reading a cached token again does not
@@ -262,8 +264,9 @@ def feed_last(model: Model, params: Any, state: DecodeState, cache: Cache,
   return logits, cache
 
 
-def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
-              size: int, more: int = 0) -> tuple[jax.Array, jax.Array, Any]:
+def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
+              cache: Cache, size: int, more: int = 0
+              ) -> tuple[jax.Array, jax.Array, Any]:
   """Completes a cache like `feed_last`, and returns the root's hidden state.
 
   Returns:
@@ -281,8 +284,9 @@ def read_last(model: Model, params: Any, state: DecodeState, cache: Cache,
   return logits[:, 0], hidden[:, 0], out.cache.rollback(state.lengths)
 
 
-def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
-             since: jax.Array, size: int = rounds.CATCH_UP) -> Any:
+def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
+             cache: Cache, since: jax.Array, size: int = rounds.CATCH_UP
+             ) -> Any:
   """Reads the tokens committed in rounds without drafts, a block at a time.
 
   Args:
@@ -313,8 +317,8 @@ def catch_up(model: Model, params: Any, state: DecodeState, cache: Cache,
       lambda carry: carry[0] * size < jnp.max(missing), read, carry)[1]
 
 
-def _feed(model: Model, params: Any, state: DecodeState, cache: Cache,
-          start: jax.Array, size: int) -> ModelOutput:
+def _feed(model: Model, params: chex.ArrayTree, state: DecodeState,
+          cache: Cache, start: jax.Array, size: int) -> ModelOutput:
   """Runs the model on `size` committed tokens from `start [B]`."""
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(

@@ -13,12 +13,14 @@ Missing tokens are then read, a few per pass; usually none is missing.
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
 
 from specjax import interfaces
 from specjax.caches import dense
+from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -51,8 +53,8 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
   return jnp.min(jnp.where(same, columns, at), axis=1)
 
 
-def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
-              since: jax.Array) -> Any:
+def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
+              cache: Cache, since: jax.Array) -> Any:
   """Returns the cache of all committed tokens except the root.
 
   Args:
@@ -69,7 +71,7 @@ def caught_up(model: Model, params: Any, state: DecodeState, cache: Any,
   return cache.rollback(state.lengths - 1)
 
 
-def check_follows(drafter: Drafter, state: Any) -> None:
+def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
   """Raises `ValueError` if a drafter has a state and cannot follow.
 
   Args:
@@ -153,8 +155,8 @@ class Following(Drafter):
     """Returns the adapter unchanged."""
     return self
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Followed:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Followed:
     """Returns the drafter's state and the tokens of the prompt."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
@@ -162,8 +164,8 @@ class Following(Drafter):
         fed=prompt.lengths - 1,
         drafter=self.drafter.init(params, prompt, prefill_output))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Followed]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Followed]:
     """Drafts chains with the drafter, after catching up."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
@@ -175,7 +177,7 @@ class Following(Drafter):
         tokens=dense.put_rows(state.tokens, draft.tokens[:, 1:], state.lengths),
         fed=state.lengths + jnp.maximum(drafted - 1, 0), drafter=drafter)
 
-  def commit(self, params: Any, drafter: Followed, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: Followed, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Followed:
     """Commits the drafter's state.

@@ -27,7 +27,8 @@ _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 
 
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
-               target: Transformer, dtype: Any = None) -> None:
+               target: Transformer, dtype: jax.typing.DTypeLike | None = None
+               ) -> None:
   """Writes `heads.json` and `heads.safetensors`, each atomically.
 
   Args:
@@ -56,7 +57,7 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
-               dtype: Any, kinds: Sequence[type[Heads]]
+               dtype: jax.typing.DTypeLike, kinds: Sequence[type[Heads]]
                ) -> tuple[Heads, dict[str, Any]]:
   """Loads heads of `save_heads`.
 

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
+import chex
 import numpy as np
 
 from specjax.methods.networks import Heads
@@ -232,8 +233,8 @@ def _same(heads: Heads) -> Heads:
   return heads
 
 
-def _same_params(form: Heads, heads: Heads, params: Any, target_params: Any
-                 ) -> Any:
+def _same_params(form: Heads, heads: Heads, params: chex.ArrayTree,
+                 target_params: chex.ArrayTree) -> Any:
   del form, heads, target_params
   return params
 

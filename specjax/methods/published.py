@@ -11,6 +11,7 @@ import re
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 
@@ -48,7 +49,8 @@ _OLD = "logit_head."  # prefix of head names in early SpecForge files
 
 
 def load_drafter(path: str | os.PathLike[str], target: Transformer,
-                 target_params: Any = None, *, dtype: Any = None,
+                 target_params: chex.ArrayTree | None = None, *,
+                 dtype: jax.typing.DTypeLike | None = None,
                  layout: str | None = None) -> tuple[Heads, Any]:
   """Loads a published drafter of a target.
 
@@ -205,9 +207,11 @@ def layouts_for(heads: Heads, target: Transformer) -> tuple[str, ...]:
 
 
 def export_drafter(directory: str | os.PathLike[str], heads: Heads,
-                   params: Any, target: Transformer, target_params: Any, *,
-                   dtype: Any = None, layout: str | None = None,
-                   verifier: str | None = None) -> str:
+                   params: chex.ArrayTree, target: Transformer,
+                   target_params: chex.ArrayTree, *,
+                   dtype: jax.typing.DTypeLike | None = None,
+                   layout: str | None = None, verifier: str | None = None
+                   ) -> str:
   """Writes a drafter as a directory that servers and `load_drafter` read.
 
   Files are written atomically. Matrices that heads share with their target are

@@ -609,10 +609,10 @@ def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
 
 
 def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
-               uniforms: jax.Array, state: DecodeState, rule_state: Any,
-               first: Forecast,
+               uniforms: jax.Array, state: DecodeState,
+               rule_state: chex.ArrayTree, first: Forecast,
                read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
-               carry: Any) -> tuple[Draft, Any, Any]:
+               carry: chex.ArrayTree) -> tuple[Draft, Any, Any]:
   """Samples a chain per row, in a loop that ends when all rows have stopped.
 
   Args:

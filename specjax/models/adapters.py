@@ -14,6 +14,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,8 @@ class CachedFunction(Model):
   def __post_init__(self):
     fields.check_fields(self, "vocab_size", "context_length")
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Slots:
     """Returns the cache of `batch` empty rows.
 
     Raises:
@@ -113,10 +115,10 @@ class CachedFunction(Model):
             f"be the {batch} rows and their {capacity} slots")
     return Slots(arrays=arrays, lengths=jnp.zeros((batch,), jnp.int32))
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Slots | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Slots | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`.
 
     Raises:
@@ -167,16 +169,17 @@ class PlainFunction(Model):
   def __post_init__(self):
     fields.check_fields(self, "vocab_size", "context_length")
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Slots:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Slots:
     """Returns the cache of `batch` empty rows, which contains tokens."""
     del params
     return Slots(arrays=jnp.zeros((batch, capacity), jnp.int32),
                  lengths=jnp.zeros((batch,), jnp.int32))
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Slots | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Slots | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`."""
     if cache is None and ancestors is None:
       return _output(self.apply(params, tokens), None)
@@ -189,7 +192,7 @@ class PlainFunction(Model):
     logits = self._logits(params, past, ancestors)
     return _output(logits, None if cache is None else past)
 
-  def _logits(self, params: Any, past: Slots, ancestors: jax.Array
+  def _logits(self, params: chex.ArrayTree, past: Slots, ancestors: jax.Array
               ) -> jax.Array:
     """Returns the logits `[B, S, V]` of S nodes, one pass per leaf.
 
@@ -239,7 +242,7 @@ class _Merged:
 
   graphdef: Any
 
-  def __call__(self, params: Any, *args: Any) -> Any:
+  def __call__(self, params: chex.ArrayTree, *args: Any) -> Any:
     from flax import nnx  # pylint: disable=g-import-not-at-top
     return nnx.merge(self.graphdef, params)(*args)
 

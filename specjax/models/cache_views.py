@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any
 from typing import Protocol
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from specjax.utils import fields
 class CacheView(Protocol):
   """Interface of views: selection of the slots that a drafting pass reads."""
 
-  def choose(self, model: Transformer, params: Any, root: jax.Array,
+  def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> Any:
     """Returns a selection made after the prompts, arrays `[B, ...]`.
 
@@ -126,7 +127,7 @@ class Retrieved:
       raise ValueError(f"budget is {self.budget}; it must be a multiple of "
                        f"chunk, {self.chunk}")
 
-  def choose(self, model: Transformer, params: Any, root: jax.Array,
+  def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> Chosen:
     """Returns the chunks with the highest attention of the last token.
 
@@ -193,7 +194,7 @@ class Recent:
   def __post_init__(self):
     fields.check_fields(self, "sinks", "window")
 
-  def choose(self, model: Transformer, params: Any, root: jax.Array,
+  def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> tuple[()]:
     """Returns `()`: the view depends only on the lengths."""
     del model, params, root, cache
@@ -221,8 +222,8 @@ def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
               used=used, heads_axis=cache.heads_axis)
 
 
-def _queries(model: Transformer, params: Any, root: jax.Array, cache: KVCache
-             ) -> list[jax.Array]:
+def _queries(model: Transformer, params: chex.ArrayTree, root: jax.Array,
+             cache: KVCache) -> list[jax.Array]:
   """Returns the queries `[B, H * G, D]` of a token in each layer."""
   ones = jnp.ones((len(root), 1, 1), bool)
   _, seen = TransformerModule(model.config).apply(

@@ -11,6 +11,7 @@ import os
 import pathlib
 from typing import Any
 
+import chex
 import flax.traverse_util
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ from specjax.utils.files import write_json
 
 
 def save_model(directory: str | os.PathLike[str], model: Transformer,
-               params: Mapping[str, Any], dtype: Any = None) -> None:
+               params: Mapping[str, chex.ArrayTree],
+               dtype: jax.typing.DTypeLike | None = None) -> None:
   """Writes a checkpoint; each file is replaced atomically.
 
   Args:
@@ -56,7 +58,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer,
              indent=2)
 
 
-def load_model(directory: str | os.PathLike[str], dtype: Any = None
+def load_model(directory: str | os.PathLike[str],
+               dtype: jax.typing.DTypeLike | None = None
                ) -> tuple[Transformer, dict[str, Any]]:
   """Reads a checkpoint.
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -110,16 +111,16 @@ class Contrastive(Model):
   def context_length(self) -> int:
     return min(self.expert.context_length, self.amateur.context_length)
 
-  def init_cache(self, params: Any, batch: int, capacity: int
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> ContrastiveCache:
     """Returns the caches of `batch` empty rows."""
     return ContrastiveCache(
         expert=self.expert.init_cache(params["expert"], batch, capacity),
         amateur=self.amateur.init_cache(params["amateur"], batch, capacity))
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None, cache: Any = None
+               ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
     """Returns logits `[B, S, V]` after `tokens [B, S]`, from both models."""
     both = cache or ContrastiveCache(expert=None, amateur=None)

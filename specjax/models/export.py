@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import chex
 import flax.traverse_util
 import jax
 import numpy as np
@@ -34,10 +35,10 @@ from specjax.utils.files import write_json
 
 
 def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
-                      params: Mapping[str, Any], *,
+                      params: Mapping[str, chex.ArrayTree], *,
                       tokenizer: Tokenizer | None = None,
                       generation: GenerationDefaults | None = None,
-                      dtype: Any = None) -> str:
+                      dtype: jax.typing.DTypeLike | None = None) -> str:
   """Writes a model as a Hugging Face directory.
 
   Each file is replaced atomically. Parameters are copied from the device one at

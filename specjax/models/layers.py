@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.caches.dense import attention_in_block
+from specjax.interfaces import Cache
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
 from specjax.models.quantization import QuantizedMatrix
@@ -135,8 +136,8 @@ class RotaryTables(NamedTuple):
   local: jax.Array | None
 
   @classmethod
-  def of(cls, config: TransformerConfig, positions: jax.Array, dtype: Any
-         ) -> Self:
+  def of(cls, config: TransformerConfig, positions: jax.Array,
+         dtype: jax.typing.DTypeLike) -> Self:
     """Returns the tables of `positions [B, S]`, in `dtype` or float32."""
     c, wide = config, jnp.promote_types(dtype, jnp.float32)
     if not c.rotated:
@@ -234,8 +235,8 @@ class MLP(nn.Module):
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
-                  tables: RotaryTables, ancestors: jax.Array, cache: Any,
-                  read: jax.Array | None = None, *,
+                  tables: RotaryTables, ancestors: jax.Array,
+                  cache: Cache | None, read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
   """Applies one decoder layer; call it in a compact method.

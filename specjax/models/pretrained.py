@@ -80,7 +80,8 @@ class Pretrained:
   generation: GenerationDefaults | None
 
 
-def load_pretrained(path: str | os.PathLike[str], dtype: Any = None,
+def load_pretrained(path: str | os.PathLike[str],
+                    dtype: jax.typing.DTypeLike | None = None,
                     context_length: int | None = None) -> Pretrained:
   """Loads a model.
 

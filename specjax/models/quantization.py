@@ -23,6 +23,7 @@ import functools
 import math
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -243,8 +244,8 @@ def _divisor(number: int, most: int) -> int:
               if number % n == 0)
 
 
-def quantize(params: Mapping[str, Any], bits: int = 8, group: int | None = None
-             ) -> dict[str, Any]:
+def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
+             group: int | None = None) -> dict[str, Any]:
   """Returns a quantised copy of a Transformer's parameters.
 
   Kernels, embedding and head are quantised. Norms, biases, learned positions
@@ -328,14 +329,14 @@ def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
       scales.squeeze(axis + 1), axis)
 
 
-def num_bytes(params: Any) -> int:
+def num_bytes(params: chex.ArrayTree) -> int:
   """Returns the number of bytes of a tree; an int4 number has half a byte."""
   return sum(
       -(-x.size // 2) if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
       for x in jax.tree.leaves(params))
 
 
-def relative_error(params: Any, copy: Any) -> float:
+def relative_error(params: chex.ArrayTree, copy: Any) -> float:
   """Returns |copy - params| / |params| over all matrices (Frobenius norm)."""
   pairs = [(x, y) for x, y in zip(
       jax.tree.leaves(params), jax.tree.leaves(copy, is_leaf=_is_quantized))

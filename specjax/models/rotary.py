@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +112,8 @@ def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
 
 
 def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
-                      scale: float = 1.0, dtype: Any = jnp.float32
-                      ) -> jax.Array:
+                      scale: float = 1.0,
+                      dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
   """Returns `[2, B, S, half]`, cosines and sines of the angles.
 
   Args:

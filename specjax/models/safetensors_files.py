@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 from typing import Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +141,7 @@ def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
   return np.asarray(data).view(dtype).reshape(shape)
 
 
-def float_dtype(dtype: Any) -> np.dtype:
+def float_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
   """Returns the dtype of weights.
 
   Raises:
@@ -175,7 +176,7 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
                      "a GGUF file")
 
 
-def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
+def converted(x: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
   """Returns weights in `dtype`; None keeps their dtype.
 
   Raises:
@@ -192,7 +193,7 @@ def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
   return out
 
 
-def check_arrays(params: Mapping[str, Any]) -> None:
+def check_arrays(params: Mapping[str, chex.ArrayTree]) -> None:
   """Raises `ValueError` unless all parameters are arrays.
 
   The matrices of `quantize`, for example, are not arrays.

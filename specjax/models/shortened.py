@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -59,20 +60,21 @@ class Shortened(AroundModel):
     """
     return cls(model, Sublayers.between(0, layers))
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Cache:
     """Returns an empty cache with only the layers whose attention runs."""
     return self.model.init_cache(
         params, batch, capacity, layers=len(self.sublayers.attention))
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Cache | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Cache | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`; `hidden` is not normed."""
     return self.model.run(
         params, self.sublayers, tokens, depths, ancestors, cache)
 
-  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+  def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass."""
     hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
@@ -100,14 +102,15 @@ class Masked(AroundModel):
   def __post_init__(self):
     check_whole(self.model)
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Cache:
     """Returns an empty cache of the full model."""
     return self.model.init_cache(params["model"], batch, capacity)
 
-  def __call__(self, params: Mapping[str, Any], tokens: jax.Array,
+  def __call__(self, params: Mapping[str, chex.ArrayTree], tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Cache | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Cache | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`; `hidden` is not normed."""
     return self.model.run(
         params["model"], Sublayers.between(0, self.model.config.layers), tokens,

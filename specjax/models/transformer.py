@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ class Transformer(Model):
     tokens = jnp.zeros((1, 1), jnp.int32)
     return TransformerModule(self.config).init(key, tokens)["params"]
 
-  def init_cache(self, params: Any, batch: int, capacity: int,
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int,
                  layers: int | None = None) -> Cache:
     """Returns an empty cache in the dtype of the parameters."""
     c = self.config
@@ -140,10 +141,10 @@ class Transformer(Model):
         heads=c.kv_heads, capacity=capacity, head_dim=c.head_dim,
         dtype=params["embedding"].dtype)
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Cache | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Cache | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`.
 
     Without `depths` and `ancestors` the tokens are a chain. Without a cache
@@ -152,7 +153,7 @@ class Transformer(Model):
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
 
-  def run(self, params: Any, sublayers: Sublayers,
+  def run(self, params: chex.ArrayTree, sublayers: Sublayers,
           tokens: jax.Array | None = None, depths: jax.Array | None = None,
           ancestors: jax.Array | None = None, cache: Cache | None = None, *,
           hidden: jax.Array | None = None, keep: jax.Array | None = None
@@ -182,7 +183,7 @@ class Transformer(Model):
     return TransformerModule(self.config, sublayers).apply(
         {"params": params}, tokens, depths, ancestors, cache, hidden, keep)
 
-  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+  def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass.
 

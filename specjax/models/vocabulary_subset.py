@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -51,7 +52,8 @@ class VocabularySubset(AroundModel):
       raise ValueError(f"features is {features}; the head reads the hidden "
                        f"state {FINAL!r}: add it to TransformerConfig.features")
 
-  def parameters(self, params: Any, ids: ArrayLike) -> dict[str, Any]:
+  def parameters(self, params: chex.ArrayTree, ids: ArrayLike
+                 ) -> dict[str, Any]:
     """Returns the parameters with a head for some tokens.
 
     Args:
@@ -80,14 +82,15 @@ class VocabularySubset(AroundModel):
     head = whole[ids] if self.model.config.tie_embeddings else whole[:, ids]
     return {"model": params, "head": head, "ids": ids}
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Cache:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Cache:
     """Returns an empty cache of the model."""
     return self.model.init_cache(params["model"], batch, capacity)
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Cache | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Cache | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`; logits outside of the subset are -1e30."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -95,7 +98,7 @@ class VocabularySubset(AroundModel):
     # model's logits of all V tokens.
     return out.replace(logits=self.logits_at(params, out, at))
 
-  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+  def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass."""
     small = {**params["model"], self._head: params["head"]}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 
@@ -32,7 +33,7 @@ class Place(NamedTuple):
   names: list[str]
 
 
-def places(template: Any, table: Table | None,
+def places(template: chex.ArrayTree, table: Table | None,
            sizes: Mapping[str, int] | None = None) -> list[Place]:
   """Returns the locations of a tree's parameters, in the order of the tree.
 
@@ -58,7 +59,7 @@ def places(template: Any, table: Table | None,
   return result
 
 
-def fill(template: Any, table: Table | None,
+def fill(template: chex.ArrayTree, table: Table | None,
          tensors: Mapping[str, StoredTensor], dtype: np.dtype, *, source: str,
          kind: str, config: Any = None, sizes: Mapping[str, int] | None = None,
          used: Collection[str] = ()) -> Any:

@@ -1,8 +1,8 @@
 """Compiled programs of a queue: chunks of rounds, and moved rows."""
 
 import functools
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -28,7 +28,7 @@ def moved(state: DecodeState, rows: jax.Array) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("parts", "window"),
                    donate_argnames="state")
-def chunk(parts: rounds_lib.Round, params: Any, state: DecodeState,
+def chunk(parts: rounds_lib.Round, params: chex.ArrayTree, state: DecodeState,
           free: jax.Array, rounds: jax.Array, done: jax.Array, *, window: int
           ) -> tuple[DecodeState, tuple[jax.Array, jax.Array, RoundStats]]:
   """Decodes some rounds and returns the new tokens.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
-from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -41,9 +41,10 @@ class Queue:
   `submit` and `cancel` may be called by other threads during `step`.
   """
 
-  def __init__(self, decoder: Decoder, params: Any, *,
+  def __init__(self, decoder: Decoder, params: chex.ArrayTree, *,
                slots: int | Sequence[int] = 8, max_length: int | None = None,
-               rounds: int = 8, max_ends: int = 4, context: Any = None,
+               rounds: int = 8, max_ends: int = 4,
+               context: chex.ArrayTree | None = None,
                controllers: Mapping[int, Controller] | None = None):
     """Creates an empty queue. Nothing is compiled before the first step.
 

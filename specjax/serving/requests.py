@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 
@@ -177,7 +178,7 @@ class Slot:
         eos=ends, seed=int(request.seed), context=context)
 
 
-def _form(context: Any) -> str:
+def _form(context: chex.ArrayTree) -> str:
   """Returns the structure, shapes and dtypes of a context as text."""
   return str(jax.tree.map(
       lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}",

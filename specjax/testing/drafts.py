@@ -8,6 +8,7 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,13 +50,14 @@ class DraftReport(NamedTuple):
   tokens: int
 
 
-def assert_drafter_exact(
-    drafter: Drafter, params: Any, target: Model, *,
-    verifier: Verifier | None = None, controller: Any = None,
-    transform: LogitsTransform = _PLAIN,
-    context: Callable[[int], Any] = lambda rows: None,
-    prompts: Sequence[Sequence[int]] | None = None, rows: int = 160,
-    calls: int = 32, rounds: int = 6, capacity: int = 0) -> DraftReport:
+def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
+                         target: Model, *, verifier: Verifier | None = None,
+                         controller: Any = None,
+                         transform: LogitsTransform = _PLAIN,
+                         context: Callable[[int], Any] = lambda rows: None,
+                         prompts: Sequence[Sequence[int]] | None = None,
+                         rows: int = 160, calls: int = 32, rounds: int = 6,
+                         capacity: int = 0) -> DraftReport:
   """Tests in the loop that drafted tokens follow the reported q.
 
   There are two tests. Each drafted token must be a sample of its reported row
@@ -183,8 +185,8 @@ def check_drafts(name: str, declared: Collection[str],
   return deviation
 
 
-def check_texts(target: Model, params: Any, transform: LogitsTransform,
-                found: recording.Record, count: int,
+def check_texts(target: Model, params: chex.ArrayTree,
+                transform: LogitsTransform, found: recording.Record, count: int,
                 kinds: np.ndarray | None = None
                 ) -> tuple[evidence.Deviation, float]:
   """Tests the first `count` new tokens of every row.

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ class MarkovModel(Model):
 
   def __call__(self, params: jax.Array, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None, cache: Any = None
+               ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
     """Returns logits `[B, S, V]` after `tokens [B, S]`, also as `hidden`."""
     del depths, ancestors
@@ -154,7 +155,7 @@ class OracleDrafter(Drafter):
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
-  def propose(self, params: Mapping[str, Any], uniforms: jax.Array,
+  def propose(self, params: Mapping[str, chex.ArrayTree], uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
     """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
     del uniforms

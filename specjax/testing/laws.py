@@ -4,6 +4,7 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
@@ -38,8 +39,9 @@ def _logits(model, params, texts):
   return model(params, texts).logits
 
 
-def joint_law(model: Model, params: Any, prompt: ArrayLike, horizon: int,
-              transform: Callable[[jax.Array], jax.Array]) -> np.ndarray:
+def joint_law(model: Model, params: chex.ArrayTree, prompt: ArrayLike,
+              horizon: int, transform: Callable[[jax.Array], jax.Array]
+              ) -> np.ndarray:
   """Returns the distribution of the tokens after a prompt, `[V**horizon]`.
 
   The passes have no cache, so that they share no code with the decoding loop.

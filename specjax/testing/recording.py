@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,7 @@ class Requests:
                     temperature=self.temperature[rows], eos=self.eos[rows],
                     new=self.new[rows])
 
-  def prefill(self, decoder: decoder_lib.Decoder, params: Any,
+  def prefill(self, decoder: decoder_lib.Decoder, params: chex.ArrayTree,
               **kwargs: Any) -> DecodeState:
     """Returns the state after `Decoder.prefill`, which gets `kwargs`."""
     return decoder.prefill(
@@ -134,8 +135,9 @@ class Record:
     return found
 
 
-def record(decoder: decoder_lib.Decoder, params: Any, requests: Requests,
-           ids: np.ndarray, *, rounds: int, state: DecodeState,
+def record(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
+           requests: Requests, ids: np.ndarray, *, rounds: int,
+           state: DecodeState,
            prepare: Callable[[DecodeState], DecodeState] = lambda x: x
            ) -> Record:
   """Decodes the same requests in several calls and records all rounds.

@@ -6,6 +6,7 @@ than the one it was written on.
 
 from typing import Any
 
+import chex
 import jax
 import orbax.checkpoint as ocp
 
@@ -21,7 +22,7 @@ class Manager(ocp.CheckpointManager):
     return False
 
 
-def newest(manager: ocp.CheckpointManager, like: Any, most: int
+def newest(manager: ocp.CheckpointManager, like: chex.ArrayTree, most: int
            ) -> tuple[Any, Any]:
   """Returns the newest checkpoint.
 
@@ -56,7 +57,7 @@ def newest(manager: ocp.CheckpointManager, like: Any, most: int
   return state, notes
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: Any,
+def save(manager: ocp.CheckpointManager, step: int, state: chex.ArrayTree,
          notes: Any = None) -> None:
   """Saves a checkpoint in the background.
 

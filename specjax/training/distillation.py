@@ -18,6 +18,7 @@ from typing import BinaryIO
 from typing import TypeVar
 import zipfile
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,7 @@ def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
       np.int32)
 
 
-def sample_rows(decoder: Decoder, params: Mapping[str, Any],
+def sample_rows(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
                 prompts: ArrayLike, *, length: int,
                 directory: str | os.PathLike[str], seed: int = 0,
                 rows_per_file: int = 32, placement: Placement | None = None
@@ -203,7 +204,7 @@ class Answers:
   probs: np.ndarray
 
 
-def write_answers(decoder: Decoder, params: Mapping[str, Any],
+def write_answers(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
                   prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
                   top: int, directory: str | os.PathLike[str], seed: int = 0,
                   rows_per_file: int = 64, placement: Placement | None = None
@@ -264,9 +265,9 @@ def write_answers(decoder: Decoder, params: Mapping[str, Any],
       doing="answering"))
 
 
-def _with_probs(model: Model, params: Any, rows: Sequence[Sequence[int]],
-                prompts: Sequence[Sequence[int]], columns: int, top: int
-                ) -> Answers:
+def _with_probs(model: Model, params: chex.ArrayTree,
+                rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]],
+                columns: int, top: int) -> Answers:
   """Returns `Answers` of generated rows, which are padded to `columns` tokens.
   """
   lengths = np.array([len(row) for row in rows], np.int32)
@@ -290,7 +291,7 @@ def _with_probs(model: Model, params: Any, rows: Sequence[Sequence[int]],
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _top_probs(model: Model, top: int, params: Any, tokens: jax.Array
+def _top_probs(model: Model, top: int, params: chex.ArrayTree, tokens: jax.Array
                ) -> tuple[jax.Array, jax.Array]:
   probs = jax.nn.softmax(model(params, tokens).logits)
   values, ids = jax.lax.top_k(probs, top)

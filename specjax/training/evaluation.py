@@ -45,7 +45,7 @@ def remembered(measure: Measure, names: Sequence[str]) -> Measure:
   """
   last: dict[str, dict[str, Any]] = {}
 
-  def measured(params: Mapping[str, Any]) -> dict[str, Any]:
+  def measured(params: Mapping[str, chex.ArrayTree]) -> dict[str, Any]:
     changing = {name: params[name] for name in names}
     if not all(getattr(x, "is_fully_addressable", True)
                for x in jax.tree.leaves(changing)):
@@ -99,13 +99,14 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
   padded[:len(tokens)] = tokens
 
   @jax.jit
-  def nats(params: Any, window: jax.Array, mask: jax.Array) -> jax.Array:
+  def nats(params: chex.ArrayTree, window: jax.Array, mask: jax.Array
+           ) -> jax.Array:
     logits = model(params, window[:, :-1]).logits
     loss = optax.softmax_cross_entropy_with_integer_labels(
         logits, window[:, 1:])
     return jnp.sum(loss * mask)
 
-  def evaluate(params: Any) -> dict[str, float]:
+  def evaluate(params: chex.ArrayTree) -> dict[str, float]:
     total = sum(
         float(nats(params, padded[places[i:i + _BATCH]], mask[i:i + _BATCH]))
         for i in range(0, windows, _BATCH))
@@ -135,11 +136,11 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
   tokens = np.asarray(tokens, np.int32)
 
   @jax.jit
-  def loss(params: Mapping[str, Any], rows: jax.Array) -> jax.Array:
+  def loss(params: Mapping[str, chex.ArrayTree], rows: jax.Array) -> jax.Array:
     return objective(params, {}, {
         "tokens": rows, "progress": jnp.float32(1)}, jax.random.key(seed))[0]
 
-  def evaluate(params: Mapping[str, Any]) -> dict[str, float]:
+  def evaluate(params: Mapping[str, chex.ArrayTree]) -> dict[str, float]:
     parts = [tokens[i:i + batch_size]
              for i in range(0, len(tokens), batch_size)]
     losses = processes.gathered([loss(params, rows) for rows in parts])
@@ -174,7 +175,7 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
   # complete context would take gigabytes. So the limit is what the rounds need.
   limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
 
-  def evaluate(params: Mapping[str, Any]) -> dict[str, float]:
+  def evaluate(params: Mapping[str, chex.ArrayTree]) -> dict[str, float]:
     state = decoder.prefill(
         params, prompts, jax.random.key(seed), limits=max(limit, longest))
     _, stats = decoder.decode(params, state, rounds=rounds)
@@ -262,8 +263,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
   key = jax.random.key(seed)
 
   @jax.jit
-  def measure(params: Mapping[str, Any], rows: jax.Array) -> tuple[
-      dict[str, jax.Array], dict[str, jax.Array]]:
+  def measure(params: Mapping[str, chex.ArrayTree], rows: jax.Array
+              ) -> tuple[ dict[str, jax.Array], dict[str, jax.Array]]:
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1)
     probs = jax.nn.softmax(logits.astype(jnp.float32))
@@ -275,7 +276,7 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                         _sums(lm_head, top), _sums(heads, top))
     return sums, _accepted_by_row(heads)
 
-  def evaluate(params: Mapping[str, Any], by_row: bool = False
+  def evaluate(params: Mapping[str, chex.ArrayTree], by_row: bool = False
                ) -> dict[str, Any]:
     parts = processes.gathered([
         measure(params, tokens[i:i + batch_size])

@@ -153,8 +153,8 @@ class Trainer:
             f"mesh axis {self.data_axis!r} has {shares} devices; give a "
             f"multiple of {shares} rows, or a smaller axis {self.data_axis!r}")
 
-  def run(self, trainable: dict[str, Any], frozen: dict[str, Any] | None = None
-          ) -> dict[str, Any]:
+  def run(self, trainable: dict[str, _Tree],
+          frozen: dict[str, _Tree] | None = None) -> dict[str, Any]:
     """Trains to the end, from `trainable` or from the last checkpoint.
 
     Args:
@@ -306,10 +306,10 @@ class Trainer:
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype", "layout"))
-def train_step(state: TrainState, frozen: Mapping[str, Any],
-               batch: Mapping[str, Any], key: jax.Array, *,
+def train_step(state: TrainState, frozen: Mapping[str, _Tree],
+               batch: Mapping[str, _Tree], key: jax.Array, *,
                objective: Objective, optimizer: optax.GradientTransformation,
-               accumulate: int, dtype: Any,
+               accumulate: int, dtype: jax.typing.DTypeLike,
                layout: layout_lib.Layout | None = None
                ) -> tuple[TrainState, Loss]:
   """Takes one step of a `Trainer`; returns `(state, (loss, metrics))`.
@@ -399,7 +399,7 @@ def _all_finite(params: _Tree) -> jax.Array:
                    ).all()
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree: chex.ArrayTree, dtype: jax.typing.DTypeLike) -> Any:
   """Casts the floating-point leaves of a tree.
 
   >>> cast({"x": jnp.zeros(2), "n": jnp.int32(3)}, jnp.bfloat16)["x"].dtype

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 from typing import TypeVar
 
+import chex
 import jax
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Format
@@ -188,7 +189,7 @@ def gathered(tree: _T) -> _T:
   return jax.tree.map(gather, tree)
 
 
-def placed(tree: Any, shardings: Any) -> Any:
+def placed(tree: chex.ArrayTree, shardings: Any) -> Any:
   """Places arrays on devices; every process has the complete arrays.
 
   A device receives only its part. Arrays that already are on several devices

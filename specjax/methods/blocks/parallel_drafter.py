@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -83,8 +84,8 @@ class BlockDrafter(Drafter):
           "a larger block_size")
     return _common.with_transform(self, transform, target=target)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> ParallelState:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> ParallelState:
     """Returns the state with all tokens of the prompts except the last."""
     batch, columns = prompt.tokens.shape
     empty = self.heads.init_cache(
@@ -104,14 +105,14 @@ class BlockDrafter(Drafter):
     context = heads.context(params, heads.tap(self.target, hidden))
     return heads.with_context(params, cache, context, positions)
 
-  def forecast(self, params: Any, state: DecodeState):
+  def forecast(self, params: chex.ArrayTree, state: DecodeState):
     """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of blocks."""
     hidden = self.heads.block(params["drafter"], params["target"],
                               rounds.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
     return hidden, self.heads.logits(params["target"], hidden)
 
-  def steps(self, params: Any, state: DecodeState, hidden: jax.Array,
+  def steps(self, params: chex.ArrayTree, state: DecodeState, hidden: jax.Array,
             logits: jax.Array):
     """Returns the `step`, `carry` and `logits` of `_trees.grow` for a block.
 
@@ -142,7 +143,7 @@ class BlockDrafter(Drafter):
         self.transform.constraints, state.constraints, step, carry,
         first[:, 0])
 
-  def commit(self, params: Any, drafter: ParallelState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
     """Adds the keys and values of committed tokens except the last."""
@@ -156,7 +157,8 @@ class BlockDrafter(Drafter):
                            before[:, None] + places)
     return drafter.replace(cache=cache.rollback(before + count))
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
     """Returns the state unchanged because `commit` reads all tokens."""
     del params, since
     return state.drafter
@@ -235,8 +237,8 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     return _trees.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> ParallelState:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> ParallelState:
     """Returns the state after the prompts, with the stop rule's state."""
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
@@ -244,8 +246,8 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     return state.replace(
         rule=stop_rules.init_state(self.stop, len(prompt.lengths)))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, ParallelState]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, ParallelState]:
     """Drafts a tree for each row."""
     if self.num_nodes == 1:
       return (rounds.root_only(state, self.heads.vocab_size),
@@ -272,7 +274,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     place = jnp.arange(tokens.shape[1])
     return jnp.where((place < kept[:, None])[..., None], probs, 0)
 
-  def commit(self, params: Any, drafter: ParallelState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
     """Adds the committed tokens and updates the stop rule's state."""
@@ -332,8 +334,8 @@ class ParallelTree(BlockDrafter):
   def _expands(self) -> bool:
     return self.heads.markov != "none" or bool(self.transform.constraints)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, ParallelState]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, ParallelState]:
     """Drafts a tree for each row."""
     del uniforms
     hidden, logits = self.forecast(params, state)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import numpy as np
 
 from specjax.methods.blocks.parallel_network import ParallelHeads
@@ -223,8 +224,9 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
       heads, markov_rank=ParallelHeads.markov_rank))
 
 
-def _with_mask_row(form: ParallelHeads, heads: ParallelHeads, params: Any,
-                   target_params: Any) -> Any:
+def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
+                   params: chex.ArrayTree, target_params: chex.ArrayTree
+                   ) -> Any:
   """Returns parameters whose trained mask follows the target's embedding."""
   del form
   if heads.mask_token is not None:

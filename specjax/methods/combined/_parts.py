@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,9 +116,9 @@ class Parts(Drafter):
     return part.propose(self.params_of_parts(params)[i], uniforms,
                         state.replace(drafter=state.drafter[i]))
 
-  def commit(self, params: Params, drafter: tuple[Any, ...], draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> tuple[Any, ...]:
+  def commit(self, params: Params, drafter: tuple[chex.ArrayTree, ...],
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> tuple[Any, ...]:
     """Commits each part, with the draft of the complete combination."""
     return tuple(
         part.commit(own, state, draft, verdict, target_output, count)

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -170,7 +171,7 @@ class Cascade(Drafter):
     _following.check_follows(self.drafter, state.drafter)
     return state.replace(context=None)
 
-  def _read(self, own: Mapping[str, Any], prompt: Prompt,
+  def _read(self, own: Mapping[str, chex.ArrayTree], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
     """Reads the prompt with the small model."""
     del prefill_output
@@ -211,7 +212,7 @@ class Cascade(Drafter):
         keys=None, context=None, verifier=before.verifier,
         constraints=before.constraints)
 
-  def _resumed(self, own: Mapping[str, Any], state: DecodeState,
+  def _resumed(self, own: Mapping[str, chex.ArrayTree], state: DecodeState,
                keys: jax.Array | None) -> DecodeState:
     """Returns the inner loop's state with the tokens of the outer loop.
 
@@ -230,14 +231,15 @@ class Cascade(Drafter):
         temperature=state.temperature, context=state.context,
         constraints=state.constraints, target_cache=self._cache(own, state))
 
-  def _cache(self, own: Mapping[str, Any], state: DecodeState) -> Any:
+  def _cache(self, own: Mapping[str, chex.ArrayTree], state: DecodeState
+             ) -> Any:
     """Returns the small model's cache of committed tokens without the root."""
     before = state.drafter
     since = _following.agreed(before.tokens, before.lengths - 1, state)
     return _following.caught_up(
         self.model, own["target"], state, before.target_cache, since)
 
-  def _written(self, own: Mapping[str, Any], inner: DecodeState,
+  def _written(self, own: Mapping[str, chex.ArrayTree], inner: DecodeState,
                uniforms: jax.Array | None) -> tuple[DecodeState, jax.Array]:
     """Runs the inner loop until every row is done.
 
@@ -271,7 +273,7 @@ class Cascade(Drafter):
     return jnp.take_along_axis(
         trace.target_probs, trace.verdict.path[..., None], axis=1)
 
-  def _tail(self, own: Mapping[str, Any], state: DecodeState,
+  def _tail(self, own: Mapping[str, chex.ArrayTree], state: DecodeState,
             inner: DecodeState, uniforms: jax.Array | None
             ) -> tuple[Draft, Any]:
     """Returns the inner drafter's chain after the gamma tokens, and its state.

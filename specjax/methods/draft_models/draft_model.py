@@ -6,6 +6,7 @@ Leviathan et al. 2022 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318).
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 from jax.sharding import PartitionSpec
@@ -166,8 +167,9 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
                              state.drafter.cache, since)
     return state.drafter.replace(cache=cache)
 
-  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Any:
     """Updates the state of the stop rule; `propose` rolls the cache back."""
     del params, target_output
     if self.stop is None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -88,8 +89,9 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
     tokens, probs, (cache, _) = self.draw(step, carry, logits, uniforms, state)
     return _common.tree_drafts(state, self.parents, tokens, probs), cache
 
-  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Any:
     """Returns the cache with the accepted path compacted."""
     del params, draft, target_output
     slots, size = _trees.fed_slots(self.parents)

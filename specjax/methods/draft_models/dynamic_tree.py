@@ -6,6 +6,7 @@ EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any language model.
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -111,8 +112,9 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
         depth=self.depth, top_k=self.top_k, num_nodes=self.num_nodes)
     return draft, DynamicTreeState(cache=cache, slots=slots)
 
-  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Any:
     """Returns the cache with the accepted path compacted."""
     del params, draft, target_output
     cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,

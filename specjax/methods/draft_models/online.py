@@ -20,6 +20,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -91,17 +92,18 @@ class _Corrected(AroundModel):
 
   model: Model
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Any:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Any:
     return self.model.init_cache(params["model"], batch, capacity)
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache = None
                ) -> ModelOutput:
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     return out.replace(logits=params["correction"](out.logits, out.hidden))
 
-  def logits_at(self, params: Any, output: ModelOutput, at: jax.Array
+  def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
     return params["correction"](
@@ -234,7 +236,7 @@ class Online(_common.OneModel, _common.DrawnChain):
         keep, (correction, optimizer), (drafter.correction, drafter.optimizer))
     return drafter.replace(correction=correction, optimizer=optimizer)
 
-  def _read_again(self, params: Any, drafter: Learner, draft: Draft
+  def _read_again(self, params: chex.ArrayTree, drafter: Learner, draft: Draft
                   ) -> ModelOutput:
     """Returns the model's output at the N nodes of a draft, uncorrected."""
     batch, size = draft.tokens.shape

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,8 +157,9 @@ class Paths(Drafter):
         probs.reshape(batch, self.num_nodes - 1, -1))
     return draft, tuple(caches)
 
-  def commit(self, params: Params, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> Any:
     """Returns the caches.
 
     With a single model, its cache keeps the accepted path. With several models,

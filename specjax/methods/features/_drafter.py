@@ -10,6 +10,7 @@ again, with the features that the target computed.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ class LayerDrafter(Drafter):
   def context_length(self) -> int:
     return self.heads.context_length
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
     """Returns the state unchanged because `commit` reads all tokens."""
     del params, since
     return state.drafter
@@ -110,7 +112,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
   return (split(prefill_output.hidden), places), causal
 
 
-def read_prompt(heads: FeatureHeads, params: Any, prompt: Prompt,
+def read_prompt(heads: FeatureHeads, params: chex.ArrayTree, prompt: Prompt,
                 prefill_output: ModelOutput) -> FeatureState:
   """Returns the state after a feature layer read the prompts in chunks."""
   own, target = params["drafter"], params["target"]
@@ -145,7 +147,7 @@ def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
+def read_round(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
                draft: Draft, verdict: Verdict, target_output: ModelOutput,
                count: jax.Array, depth: int) -> FeatureState:
   """Returns the state after the layer read a round's accepted tokens.
@@ -178,7 +180,7 @@ def read_round(heads: FeatureHeads, params: Any, state: FeatureState,
       read=newest(out.read, state.read), known=state.known | (count > 0))
 
 
-def growing(heads: FeatureHeads, params: Any, state: FeatureState):
+def growing(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState):
   """Returns the `step`, `carry` and `logits` of `_trees.grow` for the layer.
 
   Returns:
@@ -201,7 +203,8 @@ def growing(heads: FeatureHeads, params: Any, state: FeatureState):
           laws(state.read[:, None])[:, 0])
 
 
-def chaining(heads: FeatureHeads, params: Any, state: FeatureState, gamma: int):
+def chaining(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
+             gamma: int):
   """Returns the inputs of `stop_rules.draw_until` for the layer.
 
   Returns:

@@ -8,6 +8,7 @@ not read tokens.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,8 @@ class ModulesDrafter(_drafter.LayerDrafter):
     """Number W of stored positions: R not final yet and R of one round."""
     return 2 * self.readers
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns the state after the prompts, a `ModulesState`."""
     own, heads = params["drafter"], self.heads
     batch, columns = prompt.tokens.shape
@@ -152,7 +153,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
         cache=cache.after(before).rollback(own.cache.lengths + gone),
         hidden=at(own.hidden, places), after=at(own.after, places), held=kept)
 
-  def commit(self, params: Any, drafter: ModulesState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: ModulesState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ModulesState:
     """Appends the features of the accepted tokens."""

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 from typing import ClassVar
 
+import chex
 import jax
 
 from specjax import sampling
@@ -104,13 +105,13 @@ class FeatureDrafter(_drafter.LayerDrafter):
     self.heads.check_target(target)
     _drafter.check_children(self.heads, width)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns the layer's cache and output after the prompt."""
     return _drafter.read_prompt(self.heads, params, prompt, prefill_output)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a chain or tree for each row."""
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), state.drafter
@@ -120,7 +121,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
     draft = self.grow(step, carry, logits, uniforms, state)
     return _drafter.known_only(draft, state.drafter.known), state.drafter
 
-  def commit(self, params: Any, drafter: FeatureState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
     """Reads the target's features of the accepted tokens."""
@@ -160,8 +161,8 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     self.check_heads(target, 1)
     return _common.with_transform(self, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> FeatureState:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> FeatureState:
     """Returns the states of the layer and of the stop rule."""
     state = super().init(self._layer(params), prompt, prefill_output)
     if self.stop is None:
@@ -174,8 +175,8 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
     own, _ = stop_rules.split_params(self.stop, params["drafter"])
     return {**params, "drafter": own}
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a chain for each row."""
     if self.stop is None or self.gamma == 0:
       return super().propose(self._layer(params), uniforms, state)
@@ -186,7 +187,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
         *_drafter.chaining(self.heads, self._layer(params), own, self.gamma))
     return _drafter.known_only(draft, own.known), own.replace(rule=kept)
 
-  def commit(self, params: Any, drafter: FeatureState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
     """Updates the states of the layer and of the stop rule."""

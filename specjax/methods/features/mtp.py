@@ -11,6 +11,7 @@ from typing import Any
 from typing import ClassVar
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,8 +124,8 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     self.heads.check_target(target)
     return _common.with_transform(self, transform)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a chain for each row."""
     heads, own = self.heads, state.drafter
     u = uniforms.reshape(len(own.held), self.gamma, UNIFORMS_A_DRAW)
@@ -209,8 +210,8 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a chain or tree for each row."""
     own = state.drafter
     step, carry, logits = constraints_lib.steered(

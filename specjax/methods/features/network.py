@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.caches.dense import KVCache
+from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.methods import networks
 from specjax.methods.features import _layer
@@ -238,7 +239,7 @@ class FeatureHeads(FeatureConfig):
   def step(self, params: Params, target_params: Params, hidden: jax.Array,
            tokens: jax.Array, *, positions: jax.Array | None = None,
            visible: jax.Array | None = None, keys: Keys | None = None,
-           cache: Any = None, module: int = 0) -> FeatureOutput:
+           cache: Cache | None = None, module: int = 0) -> FeatureOutput:
     """Runs one pass of a module over S positions.
 
     Without a cache, attention is causal over the S positions unless `visible`

@@ -10,6 +10,8 @@ import functools
 import sys
 from typing import Any
 
+import chex
+
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
 from specjax.methods.features.mtp import MTPHeads
@@ -305,7 +307,8 @@ def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
 
 
 def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
-                     params: Any, target_params: Any) -> Any:
+                     params: chex.ArrayTree, target_params: chex.ArrayTree
+                     ) -> Any:
   if form.own_head and not heads.own_head:
     return {**params, "head": heads.columns(target_params)}
   return params

@@ -121,16 +121,16 @@ class HeadsDrafter(_trees.StaticTree):
           "depth or train more heads")
     return super().bind(target, transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns the target's hidden state at the second-last prompt token."""
     del params
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
     return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a tree for each row."""
     forecast = state.drafter
     if self.num_nodes == 1:
@@ -163,8 +163,9 @@ class HeadsDrafter(_trees.StaticTree):
         logits[:, 0])
     return self.draw(step, carry, first, uniforms, state)[:2]
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> Any:
     """Returns the target's hidden state at the second-last committed token."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)

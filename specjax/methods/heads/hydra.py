@@ -160,8 +160,8 @@ class Hydra(_forecasts.HeadsDrafter):
   proposal: str = "top_k"
   transform: LogitsTransform | None = None
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a tree for each row."""
     forecast, roots = state.drafter, rounds.roots(state)
     if self.num_nodes == 1:

@@ -308,8 +308,8 @@ class PaSS(Drafter):
     return _common.with_transform(
         self, transform, target=target, target_transform=transform)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns an unknown forecast, or None with two passes per round.
 
     The forecast is unknown because prompts are read without look-ahead tokens.
@@ -322,8 +322,8 @@ class PaSS(Drafter):
         values=jnp.zeros((batch, self.count, self.target.vocab_size)),
         known=jnp.zeros((batch,), bool))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a chain for each row."""
     roots = rounds.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
@@ -386,8 +386,9 @@ class PaSS(Drafter):
       memory = constraints_lib.advanced(constraints, memory, token)
     return logits
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> Any:
     """Returns the predictions at the node where the round stopped."""
     del params, draft
     if not self.folded:

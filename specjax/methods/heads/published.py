@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
+
 from specjax.methods.heads.hydra import HydraHeads
 from specjax.methods.heads.medusa import MedusaHeads
 from specjax.methods.layouts import check_target
@@ -113,8 +115,8 @@ def _own_outputs(heads: MedusaHeads) -> MedusaHeads:
   return dataclasses.replace(heads, output="own", rank=MedusaHeads.rank)
 
 
-def _merged(form: MedusaHeads, heads: MedusaHeads, params: Any,
-            target_params: Any) -> Any:
+def _merged(form: MedusaHeads, heads: MedusaHeads, params: chex.ArrayTree,
+            target_params: chex.ArrayTree) -> Any:
   del form
   return heads.merged(params, target_params)[1]
 

@@ -28,9 +28,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,7 +210,7 @@ class Suffix(_continuations.CountDrafter):
         steps=jnp.asarray(self._steps(sizes))[index])
 
 
-def _store(params: Mapping[str, Any]) -> Datastore | None:
+def _store(params: Mapping[str, chex.ArrayTree]) -> Datastore | None:
   """Returns the datastore in a decoder's parameters, or None."""
   store = params.get("drafter")
   return None if isinstance(store, tuple) and not store else store

@@ -16,6 +16,7 @@ has no drafts any more, even if slots are added later.
 
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -118,8 +119,8 @@ def slots_needed(room: int, gamma: int) -> int:
   return room + gamma + _PASS
 
 
-def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
-          seen: jax.Array, room: int, gamma: int) -> Reading:
+def begun(model: Model, params: chex.ArrayTree, ids: jax.Array,
+          count: jax.Array, seen: jax.Array, room: int, gamma: int) -> Reading:
   """Returns the reading of prompts.
 
   Args:
@@ -142,7 +143,7 @@ def begun(model: Model, params: Any, ids: jax.Array, count: jax.Array,
       fed=jnp.minimum(count, columns), seen=seen, cache=out.cache)
 
 
-def caught_up(model: Model, params: Any, reading: Reading,
+def caught_up(model: Model, params: chex.ArrayTree, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """Reads all unread tokens, and the last token again if all were read.
 

@@ -27,6 +27,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -155,8 +156,8 @@ class StringMatch(reading_lib.Reader):
     count = jnp.where(count <= width, count, room + 1)
     return reading.amended(start, ids, count, state.lengths, room)
 
-  def _write(self, params: Any, logits: jax.Array, cache: Cache, room: int
-             ) -> tuple[jax.Array, jax.Array, Any]:
+  def _write(self, params: chex.ArrayTree, logits: jax.Array, cache: Cache,
+             room: int) -> tuple[jax.Array, jax.Array, Any]:
     """Generates the most likely tokens.
 
     Returns:

@@ -34,6 +34,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -209,7 +210,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
             "both models")
 
 
-def _constrained(constraints: Any, memory: Any, law: jax.Array) -> jax.Array:
+def _constrained(constraints: Any, memory: chex.ArrayTree, law: jax.Array
+                 ) -> jax.Array:
   """Returns the distribution `law [B, V]` under the constraints.
 
   The constraints get log-probabilities instead of logits. This changes the

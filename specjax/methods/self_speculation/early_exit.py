@@ -22,6 +22,7 @@ import functools
 import math
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -139,28 +140,28 @@ class Exit(_common.DrawnChain):
     check_exit(self.exit, target)
     return _common.with_transform(self, transform, model=target)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> ExitState:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> ExitState:
     """Returns the state after the prompts, which has only the stop rule's."""
     del params, prefill_output
     return ExitState(rule=() if self.stop is None else stop_rules.init_state(
         self.stop, len(prompt.lengths)))
 
-  def first_layers(self, params: Any, tokens: jax.Array, cache: Any
+  def first_layers(self, params: chex.ArrayTree, tokens: jax.Array, cache: Cache
                    ) -> ModelOutput:
     """Runs one token per row, `tokens [B, 1]`, up to the exit."""
     return self.model.run(
         params["target"], Sublayers.between(0, self.exit), tokens,
         jnp.zeros_like(tokens), _alone(tokens), cache)
 
-  def predict(self, params: Any, output: ModelOutput, own: Any
-              ) -> tuple[ModelOutput, Any]:
+  def predict(self, params: chex.ArrayTree, output: ModelOutput,
+              own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
     """Returns the exit's output after `first_layers`, and its state."""
     del params
     return output, own
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, ExitState]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, ExitState]:
     """Drafts a chain for each row."""
     rows, before = state.lengths.shape[0], state.drafter
     u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
@@ -208,8 +209,9 @@ class Exit(_common.DrawnChain):
         own=own, rule=stop_rules.record_chains(before.rule, draft, self.gamma),
         begun=begun if self.shares_pass else None)
 
-  def _read(self, params: Any, node: jax.Array, tokens: jax.Array, begun: Begun,
-            own: Any) -> tuple[ModelOutput, Any, Begun]:
+  def _read(self, params: chex.ArrayTree, node: jax.Array, tokens: jax.Array,
+            begun: Begun, own: chex.ArrayTree
+            ) -> tuple[ModelOutput, Any, Begun]:
     """Reads a node's token; returns the exit's output, state and `Begun`."""
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
     out = self.first_layers(params, last, begun.cache)
@@ -219,7 +221,7 @@ class Exit(_common.DrawnChain):
             begun.hidden, out.hidden, node, axis=1))
     return *self.predict(params, out, own), begun
 
-  def _stop_params(self, params: Any) -> Any:
+  def _stop_params(self, params: chex.ArrayTree) -> Any:
     """Returns the parameters of the stop rule, or None."""
     if self.stop is None or not self.stop.has_params:
       return None
@@ -229,15 +231,15 @@ class Exit(_common.DrawnChain):
                        "parameters; give params['drafter'] = {'stop': ...}")
     return drafter["stop"]
 
-  def _asked(self, params: Any, place: jax.Array, law: jax.Array,
-             hidden: jax.Array, token: jax.Array, going: jax.Array, memory: Any
-             ) -> tuple[jax.Array, Any]:
+  def _asked(self, params: chex.ArrayTree, place: jax.Array, law: jax.Array,
+             hidden: jax.Array, token: jax.Array, going: jax.Array,
+             memory: chex.ArrayTree) -> tuple[jax.Array, Any]:
     seen = stop_rules.Seen(
         place=jnp.full_like(token, place), probs=law, hidden=hidden,
         token=token)
     return stop_rules.ask(self.stop, params, seen, going, memory)
 
-  def _begin(self, params: Any, state: DecodeState) -> Begun:
+  def _begin(self, params: chex.ArrayTree, state: DecodeState) -> Begun:
     """Returns the empty partial pass, with room for all nodes."""
     cache = state.target_cache
     if cache.held is None:  # else a cascade has reserved a block already
@@ -247,18 +249,18 @@ class Exit(_common.DrawnChain):
         (state.lengths.shape[0], self.num_nodes, c.width),
         params["target"]["embedding"].dtype))
 
-  def _reserved(self, own: Any) -> Any:
+  def _reserved(self, own: chex.ArrayTree) -> Any:
     """Reserves room for the drafted tokens in the exit's state."""
     return own
 
-  def _rewound(self, own: Any, before: Any) -> Any:
+  def _rewound(self, own: chex.ArrayTree, before: chex.ArrayTree) -> Any:
     """Rewinds the exit's state to the committed tokens."""
     del before
     return own
 
-  def target_pass(self, target: Model, params: Any, drafter: ExitState,
-                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
-                  cache: Any) -> ModelOutput:
+  def target_pass(self, target: Model, params: chex.ArrayTree,
+                  drafter: ExitState, draft: Draft, depths: jax.Array,
+                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
     """Runs the target's other layers, or all if the pass is not shared."""
     if drafter.begun is None:
       return self.model(
@@ -271,7 +273,7 @@ class Exit(_common.DrawnChain):
       out = out.replace(cache=_Settling(cache=out.cache))
     return out
 
-  def commit(self, params: Any, drafter: ExitState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
     """Updates the stop rule's state. The decoder commits the target's cache."""
@@ -296,7 +298,8 @@ class EarlyExit(Exit):
     """Returns the drafter with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
     """Returns the state unchanged because the target has read the tokens."""
     del params, since
     return state.drafter

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -105,13 +106,14 @@ class EarlyExitTree(_trees.StaticTree):
     """Returns the drafter with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
-  def catch_up(self, params: Any, state: DecodeState, since: jax.Array) -> Any:
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
     """Returns the state unchanged because the target has read the tokens."""
     del params, since
     return state.drafter
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Any:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Any:
     """Returns None because the drafter reads the target's cache."""
     del params, prompt, prefill_output
     return None
@@ -125,8 +127,8 @@ class EarlyExitTree(_trees.StaticTree):
     inner, leaves = nodes[counts[1:] > 0], nodes[counts[1:] == 0]
     return np.concatenate([[0], inner[np.argsort(slots[inner])], leaves])
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Any]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Any]:
     """Drafts a tree for each row."""
     target, rows = params["target"], state.lengths.shape[0]
 
@@ -166,9 +168,9 @@ class EarlyExitTree(_trees.StaticTree):
     return draft, Begun(cache=rest.cache, hidden=jnp.concatenate(
         [*states, rest.hidden], axis=1))
 
-  def target_pass(self, target: Model, params: Any, drafter: Any,
-                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
-                  cache: Any) -> ModelOutput:
+  def target_pass(self, target: Model, params: chex.ArrayTree,
+                  drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
+                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
     """Runs the target's other layers, or all if the pass is not shared."""
     if drafter is None:
       return self.model(
@@ -185,8 +187,9 @@ class EarlyExitTree(_trees.StaticTree):
         cache=_Reordered(
             cache=out.cache, places=jnp.array(places, jnp.int32)))
 
-  def commit(self, params: Any, drafter: Any, draft: Draft, verdict: Verdict,
-             target_output: ModelOutput, count: jax.Array) -> Any:
+  def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
+             draft: Draft, verdict: Verdict, target_output: ModelOutput,
+             count: jax.Array) -> Any:
     """Returns None because the drafter has no state."""
     del params, drafter, draft, verdict, target_output, count
     return None

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -79,7 +80,7 @@ class Hierarchy(Cascade):
     drafter = dataclasses.replace(self, model=target)
     return super(Hierarchy, drafter).bind(target, transform)
 
-  def _read(self, own: Mapping[str, Any], prompt: Prompt,
+  def _read(self, own: Mapping[str, chex.ArrayTree], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
     """Returns the prefill's output with a view of the prompt as its cache."""
     root = jnp.take_along_axis(
@@ -87,13 +88,14 @@ class Hierarchy(Cascade):
     return prefill_output.replace(cache=self.view.choose(
         self.model, own["target"], root, prefill_output.cache))
 
-  def _cache(self, own: Mapping[str, Any], state: DecodeState) -> Any:
+  def _cache(self, own: Mapping[str, chex.ArrayTree], state: DecodeState
+             ) -> Any:
     """Returns the view of all committed tokens except the last."""
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, DecodeState]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, DecodeState]:
     """Drafts a chain for each row."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)

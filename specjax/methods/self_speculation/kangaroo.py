@@ -127,7 +127,7 @@ class KangarooAdapter:
     return dataclasses.replace(target, config=dataclasses.replace(
         config, layers=1, features=(), windows=windows))
 
-  def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+  def parameters(self, params: Mapping[str, chex.ArrayTree]) -> dict[str, Any]:
     """Returns the parameters of `model`.
 
     Args:
@@ -174,17 +174,18 @@ class AdaptedExit(Model):
   def context_length(self) -> int:
     return self.target.context_length
 
-  def init_cache(self, params: Any, batch: int, capacity: int) -> Caches:
+  def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
+                 ) -> Caches:
     """Returns empty caches."""
     empty = lambda model, layers: model.init_cache(
         params["target"], batch, capacity, layers=layers)
     return Caches(exit=empty(self.target, self.adapter.exit),
                   adapter=empty(self.adapter.model(self.target), 1))
 
-  def __call__(self, params: Any, tokens: jax.Array,
+  def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
-               ancestors: jax.Array | None = None,
-               cache: Caches | None = None) -> ModelOutput:
+               ancestors: jax.Array | None = None, cache: Caches | None = None
+               ) -> ModelOutput:
     """Runs one pass, see `Model`."""
     exit = self.target.run(
         params["target"], Sublayers.between(0, self.adapter.exit), tokens,
@@ -192,10 +193,9 @@ class AdaptedExit(Model):
     return self.after(params, exit, depths, ancestors,
                       cache and cache.replace(exit=exit.cache))
 
-  def after(self, params: Any, exit: ModelOutput,
-            depths: jax.Array | None = None,
-            ancestors: jax.Array | None = None, cache: Caches | None = None
-            ) -> ModelOutput:
+  def after(self, params: chex.ArrayTree, exit: ModelOutput,
+            depths: jax.Array | None = None, ancestors: jax.Array | None = None,
+            cache: Caches | None = None) -> ModelOutput:
     """Runs the adapter on the output of the target's first layers.
 
     Args:
@@ -244,8 +244,8 @@ class Kangaroo(Exit):
   def _adapted(self) -> AdaptedExit:
     return AdaptedExit(target=self.model, adapter=self.adapter)
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> ExitState:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> ExitState:
     """Returns the state after the prompts, with the adapter's cache."""
     state = super().init(params, prompt, prefill_output)
     cache = read_prompt(self._adapted, params, prompt).cache
@@ -257,8 +257,8 @@ class Kangaroo(Exit):
   def _rewound(self, own: Cache, before: Cache) -> Cache:
     return own.rollback(before.lengths)
 
-  def predict(self, params: Any, output: ModelOutput, own: Any
-              ) -> tuple[ModelOutput, Any]:
+  def predict(self, params: chex.ArrayTree, output: ModelOutput,
+              own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
     """Returns the adapter's output after the exit, and its cache."""
     size = output.hidden.shape[:2]
     out = self._adapted.after(
@@ -266,7 +266,7 @@ class Kangaroo(Exit):
         Caches(exit=output.cache, adapter=own))
     return out, out.cache.adapter.rollback(own.lengths + 1)
 
-  def commit(self, params: Any, drafter: ExitState, draft: Draft,
+  def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
     """Adds the accepted tokens to the adapter's cache."""

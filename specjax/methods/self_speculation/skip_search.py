@@ -24,8 +24,8 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,8 +67,8 @@ class Scored:
     return self.survival.sum(-1)
 
 
-def scorer(model: Transformer, params: Any, tokens: ArrayLike, gamma: int, *,
-           temperature: float = 1.0, first: int = 0
+def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
+           gamma: int, *, temperature: float = 1.0, first: int = 0
            ) -> Callable[[Sublayers], Scored]:
   """Returns a function that scores a choice of sublayers to run.
 
@@ -246,8 +246,8 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
   return skipped, best
 
 
-def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
-          ) -> Skipped:
+def clasp(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
+          count: int) -> Skipped:
   """Returns layers to skip, by a dynamic program over hidden states.
 
   CLaSp (2025, arXiv:2505.24196). D[i][j] is the residual stream before layer i
@@ -281,8 +281,8 @@ def clasp(model: Transformer, params: Any, tokens: ArrayLike, count: int
   return frozenset((layer, part) for layer in skipped for part in (0, 1))
 
 
-def _program(model: Transformer, params: Any, tokens: jax.Array, count: int
-             ) -> jax.Array:
+def _program(model: Transformer, params: chex.ArrayTree, tokens: jax.Array,
+             count: int) -> jax.Array:
   """Returns `[L, count + 1]` bool, True if `clasp`'s D[i + 1][j] skips i."""
   layers = model.config.layers
 

@@ -12,7 +12,6 @@ their tokens were sampled, so verification is exact for every search.
 """
 
 import dataclasses
-from typing import Any
 
 import chex
 from flax import struct
@@ -129,8 +128,8 @@ class Swift(_common.DrawnChain):
   def _layers(self) -> int:
     return self.model.config.layers
 
-  def init(self, params: Any, prompt: Prompt, prefill_output: ModelOutput
-           ) -> Skipped:
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> Skipped:
     """Returns the state with the initial set, and score 0."""
     del params, prefill_output
     keep, free = np.ones((self._layers, 2)), 2 * (self._layers - 2)
@@ -142,8 +141,8 @@ class Swift(_common.DrawnChain):
         since=prompt.lengths, tried=jnp.zeros(rows, jnp.int32),
         score=jnp.zeros(rows, jnp.float32))
 
-  def propose(self, params: Any, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, Skipped]:
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, Skipped]:
     """Tries a new set in rows with a full window, then drafts a chain each."""
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
@@ -158,7 +157,7 @@ class Swift(_common.DrawnChain):
         uniforms, state.replace(drafter=state.target_cache))
     return draft, skipped
 
-  def _searched(self, params: Any, state: DecodeState, old: Skipped,
+  def _searched(self, params: chex.ArrayTree, state: DecodeState, old: Skipped,
                 due: jax.Array) -> Skipped:
     """Returns the state after the rows where `due [B]` tried a new set."""
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
