@@ -1,7 +1,7 @@
 """Checkpoints of a training run, in orbax's format.
 
 Orbax writes a checkpoint atomically. A checkpoint can be read on another mesh
-than the one it was written on.
+than the mesh that wrote it.
 """
 
 from typing import Any

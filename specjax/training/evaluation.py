@@ -172,7 +172,8 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
   """
   longest = max(map(len, prompts))
   # The cache has a slot for every token up to the limit. A published model's
-  # complete context would take gigabytes. So the limit is what the rounds need.
+  # complete context would take gigabytes. So the limit is the largest number of
+  # tokens that the rounds can produce.
   limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
 
   def evaluate(params: Mapping[str, chex.ArrayTree]) -> dict[str, float]:

@@ -29,7 +29,7 @@ def most_nodes(depth: int, vocab_size: int) -> int:
 
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises `ValueError` if there is no tree of this size."""
+  """Raises `ValueError` if a tree of this size does not exist."""
   fields.check_at_least("depth", depth, 1)
   fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)

@@ -67,8 +67,8 @@ class BlockDrafter(Drafter):
   Subclasses are frozen dataclasses with `heads`, `cache`, `transform`, `target`
   (set by `bind`), `depth` and `num_nodes`. `params["drafter"]` contains the
   parameters of the heads. Keys and values of a draft block are dropped after
-  the round. `commit` computes those of the accepted tokens from the target's
-  features in the verifying pass.
+  the round. `commit` computes the keys and values of accepted tokens from the
+  target's features in the verifying pass.
   """
 
   conditional = True
@@ -117,7 +117,7 @@ class BlockDrafter(Drafter):
     """Returns the `step`, `carry` and `logits` of `_trees.grow` for a block.
 
     The carry contains the states of the Markov head at the nodes of a level.
-    The logits `[B, V]` are those of the token after the root.
+    The logits `[B, V]` predict the token after the root.
     """
     heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
 

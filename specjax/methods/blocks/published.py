@@ -104,7 +104,7 @@ def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
 
   Args:
     found: files of the drafter.
-    from_anchor: see `ParallelHeads`; fixed by the layout.
+    from_anchor: value of `ParallelHeads.from_anchor` in this layout.
   """
   keys = found.keys()
   own = found.keys(keys, "dflash_config")

@@ -112,7 +112,7 @@ def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
   Args:
     found: files of the drafter.
     bare: True if the configuration may have SpecForge's key `norm_output`. If
-      the key is false, there is no norm before the LM head.
+      the key is false, the LM head reads the hidden state before the norm.
   """
   keys = found.keys()
   head_norm = keys("norm_output", True)

@@ -137,7 +137,7 @@ class BlockwiseObjective:
 
   With one head sampled uniformly per batch, the loss is an unbiased estimate of
   the mean over all heads, at the cost of one head. If the target is trained
-  too, its next-token loss is included as that of one more head.
+  too, its next-token loss is included like the loss of one more head.
 
   Attributes:
     model: target model.

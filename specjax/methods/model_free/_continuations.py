@@ -71,8 +71,8 @@ class CountDrafter(_common.ModelFree):
   vocab_size: int | None = None
 
   conditional = True
-  # The matches are those of the tokens before the draft. So a token's
-  # distribution depends on the position where the draft began.
+  # The tokens before the draft determine the matches. So a token's distribution
+  # depends on the position where the draft began.
   autoregressive = False
 
   def __post_init__(self):

@@ -86,7 +86,8 @@ class Swift(_common.DrawnChain):
   Attributes:
     gamma: draft length, at least 1.
     count: number of skipped attentions and MLPs, initially spread over the
-      layers. SWIFT skips 45 % of those between the first and the last layer.
+      layers. SWIFT skips 45 % of the sublayers between the first and the last
+      layer.
     window: number of tokens between two tries, at least gamma.
     tries: number of sets that a row tries; 0: the initial set is never changed.
     seed: seed of the swaps.
