@@ -402,7 +402,7 @@ def test_scripts_that_draft_across_vocabularies():
 def test_models_of_one_name():
   # Broken: two models of the hub share a row, or a directory is to be renamed
   # where there is none.
-  with pytest.raises(ValueError, match="a/x and b/x .* 'x'"):
+  with pytest.raises(ValueError, match="a/x and b/x.* 'x'"):
     models.load_models("bundled", ["a/x", "b/x"])
 
 
