@@ -52,7 +52,7 @@ _SYNONYMS = {name: names for names in _NAMES for name in names}
 # Keys whose null means "off". Null for other keys is like a missing key.
 _OFF_BY_NULL = ("sliding_window",)
 _ADVICE = {
-    "quantization_config": "take weights that are not quantised, or a GGUF "
+    "quantization_config": "give weights that are not quantised, or a GGUF "
                            "file",
     # These keys list layers. Without them specjax would have to guess layers.
     "layers": "if it numbers the target's layers that a drafter reads, write "
