@@ -1,4 +1,8 @@
-"""Constraints, and their memory in a round.
+"""Constraints on the generated tokens, and their memory in a round.
+
+A constraint changes the logits of the next token. Its *memory* is its state
+after a sequence, for example the state of an automaton. The functions compute
+memories at these times (a row is one sequence of the batch):
 
   start       after the prompt             one memory per row
   along       along the draft              one memory per node, for the target
@@ -6,15 +10,15 @@
   committed   after the round              one memory per row
 
 A constraint is written for one row; this module maps it over rows and nodes.
-Its memory is a function of the row's sequence only. So the target's
-distribution after a node is that of autoregressive decoding, and every exact
-rule remains exact. Without constraints, no operation is added to a program.
+A memory depends on the row's sequence only. So the target's distribution after
+a node is that of autoregressive decoding, and every exact verification rule
+remains exact. Without constraints, no operation is added to a program.
 
-The first constraint always applies to the target. A later one is ignored for a
-token if it would leave no token, so of two contradictory constraints the
-earlier one applies. Bans of the transform come before all constraints. For a
-drafter, any constraint may be ignored, because its model may assign no mass to
-the allowed tokens; such drafts are rejected.
+Constraints apply in order, after the banned tokens of the logits transform.
+The first constraint always applies to the target. A later constraint is ignored
+for a token if no token would remain, so of two contradictory constraints the
+earlier one applies. For a drafter, any constraint may be ignored, because its
+model may assign no mass to the allowed tokens; such drafts are rejected.
 """
 
 from collections.abc import Callable
@@ -41,7 +45,7 @@ class Row(NamedTuple):
     length: `[]` int32, tokens of the prompt.
     limit: `[]` int32, length at which the row is done.
     eos: `[E]` int32, end tokens, padded with -1.
-    vocab_size: V.
+    vocab_size: number of tokens V of the vocabulary.
   """
 
   tokens: jax.Array
@@ -70,13 +74,13 @@ class Constraint:
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
     """Returns the memory after a token `[]`, of the same shapes and dtypes.
 
-    Drafts contain forbidden tokens and ids >= V. `apply` must accept the memory
-    after these as well.
+    Drafts contain forbidden tokens, and ids outside the vocabulary. `apply`
+    must accept the memory after these as well.
     """
     raise NotImplementedError
 
   def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
-    """Returns the logits `[V]` of the next token; -inf forbids one.
+    """Returns the logits `[V]` of the next token; -inf forbids a token.
 
     After a forbidden token at least one token must be allowed.
     """
@@ -101,7 +105,7 @@ Constraints = tuple[Constraint, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Without(Constraint):
-  """Bans of a transform, as a constraint before the others.
+  """Banned tokens of a `LogitsTransform`, as the first constraint.
 
   Attributes:
     tokens: ids that are never drawn.
@@ -139,7 +143,7 @@ def check_target(constraints: Constraints, vocab_size: int,
 
   Args:
     constraints: constraints in order.
-    vocab_size: V.
+    vocab_size: number of tokens V of the vocabulary.
     banned: ids that are never drawn, see `Constraint.must_come`.
 
   Raises:
@@ -193,7 +197,7 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
     lengths: `[B]`, tokens of the prompts.
     limits: `[B]`, lengths at which rows are done.
     eos: `[B, E]`, end tokens, padded with -1.
-    vocab_size: V.
+    vocab_size: number of tokens V of the vocabulary.
   """
   if not constraints:
     return None
@@ -208,7 +212,7 @@ def constrained(constraints: Constraints, memory: chex.ArrayTree,
 
   Args:
     constraints: constraints of the memory.
-    memory: leaves `[..., ...]`, with the leading axes of the logits.
+    memory: memories, whose leaves have the leading axes of the logits.
     logits: logits of a model.
     drafted: True for the model of a drafter.
   """
@@ -219,7 +223,7 @@ def constrained(constraints: Constraints, memory: chex.ArrayTree,
     is_first = not drafted
     for one, own in zip(constraints, memory):
       new = one.apply(own, logits)
-      # NaN is passed on, and the loop reports it.
+      # Logits of NaN are not replaced, so that the loop reports them.
       if not is_first:
         new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
       is_first = is_first and isinstance(one, Without)
@@ -234,19 +238,19 @@ def read(constraints: Constraints, memory: chex.ArrayTree, logits: jax.Array,
   """Applies `constrained` to the target's logits at the nodes of a draft.
 
   A node may be unreachable: after the limit or an end token, or rejected later.
-  It is not an error if no token is allowed there. Its logits are those of a
-  uniform distribution, which keeps every exact rule exact. The loop fails only
-  if the sequence needs a token there.
+  So a node after which no token is allowed is not an error. It gets the logits
+  of a uniform distribution, which keeps every exact rule exact. The loop fails
+  only if the sequence needs a token after this node.
 
   Args:
     constraints: constraints of the memory.
-    memory: `[B, N, ...]`, result of `along`.
-    logits: `[B, N, V]`.
+    memory: result of `along`; its leaves are `[B, N, ...]` for N nodes.
+    logits: `[B, N, V]` logits after each node.
     drafted: True for the model of a drafter.
 
   Returns:
-    The logits, and `[B, N]` bool, nodes after which no token is allowed; None
-    without constraints.
+    The logits, and `[B, N]` bool, True for nodes after which no token is
+    allowed. The second is None without constraints.
   """
   if not constraints:
     return logits, None
@@ -257,7 +261,13 @@ def read(constraints: Constraints, memory: chex.ArrayTree, logits: jax.Array,
 
 def advanced(constraints: Constraints, memory: chex.ArrayTree, tokens: jax.Array
              ) -> Any:
-  """Returns the memories after one more token each, `tokens [...]`."""
+  """Returns the memories after one more token each.
+
+  Args:
+    constraints: constraints of the memory.
+    memory: memories, whose leaves have the axes of `tokens` first.
+    tokens: `[...]`, one token for each memory.
+  """
   if not constraints:
     return None
   return _mapped(lambda memory, token: _advance(constraints, memory, token),
@@ -272,8 +282,8 @@ def along(constraints: Constraints, memory: chex.ArrayTree, draft: Draft
 
   Args:
     constraints: constraints of the memory.
-    memory: `[B, ...]`, after the root.
-    draft: drafts.
+    memory: memories `[B, ...]` of the rows, after the root.
+    draft: B drafts of N nodes.
   """
   if not constraints:
     return None
@@ -298,9 +308,9 @@ def committed(constraints: Constraints, memory: chex.ArrayTree, nodes: Any,
 
   Args:
     constraints: constraints of the memory.
-    memory: `[B, ...]`, before the round.
-    nodes: `[B, N, ...]`, result of `along`.
-    verdict: verdicts.
+    memory: memories `[B, ...]` of the rows before the round.
+    nodes: memories `[B, N, ...]` of the nodes, result of `along`.
+    verdict: verdicts of the rows.
     tokens: `[B, N]`, tokens that the round may emit, in order.
     count: `[B]`, number of tokens that it emitted.
   """
@@ -319,12 +329,12 @@ def committed(constraints: Constraints, memory: chex.ArrayTree, nodes: Any,
 def steered(constraints: Constraints, memory: chex.ArrayTree,
             step: Callable[..., Any], carry: chex.ArrayTree, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
-  """Returns a `methods._trees` step under the constraints.
+  """Returns the step of a drafter's growing tree under the constraints.
 
   Args:
     constraints: constraints of the memory.
-    memory: `[B, ...]`, after the root.
-    step: step of a growing tree, see `methods._trees`.
+    memory: memories `[B, ...]` of the rows, after the root.
+    step: function that adds a level to the tree, see `methods._trees`.
     carry: carry of the step.
     logits: `[B, V]`, logits of the token after the root.
 

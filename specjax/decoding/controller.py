@@ -3,24 +3,26 @@
   choose a length  ->  propose  ->  verify the draft  ->  learn
 
 A draft pays if its accepted tokens are worth the time of the longer round. For
-every row, the controller tracks how often the i-th drafted token was accepted
-in recent rounds. It chooses the length with the most tokens per second of the
-batch (goodput, as SmartSpec: Liu et al. 2024, arXiv:2406.14066). The choice
-depends only on the past, so every rule without a state remains exact.
+every row (a sequence of the batch), the controller tracks how often the i-th
+drafted token was accepted in recent rounds. It chooses the length with the most
+tokens per second of the batch (goodput, as SmartSpec: Liu et al. 2024,
+arXiv:2406.14066). The choice depends only on the past, so every verification
+rule without a state remains exact.
 
 A batch has one length, because its rows share one pass. So with a controller,
 the sequence of a row at a temperature above 0 depends on the other rows. Its
 distribution does not.
 
-The possible loss is bounded by a budget per row, in tokens of decoding without
-drafts. After a round, every row receives an equal share of the emitted tokens,
-times 1 + `risk`, and pays the cost of the round. A draft is made only if the
-budgets cover it even if no token is accepted. At most half of a budget is spent
-on long drafts, because acceptance over the first tokens is a poor predictor;
-the shortest draft, and drafts of similar cost, may use all of it. If the
-measured seconds are right, n tokens never take longer than (1 + risk) n +
-`credit` tokens without drafts, or one draft if that is more. `risk` pays for
-new attempts after drafts did not pay.
+The possible loss is bounded by a budget per row. Its unit is the time of one
+token in decoding without drafts. After a round, every row receives an equal
+share of the emitted tokens, times 1 + `risk`, and pays the cost of the round. A
+draft is made only if the budgets cover its cost with no token accepted. At most
+half of a budget is spent on long drafts, because acceptance over the first
+tokens is a poor predictor. The shortest draft, and drafts of similar cost, may
+use all of it. If the measured seconds are right, n tokens never take longer
+than (1 + `risk`) n + `credit` tokens without drafts, or (1 + `risk`) n tokens
+and one draft if a draft costs more than `credit`. `risk` pays for new attempts
+after drafts did not pay.
 
 If all rows are waited for (`waits`), a batch is done when its slowest row is.
 The controller then minimises the time of that row, and each row has its own
@@ -29,11 +31,12 @@ budget, so that no row is done later than without drafts.
 If a drafter is useless, most rounds have no draft. The controller is not called
 in these rounds: it announces their number before the first one.
 
-A `Fallback`, for example of n-grams and a small model, has rounds of two
-*kinds*. In one kind the first drafter has a draft in every row, so the second
-is not called. These rounds cost less and have a different acceptance rate. The
-kind of the next round is known in advance if the first drafter draws no random
-numbers. Each kind therefore has its own costs and statistics.
+A `Fallback` calls its second drafter if the first one has no draft for a row,
+for example n-grams and then a small model. It has rounds of two *kinds*. In one
+kind the first drafter has a draft in every row, so the second is not called.
+These rounds cost less and have a different acceptance rate. The kind of the
+next round is known in advance if the first drafter draws no random numbers.
+Each kind therefore has its own costs and statistics.
 """
 
 import dataclasses
@@ -58,21 +61,24 @@ _CHEAPER = 0.8  # a draft is cheaper if it costs less than this share
 
 @struct.dataclass
 class ControllerState:
-  """Statistics of every row.
+  """Statistics of each of the B rows of a batch.
 
   Attributes:
-    reached: `[B, D, G]` float32, number of recent rounds whose draft had length
-      i or more and was accepted up to token i - 1. D is the number of kinds of
-      rounds, G the longest length.
-    accepted: `[B, D, G]` float32, rounds among these that also accepted token
-      i.
-    budget: `[B]` float32, tokens.
-    needed: `[B, D]` float32, share of the extra time of the chosen lengths that
-      was used. Shorter drafts are verified in shorter passes.
+    reached: `[B, D, G]` float32. Entry i = 1, ..., G counts the recent rounds
+      whose draft had at least i tokens and was accepted up to token i - 1.
+      D is the number of kinds of rounds (see the module), G the longest length.
+      Older rounds count less (`Controller.memory`).
+    accepted: `[B, D, G]` float32, the rounds among these that also accepted
+      token i.
+    budget: `[B]` float32, budgets in tokens, see the module.
+    needed: `[B, D]` float32, sum over recent rounds of the share of the extra
+      time of the chosen length that was used. It is below 1 for a draft that
+      ended early, because shorter drafts are verified in shorter passes.
     kind: `[B]` int32, kind of the next round of each row. A batch has the
       highest one.
     known: `[B]` int32, committed tokens that the drafter has certainly read.
-    until: `[B]` int32, length up to which the row asks for no draft.
+    until: `[B]` int32, length of the row at which its pause without drafts
+      ends.
   """
 
   reached: jax.Array
@@ -88,10 +94,11 @@ class ControllerState:
 class Controller:
   """Chooses the draft length of a batch, see the module.
 
-  Each length is a compiled program. Length 0 proposes nothing and verifies one
-  token. If a chain ends early, because an n-gram has no match or by a stop
-  rule, the pass has the next larger length. Drafts of a drafter without a field
-  `gamma` are always verified completely.
+  Each length is a compiled program. Length 0 proposes nothing and verifies the
+  last committed token alone. A chain may end early, because an n-gram has no
+  match or by a stop rule. The target's pass then has the smallest length that
+  fits the chain. Drafts of a drafter without a field `gamma` are always
+  verified completely.
 
   Attributes:
     lengths: draft lengths, increasing from 0. The drafter must have a field
@@ -167,7 +174,10 @@ class Controller:
 
   @property
   def costs(self) -> np.ndarray:
-    """`[D, K]`, time of a round of each length over that of one token."""
+    """`[D, K]`, time of a round divided by that of a round without a draft.
+
+    D is the number of kinds of rounds, K the number of lengths.
+    """
     kinds = [seconds for seconds in (self.first, self.seconds) if seconds]
     # A longer round, or one with more drafters, is never faster; a
     # faster measurement is an error.
@@ -177,7 +187,10 @@ class Controller:
 
   @property
   def _least(self) -> np.ndarray:
-    """`[D]`, tokens that the shortest draft may lose after a pause."""
+    """`[D]`, extra cost of the shortest draft after a pause, in tokens.
+
+    D is the number of kinds of rounds.
+    """
     return self.costs[:, 1] - 1 + np.float32(self.switching / self.seconds[0])
 
   def init(self, lengths: jax.Array) -> ControllerState:
@@ -195,10 +208,11 @@ class Controller:
   def survival(self, own: ControllerState) -> jax.Array:
     """Returns `[B, G]`, the probability that at least i tokens are accepted.
 
-    It is for the kind of each row's next round: the product of the acceptance
-    rates of the positions. The prior of a position is the estimate of the
-    position before, because deep positions are rarely reached, and a draft that
-    survived so far tends to continue.
+    i is 1, ..., G, the longest length. The probability is the product of the
+    acceptance rates of the first i positions in rounds of the row's next kind.
+    The prior of a position is the estimate of the position before, because deep
+    positions are rarely reached, and a draft that survived so far tends to
+    continue.
     """
     believed, survived = jnp.full_like(own.budget, self.prior), []
     reached, accepted = (_of_kind(x, own) for x in (own.reached, own.accepted))
@@ -221,7 +235,11 @@ class Controller:
         lambda: jnp.zeros((), jnp.int32))
 
   def _choose(self, state: DecodeState, affordable: jax.Array) -> jax.Array:
-    """Returns `choose` among the lengths above 0 that are `affordable [K - 1]`.
+    """Returns the index of the length with the highest goodput.
+
+    Args:
+      state: state before the round.
+      affordable: `[K - 1]` bool, the lengths above 0 that budgets cover.
     """
     own, active = state.controller, ~state.done
     # The limit of a row bounds its tokens.
@@ -235,7 +253,8 @@ class Controller:
       tokens = jnp.min(jnp.where(active, tokens / left[:, 0], jnp.inf), axis=1)
     else:
       tokens = jnp.sum(tokens, axis=1)
-    # Every draft reaches its first token, so this is the number of rounds.
+    # Every draft reaches its first token, so `reached` of position 1 is the
+    # number of rounds with drafts.
     rounds = _of_kind(own.reached, own)[:, 0]
     share = _mean((_of_kind(own.needed, own) + _PRIOR_ROUNDS)
                   / (rounds + _PRIOR_ROUNDS), active)
@@ -248,7 +267,7 @@ class Controller:
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 
   def _costs(self, state: DecodeState) -> jax.Array:
-    """Returns `[K]`, the costs of the kind of the next round."""
+    """Returns `[K]`, the costs of each length in the next round's kind."""
     kind = jnp.max(jnp.where(state.done, 0, state.controller.kind))
     return jnp.asarray(self.costs)[kind]
 
@@ -274,9 +293,11 @@ class Controller:
     return jnp.max(jnp.where(state.done, 0, missed), initial=0)
 
   def _purse(self, state: DecodeState) -> jax.Array:
-    """Returns `[B]`, the budgets now; `rests` pays pauses in advance.
+    """Returns `[B]`, the budgets that rows have earned so far.
 
-    A row that joins a pausing batch may end the pause early.
+    `rests` adds the income of a complete pause at its start. A row that joins
+    the batch may end the pause early. So the income of the remaining pause is
+    subtracted here.
     """
     own = state.controller
     ahead = jnp.maximum(own.until - state.lengths, 0)
@@ -292,15 +313,16 @@ class Controller:
             ) -> tuple[ControllerState, jax.Array]:
     """Returns the state before rounds without a draft, and their number.
 
-    Their result is known in advance, one token per row. So the state is updated
-    at once and does not change during these rounds.
+    Every such round emits one token per row, so its result is known in advance.
+    The state is therefore updated before these rounds, for all of them, and
+    does not change during them.
 
     Args:
       state: state before the rounds.
       chosen: `[]` int32, result of `choose`. If it is not 0, the number is 0.
 
     Returns:
-      The controller's state, and `[]` int32.
+      The controller's state, and `[]` int32, the number of rounds.
     """
     own, active = state.controller, ~state.done
     left = jnp.max(jnp.where(active, state.limits - state.lengths, 1))
@@ -317,7 +339,8 @@ class Controller:
     waiting = jnp.min(jnp.where(active, own.until - state.lengths, left))
     asks = (waiting <= 0) & (chosen == 0)
     until = jnp.where(active & asks, state.lengths + pause, own.until)
-    # A row may already have been in a pause when another row joined.
+    # A row may already be in a pause, which another row ended by joining. Only
+    # the rounds after that pause are new.
     more = until - jnp.maximum(own.until, state.lengths)
     more = jnp.where(active & asks, jnp.maximum(more, 0), 0)
     factor = jnp.float32(_REST) ** more
@@ -332,12 +355,12 @@ class Controller:
 
   def learned(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
               chosen: jax.Array, verified: jax.Array) -> ControllerState:
-    """Returns the state after a round with drafts; done rows keep theirs.
+    """Returns the state after a round with drafts; it ignores done rows.
 
     Args:
       state: state before the round.
       stats: statistics of the round.
-      lengths: `[B]`, committed tokens after it.
+      lengths: `[B]`, committed tokens of each row after the round.
       chosen: `[]` int32, result of `choose`.
       verified: `[]` int32, index of the length that was verified.
     """
@@ -367,10 +390,16 @@ class Controller:
 
   def _filled(self, state: DecodeState, emitted: jax.Array, cost: jax.Array
               ) -> jax.Array:
-    """Returns the budget after a round with these emitted tokens and this cost.
+    """Returns the budgets `[B]` after a round with drafts.
 
-    Rows that share a round share its gain, unless the batch `waits`: a row that
-    does not pay for itself may cost less than the others gain.
+    Rows that share a round share its gain, because a row with few accepted
+    tokens may cost less than the others gain. If the batch `waits`, every row
+    has its own gain.
+
+    Args:
+      state: state before the round.
+      emitted: `[B]`, tokens that the round emitted.
+      cost: `[]`, cost of the round in tokens.
     """
     if not self.waits:
       emitted = _mean(emitted, ~state.done)
@@ -381,7 +410,8 @@ class Controller:
 
 
 def _of_kind(x: jax.Array, own: ControllerState) -> jax.Array:
-  """Returns `[B, ...]` of `x [B, D, ...]` for the kind of each row's round."""
+  """Returns the entries `[B, ...]` of `x [B, D, ...]` of each row's next kind.
+  """
   return jax.vmap(lambda row, kind: row[kind])(x, own.kind)
 
 

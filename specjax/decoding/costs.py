@@ -1,8 +1,8 @@
 """Measured costs of rounds with drafts of several lengths.
 
-The seconds for a `Controller` are measured once per machine, pair of models,
-batch size and capacity, in the loops that the controller will run. They are
-stored in the user's cache directory.
+A `Controller` compares draft lengths by the seconds of their rounds. These are
+measured once per machine, pair of models, batch size and capacity, in the loops
+that the controller will run. They are stored in the user's cache directory.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,10 @@ class _Script(ControllerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scripted(Controller):
-  """Drafts in the rounds that its state names: one program for every timing.
+  """Controller that drafts every n-th round, with a length given by its state.
 
-  All drafted tokens are verified.
+  n and the length are data, so all timings share one compiled program. All
+  drafted tokens are verified.
   """
 
   cuts = False
@@ -89,11 +90,11 @@ class _Scripted(Controller):
 
 
 def lengths_for(drafter: Any) -> tuple[int, ...]:
-  """Returns draft lengths for a drafter: none, one, two fifths and all of its
-  own.
+  """Returns the default draft lengths of a controller for a drafter.
 
-  One token costs little, so a few attempts show whether drafts pay. A drafter
-  whose chains do not have `gamma` tokens has its own length only.
+  They are 0, 1, two fifths of the drafter's length, and its length. A draft of
+  one token costs little, so a few attempts show whether drafts pay. A drafter
+  whose chains do not have `gamma` tokens has 0 and its own length only.
   """
   longest = drafter.num_nodes - 1
   some = 1, -(-2 * longest // 5)
@@ -129,7 +130,7 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
   Args:
     decoder: decoder to be controlled.
     params: `{"target": ..., "drafter": ...}`.
-    batch: B; the costs depend on it.
+    batch: number of rows B of the batch.
     lengths: draft lengths, from 0. Default: `lengths_for` the drafter.
     used: tokens per row at which rounds are timed, such as a prompt and half of
       its continuation; fewer if there is no room.
@@ -177,10 +178,11 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
 
 def _first(decoder: Decoder, params: chex.ArrayTree
            ) -> tuple[Decoder | None, Any]:
-  """Returns the decoder with the first drafter of a `Fallback`, and its params.
+  """Returns a decoder with only the first drafter of a `Fallback`, and its
+  params.
 
-  `(None, None)` if rounds are of one kind, or the first drafter has no drafts
-  of the lengths.
+  Returns `(None, None)` if all rounds are of one kind (see `Controller`), or
+  the first drafter has no drafts of the controller's lengths.
   """
   drafter = decoder.drafter
   if not drafter.tells:
@@ -231,7 +233,7 @@ def _stored(path: pathlib.Path | None, count: int) -> dict[str, Any] | None:
 
 def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
               switching: Any) -> bool:
-  """Returns True for costs of `count` lengths in finite numbers."""
+  """Returns True if all costs are finite, with seconds for `count` lengths."""
   if not (isinstance(seconds, list) and isinstance(first, list)):
     return False
   numbers = [*seconds, *first, reading, switching]
@@ -288,7 +290,13 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
 
 
 def _room(used: int, context_length: int, nodes: int) -> tuple[int, int]:
-  """Returns the tokens of a prompt and the rounds that fit a context."""
+  """Returns the tokens of a prompt and the number of rounds that fit a context.
+
+  Args:
+    used: desired tokens of the prompt.
+    context_length: maximum number of tokens.
+    nodes: nodes of the longest draft, the root included.
+  """
   if context_length <= nodes:
     raise ValueError(
         f"drafts of {nodes - 1} tokens leave no room for a prompt in a context "

@@ -56,8 +56,8 @@ class Decoder:
 
   Attributes:
     target: target model; the output follows its distribution.
-    drafter: drafter.
-    verifier: rule whose verdicts are committed.
+    drafter: method that proposes tokens, with its draft model if it has one.
+    verifier: verification rule that decides which tokens are accepted.
     transform: transform from logits to probabilities, shared with a drafter
       that has none. Its temperature is the default of `prefill`.
     observers: rules that are evaluated on the same drafts and reported in
@@ -68,10 +68,10 @@ class Decoder:
       `decoding.controller`. None: the length of the drafter. With a controller,
       the sequence of a row at a temperature above 0 depends on the other rows
       of the batch; its distribution does not.
-    debug: True to check the values of every round: laws and the rows of q sum
-      to 1, chains are chains, and commits fit the capacity. It costs time. A
-      `ValueError` names the component. A single `decode_round` reports in
-      `RoundStats.checks` instead.
+    debug: True to check the values of every round: laws and the drafter's
+      distributions sum to 1, declared chains are chains, and commits fit the
+      capacity. It costs time. A `ValueError` names the component. A single
+      `decode_round` reports in `RoundStats.checks` instead.
     parts: not an argument: the `rounds.Round` with the drafter bound, or with a
       controller a `RoundsByLength`.
 
@@ -155,7 +155,8 @@ class Decoder:
 
   @property
   def num_nodes(self) -> int:
-    """N, the nodes of a draft, the root included."""
+    """Number of nodes N of a draft; its root, a committed token, is included.
+    """
     return self.parts.drafter.num_nodes
 
   @property
@@ -254,9 +255,10 @@ class Decoder:
             eos: jax.Array | None = None) -> DecodeState:
     """Returns the state after the prompts, without the checks of `prefill`.
 
-    It is pure and works inside a compiled program, so a drafter can be a
-    decoder itself. Outside of a program, pass copies of arrays that are needed
-    later: the loops donate the state.
+    This method is pure and works inside a compiled program, so a drafter can be
+    a decoder itself. The decoding loops donate the state, which contains the
+    arrays passed here. So outside of a program, pass copies of arrays that are
+    needed later.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
@@ -367,7 +369,9 @@ class Decoder:
 
   def decode_round_traced(self, params: chex.ArrayTree, state: DecodeState
                           ) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs `decode_round`; the trace has the drafts, target_probs and verdicts.
+    """Runs `decode_round` and also returns the trace of the round.
+
+    The trace has the drafts, the target's distributions and the verdicts.
     """
     self._check_state(state)
     return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
@@ -399,7 +403,8 @@ class Decoder:
                     rounds: int) -> tuple[DecodeState, RoundStats, Trace]:
     """Runs `decode` and also returns the traces: `(state, stats, traces)`.
 
-    Traces are stacked like the stats. They have rounds * B * 2 * N * V floats.
+    Traces are stacked like the stats. They have rounds * B * 2 * N * V floats,
+    for B rows, N nodes of a draft and a vocabulary of V tokens.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
@@ -502,7 +507,7 @@ FINITE = {"finite": "target's logits",
 def raise_if_not_finite(stats: RoundStats) -> None:
   """Raises an error that names the component and row of non-finite numbers.
 
-  Such a row has stopped and has emitted no token from them.
+  The row stopped before the round with these numbers could emit a token.
 
   Raises:
     FloatingPointError: logits, drafter probabilities or laws were not finite.

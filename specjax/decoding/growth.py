@@ -1,11 +1,12 @@
-"""Number of slots of the rows of a state, and its growth.
+"""Number of slots of the rows of a decoding state, and its growth.
 
-A state is allocated completely, for the longest possible row, or with few slots
-that are doubled when a row comes near their end. Each capacity is a compiled
-program. So capacities are multiples of 128, and powers of two while a state
-grows, up to the capacity of the longest sequence. On a CPU, attention follows
-the used slots, so a state is allocated completely. Elsewhere memory and scans
-of all slots follow the rows.
+A slot stores one token of a row, in the token array and in every cache. A state
+is allocated with slots for the longest possible row, or with few slots that are
+doubled when a row comes near their end. Each number of slots (the capacity) is
+a compiled program. So capacities are multiples of 128, and powers of two while
+a state grows, up to the capacity of the longest sequence. On a CPU, the cost of
+attention depends on the used slots only, so a state is allocated completely.
+On other devices attention scans all slots, so a state begins with few.
 """
 
 import functools
@@ -86,7 +87,11 @@ def continued(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
 
 
 def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
-  """Returns the sum; errors of the checks may differ in the number of slots."""
+  """Returns the sum of two statistics, with the checks of both.
+
+  `RoundStats.checks` has its error messages as keys. They may differ, because
+  they contain the number of slots.
+  """
   checks = stats.checks and {
       text: stats.checks.get(text, True) & more.checks.get(text, True)
       for text in {**stats.checks, **more.checks}}
@@ -106,7 +111,7 @@ def grow(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
     params: `{"target": ..., "drafter": ...}`.
     state: state of the loop. It is donated array by array, so that two complete
       caches never exist at the same time.
-    capacity: C.
+    capacity: number of slots of each row afterwards.
 
   Raises:
     ValueError: the state has more slots, or a component cannot grow.

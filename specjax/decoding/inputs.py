@@ -67,7 +67,7 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
 
 
 def parameters(given: Any) -> None:
-  """Raises `ValueError` unless it is a dict with the target's parameters."""
+  """Raises `ValueError` unless `given` is a dict with the key "target"."""
   if not isinstance(given, Mapping) or "target" not in given:
     has = (f"has the keys {', '.join(map(str, given))}"
            if isinstance(given, Mapping) else f"is a {type(given).__name__}")
@@ -129,7 +129,7 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
   """Returns `[B]` int32, the lengths at which rows are done.
 
   Args:
-    given: `[B]` or one number; None is the context length.
+    given: limits of the user, `[B]` or one number; None is the context length.
     lengths: `[B]`, tokens of the prompts.
     context_length: upper bound of the limits.
     owner: model with that context length, for the error.
@@ -159,7 +159,7 @@ def context(given: chex.ArrayTree | None, rows: int) -> Any:
 
   Args:
     given: tree of arrays `[B, ...]`, or None.
-    rows: B.
+    rows: number of prompts B.
   """
   for path, x in jax.tree.leaves_with_path(given):
     if np.ndim(x) < 1 or len(x) != rows:
@@ -170,12 +170,12 @@ def context(given: chex.ArrayTree | None, rows: int) -> Any:
 
 
 def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
-  """Returns the temperatures `[B]` float32.
+  """Returns the temperatures `[B]` float32 of the rows.
 
   Args:
-    given: `[B]` or one number; None is the default.
+    given: temperatures of the user, `[B]` or one number; None is the default.
     default: temperature of the decoder.
-    rows: B.
+    rows: number of prompts B.
   """
   found = default if given is None else given
   try:
@@ -230,9 +230,9 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
 
   Args:
     given: token id, or a flat sequence of ids, for all rows; or B lists of ids.
-      The nesting alone decides, not the length. None is the default.
+      B single ids are also ids for all rows. None is the default.
     default: end tokens of the decoder, for all rows.
-    rows: B.
+    rows: number of prompts B.
     vocab_size: V of the target.
   """
   given = default if given is None else given
@@ -259,7 +259,7 @@ def row_keys(key: jax.Array, request_ids: Any, rows: int) -> jax.Array:
   Args:
     key: threefry key of `jax.random.key`.
     request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None is 0..B-1.
-    rows: B.
+    rows: number of prompts B.
   """
   if not (isinstance(key, jax.Array)
           and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):

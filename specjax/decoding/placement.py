@@ -33,8 +33,9 @@ from specjax.utils.fields import check_divisible
 if TYPE_CHECKING:  # avoids an import cycle
   from specjax.decoding.decoder import Decoder
 
-# Order of axes on a TPU. In the default order, the two matrices of `[D, 2, F]`,
-# gate and up, share the rows of a tile, and every loop first copies them apart.
+# Memory order of axes on a TPU. A kernel `[D, 2, F]` has two matrices, gate and
+# up. In the default order they share the rows of a tile, and every loop first
+# copies them into separate arrays.
 _ON_TPUS = {"['gate_up']['kernel']": (1, 0, 2)}
 
 
@@ -109,8 +110,8 @@ class Placement:
     return state
 
 
-# Under this constraint GSPMD also splits the passes over the prompts, so no
-# device ever has a complete cache.
+# The result is constrained inside the program. So GSPMD also splits the passes
+# over the prompts, and no device ever has a complete cache.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(parts: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
            ) -> DecodeState:
@@ -131,7 +132,7 @@ def decode_shardings(decoder: "Decoder", params: chex.ArrayTree,
   the mesh has one.
 
   Args:
-    decoder: decoder.
+    decoder: decoder whose rounds run on the mesh.
     params: `{"target": ..., "drafter": ...}`, arrays or shapes.
     state: `DecodeState` of arrays or shapes. If the drafter is replicated on
       TPUs, its state must be `undivided`.
@@ -168,7 +169,8 @@ def _of_tpus(mesh: Any) -> bool:
 
 
 def _check_names(mesh: Mesh, axis: str, data_axis: str) -> None:
-  """Checks the names that the kernel of `attention.tpu` requires on a TPU."""
+  """Checks the axis names that the kernel in `attention.tpu` requires on a TPU.
+  """
   if not _of_tpus(mesh):
     return
   for name, wanted in ((axis, "model"), (data_axis, "data")):
@@ -208,7 +210,14 @@ def _laid_out(path: tuple[Any, ...], sharding: NamedSharding, x: jax.Array
 
 def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: chex.ArrayTree
            ) -> Any:
-  """Returns the shardings of a part of the state; `axis` may be None."""
+  """Returns the shardings of a part of the decoding state.
+
+  Args:
+    mesh: devices.
+    rows: mesh axis over which rows are split, or None.
+    axis: mesh axis over which caches are split, or None.
+    tree: part of the state.
+  """
   is_cache = lambda node: isinstance(node, interfaces.Cache)
   is_spec = lambda node: isinstance(node, PartitionSpec)
   split = None if axis is None or mesh.shape[axis] == 1 else axis
@@ -226,7 +235,11 @@ def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: chex.ArrayTree
 
 def _fitting(mesh: Mesh, axis: str | None, spec: PartitionSpec,
              leaf: jax.Array) -> PartitionSpec:
-  """Returns the spec of a leaf of a cache, without an axis of too few heads."""
+  """Returns the spec of an array of a cache.
+
+  If the array has fewer heads than `axis` has devices and their number divides
+  that of the devices, the array is not split over `axis`.
+  """
   def one(place, name):
     if name is None or name != axis:
       return name

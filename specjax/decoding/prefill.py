@@ -12,14 +12,15 @@ from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 
-_CHUNK = 256  # tokens of a pass: bounds the [S, S] mask and the attention
+_CHUNK = 256  # most tokens S of a pass: bounds its [S, S] attention mask
 
 
 def padded_length(longest: int) -> int:
   """Returns the number of columns that prompts are padded to.
 
-  Few shapes are compiled. For prompts of more than 128 tokens, at most a
-  quarter is padding, which costs a model as much as text.
+  Each number of columns is a compiled program, so there are few of them. A
+  padded token costs a model as much as a real one. So for prompts of more than
+  128 tokens, at most a quarter is padding.
   """
   step = 32
   while step < _CHUNK and longest > 8 * step:
@@ -40,8 +41,9 @@ def empty_cache(model: Model, params: chex.ArrayTree, lengths: jax.Array,
                 capacity: int) -> Cache:
   """Returns an empty cache for sequences of `lengths [B]`.
 
-  The lengths 0 are computed from data. With a constant, XLA would evaluate
-  attention over empty slots at compile time, which takes minutes.
+  An empty cache has lengths 0. They are computed from data here. With a
+  constant 0, XLA would evaluate attention over the empty slots at compile time,
+  which takes minutes.
   """
   cache = model.init_cache(params, lengths.shape[0], capacity)
   cache = cache.rollback(jnp.minimum(lengths, 0))
@@ -53,13 +55,13 @@ def read_prompt(model: Model, params: chex.ArrayTree, prompt: Prompt
   """Runs a model over right-padded prompts, a chunk of columns at a time.
 
   Args:
-    model: model.
+    model: model that reads the prompts.
     params: parameters of the model.
-    prompt: prompts of `padded_length` columns.
+    prompt: B prompts, padded to P = `padded_length` columns.
 
   Returns:
-    `hidden [B, P, D]` and a cache with all but the last token of every row,
-    because that is the root of the first draft. `logits` is None.
+    The hidden states `[B, P, D]`, and a cache without the last token of every
+    row, because this token is the root of the first draft. `logits` is None.
   """
   batch, columns = prompt.tokens.shape
   size = chunk_size(columns)

@@ -2,8 +2,13 @@
 
   drafter.propose -> target pass -> transform -> law -> verdict -> commit
 
+The drafter proposes a tree of tokens, and the target computes logits after each
+of its nodes. The transform turns them into probabilities. The verification rule
+returns the distribution of its outcome (the law), from which the verdict is
+drawn. The commit adds the accepted tokens and one more token to the sequence.
+
 A round is pure. Its components are arguments, and it does not depend on any
-method. The loops are compiled here, without host calls inside.
+drafting method. The loops are compiled here, without host calls inside.
 `decoding.decoder` has the public interface.
 """
 
@@ -40,7 +45,9 @@ from specjax.types import Verdict
 
 # Rounds whose uniforms are drawn together where the number of rounds varies.
 _DRAWN_ROUNDS = 32
-CATCH_UP = 16  # tokens of a pass that reads what rounds without a draft added
+# Tokens of a pass in which a drafter reads tokens that it missed, because they
+# were decoded in rounds without a draft.
+CATCH_UP = 16
 _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
 
 
@@ -59,7 +66,11 @@ def root_only(state: DecodeState, vocab_size: int) -> Draft:
 
 
 def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
-  """Returns `[B, N]` int32, the token after each node of the path."""
+  """Returns `[B, N]` int32, the tokens of a round in order.
+
+  They are the accepted tokens and then the bonus token of the verdict; entries
+  after the bonus token are arbitrary.
+  """
   chex.assert_equal_shape([draft.tokens, verdict.path])
   below = jnp.roll(verdict.path, -1, axis=-1)
   tokens = jnp.take_along_axis(draft.tokens, below, axis=-1)
@@ -81,14 +92,16 @@ def once(wanted: jax.Array,
 
 
 def check_slack(part: Model | Drafter, tokens: int) -> None:
-  """Checks that a ring of last tokens is complete after tokens are taken back.
+  """Checks that a streaming cache is complete after removing rejected tokens.
 
-  Otherwise the visible context, and so the distribution of a token, would
-  depend on the position where its draft began.
+  A `Streaming` cache is a ring buffer of the last tokens. Drafted tokens
+  overwrite its oldest slots, except `slack` additional ones. If a removed token
+  had overwritten a visible slot, the distribution of a token would depend on
+  the position where its draft began.
 
   Args:
     part: the model, or the drafter that has it.
-    tokens: maximum number of tokens that a drafter takes back.
+    tokens: maximum number of tokens that a drafter removes.
 
   Raises:
     ValueError: the cache, a `Streaming`, has less slack.
@@ -113,8 +126,8 @@ class Round:
     observers: rules that are evaluated on the same drafts.
     debug: True to check values, see `checks.check_values`.
     drafts: True if the decoded sequence is itself a draft for another target.
-      Its own target may then assign no mass to the tokens that a constraint
-      allows, see `constraining`.
+      This round's target may then assign no mass to the tokens that a
+      constraint allows, see `constraining`.
   """
 
   target: Model
@@ -167,7 +180,10 @@ class Round:
         made_by=self._drafter_name)
 
   def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
-    """Returns the uniforms `[rounds, B, count]` of the next rounds."""
+    """Returns the uniform samples `[rounds, B, count]` of the next rounds.
+
+    `count` is the number that the verdict and the drafter need in a round.
+    """
     numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
     count = sampling.VERDICT_UNIFORMS + (
         self.drafter.num_uniforms or 0)
@@ -180,7 +196,8 @@ class Round:
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: state of the loop.
-      uniforms: `[B, count]` of this round; those of the verdict are first.
+      uniforms: `[B, count]` uniform samples of this round, first of the verdict
+        and then of the drafter.
     """
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)
@@ -208,7 +225,15 @@ class Round:
   def judge(self, params: chex.ArrayTree, state: DecodeState,
             uniforms: jax.Array, draft: Draft, drafter: chex.ArrayTree
             ) -> tuple[DecodeState, RoundStats, Trace]:
-    """Verifies and commits the result of `propose`."""
+    """Verifies drafts and commits the accepted tokens.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: state before the round.
+      uniforms: `[B, count]` uniform samples of this round.
+      draft: drafts of B rows, from `propose`.
+      drafter: the drafter's state, from `propose`.
+    """
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
     depths = topology.depths_of(ancestors)
@@ -232,7 +257,8 @@ class Round:
     read = finite & draft_finite
     law_finite = ~read | jnp.isfinite(summed)
     usable = read & law_finite
-    # Values computed from non-finite inputs are not reported again.
+    # Rows with non-finite numbers are not checked, because the statistics
+    # report them already.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
         type(self.rule).__name__, state, draft, law, usable
@@ -277,9 +303,10 @@ class Round:
 
   def propose(self, params: chex.ArrayTree, state: DecodeState,
               uniforms: jax.Array) -> tuple[Draft, Any]:
-    """Returns the drafts and the drafter's state, from uniforms or from keys.
+    """Returns the drafts and the drafter's state.
 
-    It uses the uniforms after those of the verdict, see `__call__`.
+    The drafter gets the uniform samples after those of the verdict. If its
+    `num_uniforms` is None, it gets a PRNG key per row instead.
     """
     count = self.drafter.num_uniforms
     uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]
@@ -306,10 +333,12 @@ class Round:
               ) -> tuple[Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
     """Returns the verdicts and the statistics of the laws.
 
+    tau is the number of accepted tokens, and J - 1 the number of observers.
+
     Returns:
-      The verdicts; E[tau | draft] `[B, J]` and survival `[B, J, N]` of the rule
-      and of every observer; `[B]`, finite if the sampled distributions are; the
-      laws with `debug`, else None.
+      The verdicts; E[tau | draft] `[B, J]` and P(tau >= i) `[B, J, N]` of the
+      rule and of every observer; `[B]`, finite if the sampled distributions
+      are; the laws with `debug`, else None.
     """
     def one(memory, draft, probs, depths, uniforms):
       law = self.rule.evaluate(draft, probs, memory)
@@ -329,7 +358,10 @@ class Round:
 
 @contextlib.contextmanager
 def _that_reads_params(drafter: str) -> Iterator[None]:
-  """Names a drafter whose parameters are missing; some drafters have none."""
+  """Raises an error that names the drafter if its parameters are missing.
+
+  They are not checked earlier, because some drafters have no parameters.
+  """
   try:
     yield
   except KeyError as error:
@@ -387,7 +419,7 @@ def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns the statistic of both: the conjunction of bools, else the sum."""
+  """Returns the conjunction of bools, and the sum of other statistics."""
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
@@ -433,7 +465,8 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
     return parts.some_rounds(
         params, is_going, play, (carry, jnp.zeros((), jnp.int32)))[0]
 
-  # It has its own jit, so that the loop does not trace the round again.
+  # `eval_shape` below and the loop both trace the round. With its own jit they
+  # share one trace.
   one_round = jax.jit(parts.untraced)
   uniforms = jax.eval_shape(
       lambda state: parts.draw_uniforms(state, 1)[0], state)

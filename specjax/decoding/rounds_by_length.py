@@ -36,8 +36,9 @@ class Empty(Drafter):
   """Proposes the root alone, so that every round emits one token.
 
   Attributes:
-    vocab_size: V; `bind` sets it.
-    drafter: drafter whose state is updated in the meantime, or None.
+    vocab_size: number of tokens of the target's vocabulary; `bind` sets it.
+    drafter: drafter that is not called in these rounds; its state is updated
+      after each round. None if there is no such drafter.
   """
 
   vocab_size: int | None = None
@@ -128,11 +129,12 @@ class RoundsByLength:
   def some_rounds(self, params: chex.ArrayTree,
                   is_going: Callable[[chex.ArrayTree], jax.Array],
                   play: Callable[..., Any], carry: chex.ArrayTree) -> Any:
-    """Runs the due rounds without drafts, then rounds with drafts.
+    """Runs the announced rounds without drafts, then rounds with drafts.
 
-    Rounds without drafts run in a separate loop that does not call the
-    controller. Calling it before every round costs a small model a few percent.
-    The arguments are those of `Round.some_rounds`.
+    The controller announces the number of rounds without drafts. They run in a
+    separate loop that does not call the controller. Calling it before every
+    round costs a small model a few percent. The arguments are those of
+    `Round.some_rounds`.
     """
     untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
         self, *arguments, chosen, traced=False, only=only))
@@ -196,10 +198,13 @@ class RoundsByLength:
     return state.replace(controller=state.controller.replace(kind=kind))
 
   def needed(self, draft: Draft, done: jax.Array, rung: int) -> jax.Array:
-    """Returns `[]` int32, the lowest rung that fits all drafts of a rung.
+    """Returns `[]` int32, the lowest rung whose length fits all drafts.
+
+    A rung is an entry of `rungs`, a round with one draft length. Drafts that
+    ended early fit a lower rung than the rung that drafted them.
 
     Args:
-      draft: drafts.
+      draft: drafts of B rows.
       done: `[B]` bool, rows that do not count.
       rung: index of the rung that drafted.
     """
@@ -217,11 +222,11 @@ _Carry = tuple[DecodeState, tuple[Any, ...]]
 
 
 class _Attempt:
-  """One round of rounds by length, of which one rung is executed.
+  """One round, with one of the draft lengths (rungs) of a `RoundsByLength`.
 
-  The rung is data, so each is under `rounds.once`. A carry is `(state, found)`,
-  where `found` has the stats, and the trace if it is wanted, in the size of the
-  longest draft.
+  The index of the executed rung is data, so the program has all rungs, each
+  under `rounds.once`. A carry is `(state, found)`. `found` has the statistics,
+  and the trace if `traced` is True, padded to the size of the longest draft.
   """
 
   def __init__(self, by_length: RoundsByLength, params: chex.ArrayTree,
@@ -231,7 +236,8 @@ class _Attempt:
     self._chosen, self._kept = chosen, 1 + traced
     draft, drafter = jax.eval_shape(
         functools.partial(self._propose, -1), state)
-    # `rounds.once` carries it through a loop.
+    # `rounds.once` carries the drafter's state through a loop, so its shapes
+    # must not change.
     name = type(by_length.drafter).__name__
     checks.check_same(f"the state that {name}.propose returned", drafter,
                       state.drafter)
@@ -268,7 +274,8 @@ class _Attempt:
     draft, drafter, size = self._drafted(state)
     carry = state.replace(drafter=drafter), found
     for i, one in enumerate(self._rounds.rungs):
-      # It is cut inside the branch, so that a round writes one length only.
+      # The draft is cut inside the branch, so that a round writes one length
+      # only.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
       carry = rounds.once(
@@ -319,8 +326,9 @@ class _Attempt:
   def _packed(self, draft: Draft) -> Draft:
     """Returns a deterministic draft with `probs [B, N]` of its tokens alone.
 
-    Passing N V numbers through the branches costs a few percent of a round in
-    which an n-gram finds nothing.
+    The complete rows have V numbers for each of N nodes. Passing them through
+    the branches costs a few percent of a round in which an n-gram drafter finds
+    no match.
     """
     if not self._packs:
       return draft
@@ -344,8 +352,9 @@ class _Attempt:
         "deterministic" in interfaces.capabilities(self._rounds.drafter))
 
 
-# A single round is also compiled. Its two steps have their own jit, so that
-# `eval_shape` and the program share a trace.
+# `_round` is compiled, because `decode_round` calls it outside of a loop. Its
+# steps `_propose` and `_judge` have their own jit, so that `eval_shape` and the
+# program share a trace.
 _round = jax.jit(RoundsByLength.one_round, static_argnums=0,
                  static_argnames=("traced", "only"))
 _propose = jax.jit(lambda one, *arguments: one.propose(*arguments),
@@ -426,7 +435,9 @@ def _padded(stats: RoundStats, trace: Trace, like: RoundStats
             ) -> tuple[RoundStats, Trace]:
   """Returns stats and trace in the size of the longest draft."""
   nodes = like.survival.shape[2]
-  # Texts of checks contain the draft size; all rungs have them in one order.
+  # The error messages in `checks` contain the draft size. All rungs have the
+  # same checks in the same order, so the keys of the longest draft replace
+  # these keys.
   checks = stats.checks and dict(zip(like.checks, stats.checks.values()))
   return stats.replace(
       survival=_longer(stats.survival, nodes, axis=2), checks=checks), Trace(

@@ -29,8 +29,9 @@ class DecodedRow:
 
   Attributes:
     tokens: token ids of prompt and output.
-    stats: `RoundStats` whose leading axes are R instead of (R, B).
-    trace: `Trace` with the same leading axes, None unless it was asked for.
+    stats: `RoundStats` of this prompt alone: arrays `[R, ...]`, without the
+      axis of the rows.
+    trace: `Trace` with arrays `[R, ...]`, or None if `traced` is False.
   """
 
   tokens: np.ndarray
@@ -63,13 +64,14 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
     decoder: decoder of all prompts.
     params: `{"target": ..., "drafter": ...}`.
     state: batch whose rows are replaced by the prompts; it is donated.
-    starts: functions that return the state of one prompt, read. Their request
-      ids decide the random numbers.
+    starts: functions that return the state after prefilling one prompt. The
+      request id of that state decides the random numbers of the prompt.
     rounds: rounds per call. A row waits for its next prompt until the call
       ends.
     most_rounds: maximum number of rounds of a prompt, which may end earlier at
       its limit.
-    traced: whether to return traces, which need rounds * B * 2 * N * V floats.
+    traced: True to return traces, which need rounds * B * 2 * N * V floats for
+      B rows, N nodes of a draft and a vocabulary of V tokens.
 
   Yields:
     Index in `starts` and `DecodedRow`.
