@@ -1,21 +1,26 @@
 """Audits of sizes with too many drafts of dense models to enumerate.
 
-Both audits evaluate the rule in float32, the precision of the decoding loop. A
-hash of the context selects its row in a small pool of distributions, so only
-the rows along a draft are needed.
+An audit tests a rule at production sizes, for example 16 drafted tokens and a
+vocabulary of 32,000. p is the target's distribution of the next token after a
+context, and q the drafter's. Both audits evaluate the rule in float32, the
+precision of the decoding loop. A hash of the context selects its row in a small
+pool of distributions, so only the rows along a draft are needed.
 
-* `enumerate_few`: after each context at most two tokens are positive in q and
-  all in p. The drafts are few, so the total variation is an exact sum.
-* `sample_dense`: q is positive at all tokens; drafts are drawn. Let d_t be a
-  function of the sequence with mean 0 under p given the tokens before t. D_i is
-  the sum of d_1..d_i along a path. For a valid rule the sum over nodes i of
-  stop_i (D_i + sum_y next_i(y) d(y | x^i)) has mean 0 over the drafts, because
-  the emitted tokens have distribution p. The limit of the mean over independent
-  drafts is `LIMIT` standard errors. A normal mean exceeds it with probability
-  3e-12, so all functions at all sizes together raise a false alarm with
-  probability below 1e-9. A lower limit of the standard error prevents a value
-  of 0 from a few equal terms. The limit is a tenth of the standard error of the
-  sum of d over the emitted tokens, whose variance is known.
+* `enumerate_few`: after each context at most two tokens are positive in q, and
+  almost all in p. The drafts are few, so the total variation is an exact sum.
+* `sample_dense`: q is positive at all tokens, and drafts are drawn. Let
+  d(y | c) be a function of a token y and its context c whose mean over y under
+  p is 0. x^i is the context of node i of a draft, and D_i the sum of d over the
+  tokens on the path to node i. stop_i is the probability that the rule stops at
+  node i, and next_i the distribution of the token that it then emits. For a
+  valid rule the emitted tokens have distribution p. So the sum over nodes i of
+  stop_i (D_i + sum_y next_i(y) d(y | x^i)) has mean 0 over the drafts.
+  The audit fails if the mean over independent drafts exceeds `LIMIT` standard
+  errors. A normal mean exceeds it with probability 3e-12, so all functions at
+  all sizes together raise a false alarm with probability below 1e-9. A few
+  equal terms would give a standard error of 0. So the standard error is at
+  least a tenth of that of the sum of d over tokens drawn from p, whose variance
+  is known.
 """
 
 from collections.abc import Iterator
@@ -37,10 +42,11 @@ LIMIT = 7.0  # standard errors
 TOLERANCE = 1e-4  # tolerated error of float32 sums over a vocabulary
 _BATCH = 8  # drafts per call
 _ENTRIES = 1 << 26  # maximal number of entries of all contexts' masses
-_LAWS = 1 << 27  # entries of all laws of one audit; sets the sample size
+_LAWS = 1 << 27  # entries of all laws of one audit; limits the sample size
 _DRAWN = 96, 240  # the smallest and the largest sample size
 _ROOTS = 4
-_GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))  # depths, first to last
+# Ranges of token depths, first to last. The mean over each is compared.
+_GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))
 
 
 class Audited(NamedTuple):
@@ -66,7 +72,8 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   Args:
     compiled: the rule. If it has state, only the first emitted token is
       compared, because later tokens depend on its next rounds.
-    parents: `[N]` parents of the drafts. Children are independent draws.
+    parents: `[N]`, parent of each of the N nodes of the drafts. Children are
+      independent draws.
     vocab_size: vocabulary size V.
     seed: seed of the models.
   """
@@ -93,7 +100,11 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
                 seed: int) -> larger.Drafts:
-  """Returns all drafts of a model with enough, but not too many of them."""
+  """Returns all drafts of a model that has many, but at most 128 drafts.
+
+  The limit is lower if drafts are large. Several models are tried until one has
+  more than half of the limit; else the model with most drafts is taken.
+  """
   nodes = len(parents)
   most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
   rng = np.random.default_rng([vocab_size, nodes, seed, 1])
@@ -109,11 +120,15 @@ def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
 
 def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
                  seed: int = 0) -> Audited:
-  """Draws drafts and compares means with the target's.
+  """Draws drafts and compares means of functions of the emitted tokens.
+
+  The functions are those of `Functions`, and their means under the target are
+  0, see the module.
 
   Args:
     compiled: the rule, without state.
-    parents: `[N]` parents of the drafts. Children are independent draws.
+    parents: `[N]`, parent of each of the N nodes of the drafts. Children are
+      independent draws.
     vocab_size: vocabulary size V.
     seed: seed of the models and of the drafts.
   """
@@ -165,11 +180,11 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 
 class Functions:
-  """F functions of a token, centred under p.
+  """F functions of a token, whose mean under the target's distribution p is 0.
 
   Attributes:
     names: names of the functions.
-    variances: `[K, F]` variances under p.
+    variances: `[K, F]` variances under each of the K rows p of a pool.
   """
 
   def __init__(self, pool: larger.Pool, rng: np.random.Generator):
@@ -199,11 +214,14 @@ class Functions:
     return len(self.names)
 
   def at(self, row: int, token: int) -> np.ndarray:
-    """Returns the values `[F]` at a token after a context of this row."""
+    """Returns the values `[F]` at a token after a context with this row of p.
+    """
     return self._centred[row, :, token]
 
   def mean(self, row: int, law: np.ndarray) -> np.ndarray:
-    """Returns the means `[F]` under `law [V]`."""
+    """Returns the means `[F]` over tokens of distribution `law [V]`, after a
+    context with this row of p.
+    """
     return self._centred[row] @ law
 
 
@@ -218,7 +236,11 @@ class _Evaluation:
     self._state = compiled.initial_state(len(parents) - 1, "float32")
 
   def laws(self, drafts: larger.Drafts) -> Iterator[tuple]:
-    """Yields a slice, `stop`, `next_token` and `survival` or None."""
+    """Yields the laws of a few drafts at a time.
+
+    They are a slice of the drafts, `stop` and `next_token` of `Law`, and
+    `survival` (P(tau >= i) for tau accepted tokens) or None.
+    """
     for start in range(0, len(drafts.weights), _BATCH):
       batch = slice(start, start + _BATCH)
       stop, next_token, survival = self._law(drafts, batch)
@@ -269,7 +291,11 @@ class _Evaluation:
 
   def check_survival(self, texts: np.ndarray, weights: np.ndarray,
                      stop: np.ndarray, survival: np.ndarray | None) -> None:
-    """Sums survival - P(tau >= i) by prefix, for chains."""
+    """Sums survival - P(tau >= i) by context, for chains.
+
+    tau is the number of accepted tokens. The two may differ for a single draft,
+    but the sums over all drafts with the same first i tokens must be equal.
+    """
     if survival is None or (
         self._parents != np.arange(-1, len(self._parents) - 1)).any():
       return
@@ -278,17 +304,17 @@ class _Evaluation:
       self._gaps[text] = self._gaps.get(text, 0.0) + value
 
   def check_survival_sums(self) -> None:
-    """Adds a defect unless the sums of survival and P(tau >= i) are equal."""
+    """Adds a defect unless all sums of `check_survival` are near 0."""
     if self._gaps and not max(map(abs, self._gaps.values())) <= TOLERANCE:
       self.defects.add("survival is not P(tau >= i)")
 
 
 class _Contexts(NamedTuple):
-  """Contexts in the tree of all drafts.
+  """Contexts in the tree of all drafts, by number.
 
   Attributes:
-    order: contexts, parents first.
-    rows: row of the pool by context.
+    order: numbers of the contexts, parents first.
+    rows: row of the pool that is selected by each context.
     children: `(token, context)` of the children of every context.
   """
 
@@ -299,7 +325,10 @@ class _Contexts(NamedTuple):
 
 def _contexts(parents: Sequence[int], drafts: larger.Drafts, which: np.ndarray,
               count: int) -> _Contexts:
-  """Returns the tree of `count` contexts; `which [n, N]` is each node's."""
+  """Returns the tree of `count` contexts.
+
+  `which [n, N]` is the number of the context of each node of n drafts.
+  """
   tree = _Contexts([], {}, [[] for _ in range(count)])
   for node, parent in enumerate(parents):
     for draft, context in enumerate(which[:, node]):
@@ -318,11 +347,11 @@ def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
               ) -> tuple[float, int, np.ndarray]:
   """Returns the total variation, the worst context and its next token's law.
 
-  `mass [T, V]` is the mass by stopping context and emitted token. The target
-  continues from there. So a sequence that leaves the tree of drafts after
-  context c with token y has probability mass[c, y] + continued[c] p(y | c).
-  Here `continued` is mass stopped above c and continued to c by the target. If
-  `only_first` is True, only the first token is compared.
+  `mass [T, V]` is the probability that the rule stops at each of T contexts and
+  emits each token. `continued[c]` is the probability that it stops above
+  context c and the target then continues to c. So a sequence that leaves the
+  tree of drafts after c with token y has probability mass[c, y] + continued[c]
+  p(y | c). If `only_first` is True, only the first token is compared.
   """
   count = len(mass)
   tree = _contexts(parents, drafts, which, count)
@@ -365,6 +394,9 @@ _STRETCH = 16
 def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
          rows: int, seed: int = 0) -> Audited:
   """Decodes sequences with random models and compares means.
+
+  It is for rules with state, whose errors may need many rounds. The compared
+  means are those of `Functions` over the tokens of the sequences.
 
   Args:
     compiled: the rule.
@@ -426,7 +458,18 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
 def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
                   rng: np.random.Generator
                   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns tokens `[n, gamma]`, rows and hashes `[n, gamma + 1]`."""
+  """Draws a chain of gamma tokens after each of n contexts.
+
+  Args:
+    pool: rows of the models.
+    hashes: `[n]` hashes of the contexts.
+    gamma: draft length.
+    rng: random generator.
+
+  Returns:
+    Tokens `[n, gamma]`, and rows of the pool and hashes `[n, gamma + 1]` of the
+    contexts after 0 to gamma of them.
+  """
   tokens, texts = [], [hashes]
   for _ in range(gamma):
     new = larger.drawn(pool.q[pool.rows(texts[-1])], rng)
@@ -437,7 +480,8 @@ def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
 
 
 def _deviation(functions: Functions, sums: np.ndarray, laws: int) -> Audited:
-  # Compares the tokens of every stretch, and all tokens after its start.
+  # A stretch is `_STRETCH` successive positions. For each stretch, the means
+  # over its tokens, and over all tokens after its start, are compared.
   starts = range(0, sums.shape[1], _STRETCH)
   ends = [(a, min(b, sums.shape[1])) for a in starts
           for b in (a + _STRETCH, sums.shape[1])]

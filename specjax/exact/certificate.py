@@ -43,18 +43,22 @@ class Certificate:
   probability is below 1e-9, see `exact.audit`.
 
   Attributes:
-    lossless: True if every law was a probability law, `survival` agreed with
-      it, no audit failed, and no total variation exceeded the tolerance: 1e-9
-      in float64, 1e-5 in float32, 1e-4 in float32 at production sizes.
-    total_variation: largest total variation over the small models. If only
-      another trial failed, the largest over the other trials.
-    witness: the model with this total variation: arguments of `random_pair`,
-      gamma, rounds, and the kind of drafting if it was special.
-    expected_tokens: tokens of one round, averaged over the small models with
-      chains.
-    bound: the largest average of a lossless rule on these models, with full
-      information about both models (1 + Lemma 8). A lossy rule can exceed it.
-    defects: reasons why a law was not a probability law, or an audit failed.
+    lossless: True if every law was a probability distribution, the rule's
+      `survival` (probability of accepting at least i tokens) agreed with it, no
+      audit failed, and no total variation exceeded the tolerance: 1e-9 in
+      float64, 1e-5 in float32, 1e-4 in float32 at production sizes.
+    total_variation: largest total variation, over the small models, between the
+      distributions of the rule's output and of the target. If only another
+      trial failed, the largest over the other trials.
+    witness: settings of the trial with this total variation: arguments of
+      `random_pair`, draft length gamma, rounds, and the kind of drafting if it
+      was special.
+    expected_tokens: expected tokens of the first round, averaged over the small
+      models with chains.
+    bound: upper bound on this average for lossless rules: 1 +
+      `full_information_optimum`, averaged. A lossy rule can exceed it.
+    defects: reasons why a law was not a probability distribution, or an audit
+      failed.
     models: number of pairs of small models enumerated with chains.
     laws: number of laws evaluated.
     dtype: dtype of the numbers passed to the law, unless `tried` names another.
@@ -179,7 +183,7 @@ def certify(verifier: Verifier | Compiled, *,
 
   Raises:
     ValueError: a size is not a whole number of at least its minimum, or has too
-      many drafts to enumerate; `kinds` or `dtype` is unknown; trees are given
+      many drafts to enumerate; `kinds` or `dtype` is unknown; `trees` are given
       with `stop`, or with a drafting other than autoregressive; schemes are
       given without trees.
 
@@ -236,7 +240,8 @@ def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
 class _Settings(NamedTuple):
   """Arguments of `certify` with defaults applied, and its trials.
 
-  `trees` is None for the default trees, `ended` is from `exact.ended_by`.
+  `trees` is None for the default trees. `ended` is the argument `stop` as a
+  function of `exact.ended_by`.
   """
 
   compiled: Compiled
@@ -260,7 +265,11 @@ class _Settings(NamedTuple):
 
   @property
   def padded_to(self) -> int:
-    """Number of nodes of a chain; padded for tree rules to share code."""
+    """Number of nodes to which chains are padded; 0 adds no padding.
+
+    Chains of a rule on trees have equal numbers of nodes, so that they share a
+    compiled program.
+    """
     is_chain = "chain" in self.compiled.rule.requires
     return 0 if is_chain else max(self.gammas) + 1
 
@@ -415,7 +424,10 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _bound(trial: trials.Found) -> float:
-  """Returns the most tokens of a lossless rule on a trial's models."""
+  """Returns an upper bound on the expected tokens of a lossless rule's round.
+
+  It is for the models of one trial with chains.
+  """
   kind, vocab_size, gamma, seed = (
       trial.witness[x] for x in ("kind", "vocab_size", "gamma", "seed"))
   return 1 + full_information_optimum(
@@ -442,7 +454,11 @@ def _sizes(found: list[trials.Found]) -> str:
 
 
 def _cause(found: list[trials.Found]) -> str:
-  """Returns a likely cause of failures, a law not computed in float64."""
+  """Returns a likely cause of all failures, or an empty string.
+
+  If errors in float64 are as small as those in float32, the rule probably
+  computes its law in float32.
+  """
   failed = [x for x in found if x.fails]
   if failed and all(
       x.dtype == "float64" and not x.outcome.defects

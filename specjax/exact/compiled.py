@@ -15,9 +15,10 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
-# A program is called thousands of times, so XLA_FLAGS must not slow it down.
+# XLA_FLAGS may lower the optimisation level, for example in tests. A program is
+# called thousands of times here, so its level is set explicitly.
 _OPTIMISED = {"xla_backend_optimization_level": "2"}
-_FEW = 8  # divisor of the chunk of a small enumeration
+_FEW = 8  # small enumerations use calls of 1 / 8 of the usual number of drafts
 
 
 class Compiled:
@@ -63,9 +64,10 @@ class Compiled:
 
   def laws(self, drafts: tuple, chunk: int, dtype: str
            ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns `stop [n, N]`, `next_token [n, N, V]` and `survival [n, N]`.
+    """Returns the laws of n drafts: `stop [n, N]` and `next_token [n, N, V]`.
 
-    `survival` is None unless the rule computes it.
+    The third result is `survival [n, N]`, the probability of accepting at least
+    i tokens; None unless the rule computes it.
 
     Args:
       drafts: tuple of tokens, parents `[n, N]`, q, p `[n, N, V]` and states.
@@ -76,7 +78,10 @@ class Compiled:
 
   def commits(self, drafts: tuple, verdicts: Verdict, chunk: int, dtype: str
               ) -> Any:
-    """Returns the states after the rounds; arguments as in `laws`."""
+    """Returns the rule's states after rounds with the given verdicts.
+
+    The other arguments are those of `laws`.
+    """
     return _in_chunks(self._commit, (*drafts, verdicts), chunk, dtype)
 
 

@@ -1,8 +1,9 @@
 """All possible drafts from some contexts, as arrays.
 
-Contexts of all lengths have one numbering: the empty context is 0, and context
-c followed by token x is c V + 1 + x. These numbers index q `[contexts, V]`, the
-concatenated tables of a `Pair`.
+A context is the sequence of tokens before a position. Contexts of all lengths
+have one numbering: the empty context is 0, and context c followed by token x is
+c V + 1 + x, for a vocabulary of V tokens. These numbers index the draft
+distributions q `[contexts, V]`, the concatenated tables of a `Pair`.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ def longer(contexts: np.ndarray, tokens: np.ndarray, vocab_size: int
 class Drafts:
   """Batch of n drafts of N nodes, grown node by node.
 
-  A scheme starts from `Drafts.roots` and calls `grow` for every node.
+  A drawing scheme (`exact.schemes`) starts from `Drafts.roots` and calls `grow`
+  for every node.
 
   Attributes:
     starts: `[n]` index of the start context of each draft.
@@ -46,7 +48,8 @@ class Drafts:
   def roots(cls, contexts: np.ndarray, vocab_size: int) -> "Drafts":
     """Returns drafts with a root at each of `contexts [n]` and no other node.
 
-    The root's token is the context's last; the empty context has V - 1.
+    The token of a root is the last token of its context. For the empty context
+    it is V - 1.
     """
     count = len(contexts)
     last = (np.asarray(contexts) - 1) % vocab_size
@@ -66,7 +69,10 @@ class Drafts:
     return self.contexts[np.arange(len(self.weights)), node]
 
   def seen(self, parent: int | np.ndarray) -> np.ndarray:
-    """Returns a mask `[n, V]` of the tokens of the children of `parent`."""
+    """Returns a mask `[n, V]` of the tokens of the children of `parent`.
+
+    `parent` is a node, or `[n]` nodes. Padding is not counted.
+    """
     count, _, vocab_size = self.probs.shape
     child = self.parents == np.reshape(parent, (-1, 1))
     draft, node = np.nonzero(child & self.probs.any(-1))
@@ -192,7 +198,13 @@ def chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
 
 def _marginals(q: np.ndarray, contexts: np.ndarray, gamma: int
                ) -> list[np.ndarray]:
-  """Returns the marginal `[n, V]` of each position."""
+  """Returns the marginal distributions `[n, V]` of gamma tokens under q.
+
+  Args:
+    q: `[contexts, V]` draft distributions.
+    contexts: `[n]` numbers of the contexts before the first token.
+    gamma: number of positions.
+  """
   vocab_size = q.shape[-1]
   reach, at, laws = np.ones((len(contexts), 1)), contexts[:, None], []
   for _ in range(gamma):
@@ -213,7 +225,8 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
   """Returns a function that shortens chains by a stop rule.
 
   Args:
-    stop: the stop rule, see `certify`.
+    stop: function `(probs [gamma, V], tokens [gamma]) -> length []`, see
+      `certify`.
 
   Raises:
     ValueError: `stop` is a class or cannot be called.
@@ -237,7 +250,7 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
   return ended
 
 
-_DENSE = 1 << 22  # most contexts of one length counted without sorting
+_DENSE = 1 << 22  # most contexts of one length that are counted in an array
 
 
 class Starts(NamedTuple):
@@ -246,7 +259,7 @@ class Starts(NamedTuple):
   Attributes:
     contexts: `[n]` int64 index of each context among contexts of its length.
     states: states of the rule, leaves `[n, ...]`, or None.
-    weights: `[n]` probabilities.
+    weights: `[n]` probability that a round starts there.
   """
 
   contexts: np.ndarray
@@ -265,10 +278,10 @@ def dense(starts: Starts, size: int) -> np.ndarray:
 
 
 def merged(outcomes: list[dict[int, Starts]], vocab: int) -> dict[int, Starts]:
-  """Merges starts with equal contexts and states.
+  """Merges starts of rounds with equal contexts and states.
 
   Args:
-    outcomes: starts by length.
+    outcomes: several mappings from the length of the contexts to their starts.
     vocab: vocabulary size V.
   """
   lengths = sorted({length for starts in outcomes for length in starts})

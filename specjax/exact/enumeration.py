@@ -36,10 +36,11 @@ class Outcome(NamedTuple):
   """Result of an enumeration for one pair of models.
 
   Attributes:
-    law: `[V**H]` exact distribution of the first H tokens.
-    target: `[V**H]` target distribution of the first H tokens.
-    expected_accepted: E[tau] of the first round.
-    defects: reasons why a law was not a probability law.
+    law: `[V**H]` exact distribution of the first H tokens that decoding emits,
+      for a vocabulary of V tokens. `enumerate_chains` defines H.
+    target: `[V**H]` distribution of the first H tokens under the target model.
+    expected_accepted: expected number of accepted tokens of the first round.
+    defects: reasons why a law was not a probability distribution.
     laws: number of laws evaluated.
   """
 
@@ -164,7 +165,7 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
     longest: number of tokens of the longest path.
     rounds: number of rounds, see `enumerate_chains`; gamma is `longest`.
     dtype: dtype of the numbers passed to the law.
-    chunk: number of laws per call.
+    chunk: number of laws per call of the compiled rule.
   """
   plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds,
               dtype, chunk)
@@ -201,8 +202,11 @@ class Plan(NamedTuple):
           ) -> tuple["Run", dict[int, Starts], float]:
     """Returns the `Run`, the starts after its last round, and E[tau].
 
+    E[tau] is the expected number of accepted tokens of the first round.
+
     Args:
-      watch: context for `Run.example`: the draft most likely to stop there.
+      watch: number of a context, or None. `Run.example` is then the draft that
+        is most likely to stop at it.
 
     Raises:
       ValueError: the tables are not deep enough.
@@ -270,7 +274,7 @@ class Run:
   """Rounds of one rule on one pair of models, with the defects of its laws.
 
   Attributes:
-    defects: reasons why a law was not a probability law.
+    defects: reasons why a law was not a probability distribution.
     laws: number of laws evaluated.
     example: draft of the first defect or of the watched context, or None.
   """
@@ -288,6 +292,8 @@ class Run:
   def rounds(self, count: int, horizon: int
              ) -> tuple[dict[int, Starts], float]:
     """Returns the starts after the last round, by length, and E[tau].
+
+    E[tau] is the expected number of accepted tokens of the first round.
 
     Args:
       count: number of rounds of a rule without state.
@@ -317,9 +323,13 @@ class Run:
 
   def round(self, length: int, starts: Starts, horizon: int | None = None
             ) -> dict[int, Starts]:
-    """Returns the starts after one round, by length.
+    """Returns the starts of the next rounds, by length of their contexts.
 
-    Tokens and states after `horizon` are dropped.
+    Args:
+      length: number of tokens of the contexts in `starts`.
+      starts: contexts and states at which this round starts.
+      horizon: maximum length; tokens and states after it are dropped. None is
+        no limit.
     """
     firsts = range(0, len(starts.weights), _STARTS)
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
@@ -403,8 +413,9 @@ class Run:
   def _survival_gap(self, found, weights, stop, survival):
     """Returns the error `[n]` of `survival` by draft.
 
-    P(tau >= i | x^i) is a mean over the drafts with prefix x^i, so the sums
-    over these drafts are compared.
+    `survival` must be P(tau >= i | x^i), where tau is the number of accepted
+    tokens and x^i the first i tokens of the draft. It is a mean over the drafts
+    that begin with x^i, so the sums over these drafts are compared.
     """
     count, nodes = stop.shape
     real = found.probs.any(-1)

@@ -1,10 +1,11 @@
 """Exact laws of a round on models with too many sequences to enumerate.
 
-After every context q has two tokens of positive probability, so long chains and
-trees have few drafts. p is positive almost everywhere. Then decoding with the
-rule can stop at only a few of the V**H contexts. After each stop the target
-continues in both distributions, so the total variation follows from the mass at
-the stops.
+After every context the draft model q has at most two tokens of positive
+probability, so long chains and trees have few drafts. The target p is positive
+almost everywhere. A round can stop at only a few of the V**H contexts of H
+tokens from a vocabulary of V. After a stop, the target continues in the output
+of decoding as in its own distribution. So the total variation between the two
+follows from the probabilities of the stops.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,9 @@ class SparseOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Hashed:
-  """Array `[contexts, V]` with few different rows."""
+  """Array `[contexts, V]` with few different rows, selected by a hash of the
+  context's number.
+  """
 
   rows: np.ndarray
 
@@ -93,8 +96,8 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
   eye = np.eye(vocab_size)
   p, q = [], []
   for i in range(_ROWS):
-    # Row 0 belongs to the empty context. If the target rejected all of its
-    # drafts, no other row would be used.
+    # Row 0 belongs to the empty context. If the target rejected all drafts from
+    # this context, no other row would be used.
     is_first = not i
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
     is_single = rng.random() < single and not is_first
@@ -155,9 +158,11 @@ class Deviation(NamedTuple):
 def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   """Returns the total variation from the target, and the worst context.
 
-  W(c) is the mass stopping at context c; there the target continues. U(c) is
-  the mass stopping at c or at an extension of c. A sequence begins
-  with c with probability U(c) + B(c), where B(cy) = (B(c) + W(c)) p(y | c).
+  W(c) is the probability that decoding with the rule stops at context c; there
+  the target continues. U(c) is the probability that it stops at c or at an
+  extension of c. B(c) is the probability that it stops before c and the target
+  continues to c, so B(cy) = (B(c) + W(c)) p(y | c) for a token y. A sequence
+  begins with c with probability U(c) + B(c).
 
   Args:
     starts: weights of the contexts after the last round, by length.
@@ -168,7 +173,8 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   vocab_size, p = pair.vocab_size, pair.tables()[0]
   longest = max(starts)
   offsets = enumeration.first_contexts(vocab_size, longest + 1)
-  # Upwards: every context with mass at it or below it, with W and U.
+  # From the longest contexts to the shortest: every context with U > 0, with
+  # its W (`standing`) and U (`under`).
   after, below, levels = np.zeros(0, np.int64), np.zeros(0), []
   for length in range(longest, -1, -1):
     start = starts.get(length)
@@ -182,7 +188,8 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
     np.add.at(under, np.searchsorted(contexts, parents), below)
     levels.append((contexts, standing, under))
     after, below = contexts, under
-  # Downwards: sequences that begin with a context but no listed extension.
+  # From the shortest contexts to the longest: the error of all sequences that
+  # begin with a context but with none of its listed extensions.
   from_above, target, distance = np.zeros(1), np.ones(1), 0.0
   farthest, where, obtained = 1e-15, None, None
   while levels:
@@ -277,7 +284,7 @@ def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
 
 
 def dense_pool(vocab_size: int, seed: int) -> Pool:
-  """Returns similar models, both positive at all tokens."""
+  """Returns similar target and draft models, positive at all tokens."""
   rng = np.random.default_rng([vocab_size, seed])
   logits = 3 * rng.standard_normal((_DENSE_ROWS, vocab_size))
   other = logits + 1.2 * rng.standard_normal(logits.shape)
@@ -319,7 +326,7 @@ def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
     roots: `[n]` root tokens.
     salt: seed of the hash; each seed is another model.
     most: largest number of drafts; the result is None if there are more.
-    rng: random generator.
+    rng: random generator that draws the tokens, or None for all drafts.
   """
   count = len(roots)
   hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]

@@ -1,4 +1,7 @@
-"""Pairs of small context-dependent models, stored as tables."""
+"""Pairs of small models, target and draft model, stored as tables.
+
+A table has the distribution of the next token after every context.
+"""
 
 import functools
 import threading
@@ -22,8 +25,8 @@ class Pair(NamedTuple):
   """A context-dependent pair of tabular models.
 
   Attributes:
-    p: tables of the target model. p[d] is `[V**d, V]`: the distribution after
-      each context of d tokens, contexts in lexicographic order.
+    p: tables of the target model. p[d] is `[V**d, V]`, the distribution of the
+      next of V tokens after each context of d tokens, in lexicographic order.
     q: tables of the draft model, in the same format.
   """
 
@@ -40,7 +43,7 @@ class Pair(NamedTuple):
     return min(len(self.p), len(self.q))
 
   def tables(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns p and q as `[contexts, V]`, see `exact.drafts`."""
+    """Returns p and q as `[contexts, V]`, numbered as in `exact.drafts`."""
     return np.concatenate(self.p), np.concatenate(self.q)
 
 
@@ -145,7 +148,7 @@ class _Tables:
     self._levels, self._lock = [], threading.Lock()
 
   def up_to(self, depth: int) -> Pair:
-    """Returns the pair of a depth."""
+    """Returns the pair with contexts of 0 to depth - 1 tokens."""
     with self._lock:
       while len(self._levels) < depth:
         level = _random_rows(
@@ -195,7 +198,7 @@ def _drawn_kinds(kind: str, rng: np.random.Generator, rows: int,
 
 def _one_replaced(p: np.ndarray, q: np.ndarray, rng: np.random.Generator
                   ) -> tuple[np.ndarray, np.ndarray]:
-  """Replaces p by a dense row, or q in a quarter of the rows."""
+  """Replaces rows of p by dense rows; in a quarter of the rows, q instead."""
   other = _dense(rng, *p.shape)
   in_p = rng.random((len(p), 1)) < 0.75
   return np.where(in_p, other, p), np.where(in_p, q, other)
@@ -203,7 +206,7 @@ def _one_replaced(p: np.ndarray, q: np.ndarray, rng: np.random.Generator
 
 def _with_zeros(p: np.ndarray, q: np.ndarray, rng: np.random.Generator,
                 disjoint: bool) -> tuple[np.ndarray, np.ndarray]:
-  """Sets random tokens of both to 0; at least one token remains in each."""
+  """Sets random tokens of p and q to 0; in each row at least one remains."""
   order = lambda: np.argsort(rng.random(p.shape), axis=-1)
   size = lambda: rng.integers(1, p.shape[-1], size=(len(p), 1))
   rank, cut = order(), size()
@@ -255,9 +258,12 @@ _SIDES = {"ties": _ties, "nearly_one_hot": _nearly_one_hot,
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """Returns the largest expected number of tokens accepted by a coupling.
+  """Returns the most tokens that a lossless rule can be expected to accept.
 
-  It is sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)) (Lemma 8). Greedy block
+  The rule may use both models in any way, over gamma drafted tokens. The value
+  is sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)), where p(x^i) and q(x^i)
+  are the probabilities of the first i tokens under the target and the draft
+  model (Lemma 8 of Sun et al. 2024, arXiv:2403.10444). Greedy block
   verification attains it in its first round (Theorem 3).
 
   Args:

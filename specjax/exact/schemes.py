@@ -1,10 +1,12 @@
 """Schemes for drawing the tokens of a tree.
 
-A scheme is a function `(drafts, q, parents) -> Drafts`. Its arguments are the
-roots, the draft distributions q `[contexts, V]` and the shape of the tree. It
-grows one node for every entry of `parents` after the first, in this order,
-which is also the order in which siblings are verified. A user can write other
-schemes; further draft models can be variables of the closure.
+A scheme is a function `(drafts, q, parents) -> Drafts`. `drafts` has roots
+only. `q [contexts, V]` is the draft distribution after each context, numbered
+as in `exact.drafts`. `parents [N]` is the shape of the tree. The scheme grows
+one node for every entry of `parents` after the first, in this order, which is
+also the order in which siblings are verified. It returns every possible draft
+with its probability. A user can write other schemes; further draft models can
+be variables of the closure.
 """
 
 from collections.abc import Callable
@@ -57,7 +59,7 @@ def without_replacement(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def top_k(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
           ) -> Drafts:
-  """Takes the most likely tokens of q as deterministic children."""
+  """Takes the most likely tokens of q as children; nothing is random."""
   for parent in parents[1:]:
     drafts = drafts.grow(parent, _next_best(drafts, q, parent))
   return drafts
@@ -236,12 +238,20 @@ def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
 
 
 def height(parents: Sequence[int]) -> int:
-  """Returns the depth of the deepest node, after `trees` checks the parents."""
+  """Returns the depth of the deepest node; `trees.shapes` checks the parents.
+  """
   return max(shapes.depths(parents))
 
 
 def draw(scheme: str | Scheme, parents: Sequence[int], q: np.ndarray,
          contexts: np.ndarray) -> Drafts:
-  """Returns all drafts of one shape from `contexts [n]`; q `[contexts, V]`."""
+  """Returns all drafts of one shape with their probabilities.
+
+  Args:
+    scheme: function that draws the tokens, or its name.
+    parents: shape of the tree.
+    q: `[contexts, V]` draft distributions.
+    contexts: `[n]` numbers of the contexts at which drafts start.
+  """
   roots = Drafts.roots(contexts, q.shape[-1])
   return named(scheme)(roots, q, tuple(parents))

@@ -1,4 +1,8 @@
-"""Trials of `certify`: models and drafts of every kind."""
+"""Trials of `certify`: models and drafts of every kind.
+
+A trial is one enumeration of all drafts of a pair of models, or one audit
+(`exact.audit`).
+"""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -180,7 +184,11 @@ def on_trees(compiled: Compiled, vocab_size: int,
              schemes: Sequence[str | schemes_lib.Scheme], kinds: Sequence[str],
              seeds: Sequence[int], rounds: int, dtype: str,
              scattered: bool = False) -> Iterator[Found]:
-  """Enumerates small models with trees; None is the default trees."""
+  """Enumerates small models with trees.
+
+  `trees` is a list of `parents`; None is the default trees. If `scattered` is
+  True, padding is inserted before and between the real nodes.
+  """
   if trees is None:
     trees = list(default_trees(vocab_size))
   largest = max(map(len, trees), default=1) + 3 * scattered
@@ -281,7 +289,8 @@ def _larger_trees(compiled: Compiled, dtype: str,
                   schemes: Sequence[schemes_lib.Scheme], seed: int
                   ) -> Iterator[Found]:
   """Enumerates trees of 10 and of up to 17 nodes."""
-  # Without replacement, other tokens follow when the support of q is exhausted.
+  # After each context q has two tokens. When drawing without replacement has
+  # used both, it draws from all V tokens, so large trees have too many drafts.
   few = [scheme for scheme in schemes if scheme in (
       schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)]
   (vocab_size, parents), (largest_vocab, largest) = (
