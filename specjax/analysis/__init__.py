@@ -1,4 +1,8 @@
-"""Expected lengths and speed-ups, and verifiers judged on recorded drafts."""
+"""Expected tokens, rounds and speed-ups of decoding, and their upper bounds.
+
+Results are exact on small pairs of models, estimated from recorded drafts, or
+predicted from measured times.
+"""
 
 from specjax.analysis.bounds import accepted_bound
 from specjax.analysis.bounds import bound_terms

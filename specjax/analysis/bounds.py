@@ -1,24 +1,30 @@
-"""Upper bounds on every valid rule, estimated from drawn drafts.
+"""Upper bounds on the accepted tokens of every valid rule, from drawn drafts.
+
+A rule is valid if the sequences of decoding with it have the distribution p of
+the target. tau is its number of accepted tokens in a round.
 
 Let T be a draft tree. Let m(c, y) be any function of a context c and a token y
 whose mean over y under p(. | c) is 0 for every c. A valid rule stops at a node
-v of T and emits one token y. The unmodified target continues, so the sequence
-has the target's distribution. The sum of m along the sequence to any fixed
-length therefore has mean 0. The part after vy is drawn by the target and also
-has mean 0. So the sum along vy, their difference, has mean 0. In one round
+v of T and emits one token y. vy is the path to v, followed by y. The unmodified
+target continues, so the sequence has the distribution p. The sum of m along the
+sequence to any fixed length therefore has mean 0. The part after vy is drawn by
+the target, and its sum also has mean 0. So the sum along vy, which is the
+difference, has mean 0. In one round
 
   E[tau] = E[depth(v) + sum of m along vy]
         <= E_T[max over v, y of (depth(v) + sum of m along vy)],
 
 where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
-This is `dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends on p and
- q along the sequence alone. So every drawn tree gives an unbiased sample of the
-bound, for vocabularies of any size. The rule may use both models in any way.
+This is `dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends only on p
+and the draft model's q along the sequence. So every drawn tree gives an
+unbiased sample of the bound, for vocabularies of any size. The rule may use
+both models in any way.
 
-m(c, y) = E_p[w(c, .)] - w(c, y), where w is a table: its row is the depth of c
-and its column the survival of block verification after y, s(c) p(y|c) / q(y|c)
-with s(cy) = min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound`
-searches for a low one. Evaluate the table on other drafts: the mean over the
+m(c, y) = E_p[w(c, .)] - w(c, y), where w(c, y) is an entry of a table. The row
+is the depth of c in T. The column is an interval of s(c) p(y|c) / q(y|c), where
+s is the survival of block verification: 1 at the root, and s(cy) =
+min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound` searches for
+a table with a low bound. Evaluate the table on other drafts: the mean over the
 drafts of the fit is too low and not a bound.
 """
 
@@ -32,7 +38,7 @@ import optax
 from specjax.trees import topology
 from specjax.types import Draft
 
-# Between two columns of a table: natural logarithms of the survival.
+# Limits between the columns of a table: natural logarithms of s(c) p / q.
 _EDGES = (-6, -4, -3, -2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1,
           1.5, 2, 3)
 _COLUMNS = len(_EDGES) + 1
@@ -45,16 +51,17 @@ _SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 
 @struct.dataclass
 class BoundTerms:
-  """Summary of a draft, sufficient for its bound with any table.
+  """Summary of a draft of N nodes, sufficient for its bound with any table.
 
-  Leading axes are allowed.
+  p is the target's distribution, and K the number of columns of a table (see
+  the module). Leading axes are allowed.
 
   Attributes:
     parents: `[N]` int32, as in `Draft`.
     valid: `[N]` bool, True for nodes with p > 0 that are not padding.
     mass: `[N, K]`, p of the tokens after every node, summed by the columns of
       the table.
-    possible: `[N, K]` bool, whether a column has a token with p > 0.
+    possible: `[N, K]` bool, True if a column has a token with p > 0.
     columns: `[N]` int32, the column of every node's token after its parent.
   """
 
@@ -115,8 +122,8 @@ def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
 
   Args:
     terms: summaries of R drafts, `[R, ...]`.
-    table: `[D, K]`, w of the contexts c with depths 0, ..., D - 1. For deeper
-      c, w is 0. K is 18.
+    table: `[D, K]`, w of the module's docstring, for contexts of depths 0, ...,
+      D - 1. For deeper contexts w is 0. K is 18.
 
   Returns:
     `[R]`, the largest depth(v) + sum of m along vy of every draft. With a table
@@ -139,7 +146,7 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
     weights: `[R]`, weights of the drafts; default: equal.
 
   Returns:
-    `[depth, K]`.
+    Table `[depth, K]` for `accepted_bound`.
   """
   weights = (jnp.ones(len(terms.valid)) if weights is None
              else jnp.asarray(weights))

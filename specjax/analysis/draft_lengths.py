@@ -1,11 +1,12 @@
 """Draft length as a problem of optimal stopping, exactly on small pairs.
 
-A drafted token costs `token_cost` target calls. With block verification the
-next token x of a draft saves survival(x) D(c x) on average, where D is the
-value of a token as in `analysis.rounds`, in total cost instead of rounds. So
-drafting should continue while the expected saving by this token and by later
-ones exceeds the cost. Published rules stop by the expected number of accepted
-tokens instead.
+A drafted token costs `token_cost` target calls. Let c be the context with the
+tokens drafted so far, and x the next drafted token. With block verification x
+is accepted with probability survival(x). It then saves D(c x), the value of one
+more token after c x: D of `analysis.rounds` with the total cost instead of the
+number of rounds. So drafting should continue while the expected saving
+by x and by later tokens exceeds their cost. Published rules stop by the
+expected number of accepted tokens instead.
 """
 
 import dataclasses
@@ -23,11 +24,12 @@ class DraftLengths:
   """Optimal stopping of drafts for block verification.
 
   Attributes:
-    cost: `[contexts]`, the expected total cost from every context, rounds +
-      token_cost * drafted tokens; numbered as by `analysis.remaining_rounds`.
+    cost: `[contexts]`, the expected total cost from every context to the end:
+      rounds + token_cost * drafted tokens. Contexts are numbered as in the
+      result of `analysis.remaining_rounds`.
     goes_on: decision to draft one more token. goes_on[n][l] is `[V**(n + l)]`
       bool, for rounds that start after n tokens and have drafted l tokens.
-    vocab_size: V.
+    vocab_size: number of tokens V of the vocabulary.
   """
 
   cost: np.ndarray
@@ -52,10 +54,10 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
                        *, eos: int | None = None) -> DraftLengths:
   """Returns the cheapest stopping of drafts with block verification.
 
-  Backward induction over contexts and, within a round, over the drafted
-  tokens. The decision depends on the text and on the draft so far. No stop
-  rule that depends on these, and no fixed draft length, has a lower expected
-  cost with block verification.
+  It is computed by backward induction over contexts and, within a round, over
+  the drafted tokens. The decision to stop depends on the sequence and on the
+  draft so far. No stop rule that depends on these, and no fixed draft length,
+  has a lower expected cost with block verification.
 
   Args:
     pair: tables of at least `length` contexts deep.
@@ -90,12 +92,13 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
 
 def _stopping(pair: Pair, n: int, values: list[np.ndarray], token_cost: float
               ) -> tuple[np.ndarray, list[np.ndarray]]:
-  """Optimal stopping in one round from every context of n tokens.
+  """Returns the optimal stopping in one round from every context of n tokens.
 
   Args:
     pair: the models.
     n: tokens of the contexts.
-    values: values[l - 1] is D of the contexts after l drafted tokens.
+    values: values[l - 1] is the value D of a token (see the module) in each
+      context after l drafted tokens.
     token_cost: cost of one drafted token.
 
   Returns:

@@ -1,9 +1,11 @@
 """Dual certificates: exact bounds on all valid rules for one instance.
 
-An instance is a pair of models, the shape of a tree, and the scheme by which
+A rule is valid if decoding with it follows the distribution p of the target. An
+instance is a pair of models, the shape of a draft tree, and the scheme by which
 its tokens are drawn. Let z be a sequence one token longer than the deepest
 path, phi(z) any function, and Phi(c) = E_p[phi(z) | z begins with c]. A valid
-rule stops at a node v of the drafted tree T and emits a token y. The target
+rule stops at a node v of the drafted tree T and emits a token y. vy is the path
+to v, followed by y, and Phi() belongs to the empty context. The target
 continues, so the sequence has the target's distribution, and
 
   E[depth(v)] = E[depth(v) + Phi(vy)] - Phi() <= E_T[max_{v, y} (depth(v) +
@@ -33,11 +35,12 @@ _ROUNDED = 1 << 30
 
 def tree_potential(pair: Pair, parents: Sequence[int],
                    scheme: str | schemes.Scheme) -> list[Fraction]:
-  """Returns the best phi for an instance, rounded to rational numbers.
+  """Returns the best phi (see the module) of an instance, as rational numbers.
 
-  It solves the dual of the linear program of `tree_optimum`. With it
-  `dual_bound` exceeds the optimum by about 1e-9. The excess can be larger for
-  models with probabilities below 1e-9, because the solver cannot resolve them.
+  phi solves the dual of the linear program of `tree_optimum` and is then
+  rounded. With it `dual_bound` exceeds the optimum by about 1e-9. The excess
+  can be larger for models with probabilities below 1e-9, because the solver
+  cannot resolve them.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
@@ -55,13 +58,14 @@ def tree_potential(pair: Pair, parents: Sequence[int],
 
 
 def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
-  """Returns the best phi for a chain, in closed form.
+  """Returns the best phi (see the module) for a chain, in closed form.
 
-  With R_i = prod_{k<=i} p/q, block verification passes position l of a sequence
-  with probability 1 / max_{i<=l} R_i. Let j(l) <= l be the position of the
-  maximum; it is 0 if no R_i exceeds R_0 = 1. Then phi(z) = sum_j E[number of
-  l <= gamma with j(l) = j | z^j]. With it `dual_bound` equals the expected
-  number of tokens that block verification accepts.
+  R_i is the product of p / q over the first i tokens of a sequence z. Block
+  verification passes position l of z with probability 1 / max_{i<=l} R_i. Let
+  j(l) <= l be the position of this maximum; it is 0 if no R_i exceeds R_0 = 1.
+  Then phi(z) = sum_j E[number of l <= gamma with j(l) = j | z^j], where z^j is
+  the first j tokens of z. With this phi `dual_bound` equals the expected number
+  of tokens that block verification accepts.
 
   Args:
     pair: tables of at least gamma + 1 contexts deep.
@@ -195,7 +199,7 @@ def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,
 
 def _rational(tables: Sequence[np.ndarray], length: int
               ) -> list[list[list[Fraction]]]:
-  """Rows of the first tables as fractions that sum to 1 exactly."""
+  """Returns the rows of the first tables as fractions that sum to exactly 1."""
   def row(numbers: np.ndarray) -> list[Fraction]:
     numbers = [Fraction(float(x)) for x in numbers]
     total = sum(numbers)

@@ -134,7 +134,10 @@ def clusters_needed(pilot: Estimate, half_width: float) -> int:
 
 
 def _unit_width(number: int) -> float:
-  """Returns half the length of an interval of unit scatter, unskewed."""
+  """Returns half the length of an interval of `number` clusters.
+
+  Their standard deviation is 1 and their distribution is symmetric.
+  """
   return _quantile(number) / number**0.5
 
 

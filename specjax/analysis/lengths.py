@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Numbers = np.ndarray | np.float64
-# Survival P(tau >= i) falls with i. Its estimate, the mean of P(tau >= i | x^i)
-# over rounds, may rise by up to this much.
+# Survival, the probability P(tau >= i) of accepting at least i tokens, falls
+# with i. Its estimate, a mean over rounds, may rise by up to this much.
 _RISE = 0.01
 
 
@@ -216,10 +216,11 @@ def best_gamma(survival: ArrayLike, *, step: float,
                overhead: float = 0.0) -> tuple[int, float]:
   """Returns the fastest draft length, from measured times and acceptance.
 
-  Drafts cut to gamma tokens give sum_{i<=gamma} survival[i] tokens per round.
-  This holds if P(tau >= i) depends on the first i tokens alone, for example
-  with token and block verification. A rule with state, such as greedy block
-  verification, has to be measured at every gamma.
+  tau is the number of accepted tokens of a round. Drafts cut to gamma tokens
+  give sum_{i<=gamma} survival[i] tokens per round. This holds if P(tau >= i)
+  depends on the first i drafted tokens alone, for example with token and block
+  verification. A rule with state, such as greedy block verification, has to be
+  measured at every gamma.
 
   The prediction is exact for rounds that start at the recorded contexts. Drafts
   of another length start at other contexts, which changed the tokens per round

@@ -1,8 +1,10 @@
 """Upper bounds on verification: closed forms and linear programs.
 
-All bounds are for ONE round. Sun et al. 2024 (arXiv:2403.10444) give a linear
-program over all valid verifiers of chains with gamma drafted tokens. This
-module extends it to trees, and `analysis.several_rounds` to several rounds.
+All bounds are for ONE round. p is the target, q the draft model, and tau the
+number of accepted tokens. A verifier is valid if decoding with it follows p.
+Sun et al. 2024 (arXiv:2403.10444, "the paper" below) give a linear program over
+all valid verifiers of chains with gamma drafted tokens. This module extends it
+to trees, and `analysis.several_rounds` to several rounds.
 """
 
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ from specjax.exact.drafts import longer
 from specjax.exact.pairs import joint
 from specjax.exact.pairs import Pair
 
-# Gains are scaled, because the gains of improbable sequences would otherwise be
-# below the solver's tolerance.
+# Factor of the coefficients of the maximised sum (gains). Without it, the gains
+# of improbable sequences would be below the solver's tolerance.
 _GAIN_SCALE = 1e3
 # The solver drops smaller coefficients, and refuses very large ones.
 _SMALLEST = 1e-9
@@ -29,9 +31,9 @@ _DUAL_ERROR = 1e-11  # error of the solver's dual variables of sequences
 def transport_optimum(pair: Pair, gamma: int) -> float:
   """Returns `full_information_optimum` by its definition, optimal transport.
 
-  The largest E[length of the common prefix of X and Z] over all couplings of a
-  draft X from q and a sequence Z from p, both of gamma tokens. The program has
-  V**(2 gamma) variables.
+  It is the largest E[length of the common prefix of X and Z] over all couplings
+  of a draft X from q and a sequence Z from p, both of gamma tokens. The linear
+  program has V**(2 gamma) variables for a vocabulary of V tokens.
   """
   vocab = pair.vocab_size
   p, q = (joint(tables, gamma)[-1] for tables in (pair.p, pair.q))
@@ -49,9 +51,9 @@ def verifier_optimum(pair: Pair, gamma: int,
                      weights: Sequence[np.ndarray] | None = None) -> float:
   """Returns the most accepted tokens of a valid verifier in one round.
 
-  The largest E[tau] over all verifiers of `emission_optimum`. Block
-  verification attains it (Theorem 2 of the paper). This holds for one round:
-  after two rounds another valid rule can have more tokens if gamma >= 3
+  It is the largest E[tau] over the verifiers that `emission_optimum` describes.
+  Block verification attains it (Theorem 2 of the paper). This holds for one
+  round: after two rounds another valid rule can have more tokens if gamma >= 3
   (`analysis.patient_pair`).
 
   Args:
@@ -78,9 +80,10 @@ def emission_optimum(pair: Pair, gamma: int, values: Sequence[np.ndarray]
                      ) -> float:
   """Returns the largest expected value of the tokens of one round.
 
-  A verifier f(x, tau, y) emits X^tau and ONE bonus token y, and the unmodified
-  target continues. It may use both models in any way. The constraints are
-  f >= 0, sum_{tau,y} f(x, .) = q(x), and for every sequence z of gamma + 1
+  A verifier emits the first tau tokens x^tau of the draft x and ONE bonus token
+  y, and the unmodified target continues. It may use both models in any way.
+  f(x, tau, y) is the probability of a draft and this outcome. The constraints
+  are f >= 0, sum_{tau,y} f(x, .) = q(x), and for every sequence z of gamma + 1
   tokens sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} |
   z^{tau+1}) = p(z). They describe the valid rules of the paper's Lemma 2, which
   are all rules without state other than their output.
@@ -92,7 +95,7 @@ def emission_optimum(pair: Pair, gamma: int, values: Sequence[np.ndarray]
       exactly m tokens, for m = 1..gamma + 1. Values may be negative.
 
   Returns:
-    max E[values[N - 1][Z^N]], where N = tau + 1.
+    max E[values[N - 1][Z^N]], where Z^N are the N = tau + 1 emitted tokens.
 
   Raises:
     ValueError: a row of the models does not sum to 1 within 1e-12.
@@ -184,13 +187,14 @@ def tree_optimum(pair: Pair, parents: Sequence[int],
                  scheme: str | schemes.Scheme) -> float:
   """Returns the most accepted tokens of a random tree in one round.
 
-  The program of `verifier_optimum` with trees T instead of chains. f(T, v, y)
-  >= 0 is the probability of drafting T, stopping at its node v, and emitting y.
-  The constraints are sum_{v,y} f(T, .) = P(T) and, for every sequence z one
-  token longer than the deepest path, that p(z) is the sum of f(T, v, y) p(rest
-  of z) over all T and all vy with which z begins. The optimum bounds one round
-  of every rule that emits one bonus token before the unmodified target
-  continues. The rule may use both models in any way.
+  It solves the program of `verifier_optimum` with trees T instead of chains.
+  f(T, v, y) >= 0 is the probability of drafting T, stopping at its node v, and
+  emitting y. The first constraint is sum_{v,y} f(T, .) = P(T), the probability
+  of drafting T. The second is for every sequence z one token longer than the
+  deepest path: p(z) is the sum of f(T, v, y) p(rest of z) over all T and all
+  paths v with next token y that z begins with. The optimum bounds one round of
+  every rule that emits one bonus token before the unmodified target continues.
+  The rule may use both models in any way.
 
   Args:
     pair: tables of at least height + 1 contexts deep.
@@ -205,12 +209,13 @@ def tree_optimum(pair: Pair, parents: Sequence[int],
 
 def tree_prices(pair: Pair, parents: Sequence[int],
                 scheme: str | schemes.Scheme) -> np.ndarray:
-  """Returns the prices v(z) of all sequences, the dual of `tree_optimum`.
+  """Returns the dual variables of sequences (prices) of `tree_optimum`.
 
-  For some u(T), u(T) + E[v(z) | z begins with vy] >= depth(v) for the nodes v
-  of all trees T. The solver's variable of a sequence is p(z) v(z), with an
-  error independent of p(z), so every price includes an allowance for the error.
-  `analysis.duals` computes exact bounds from the prices.
+  The dual program has a price w(z) of every sequence z and a number u(T) for
+  every tree T. They fulfil u(T) + E[w(z) | z begins with vy] >= depth(v) for
+  the nodes v of T and the tokens y after them. The solver returns p(z) w(z),
+  with an error independent of p(z), so every price includes an allowance for
+  the error. `analysis.duals` computes exact bounds from the prices.
 
   Returns:
     `[2, V**(height + 1)]`: two lists of prices. They differ only for models
@@ -220,8 +225,9 @@ def tree_prices(pair: Pair, parents: Sequence[int],
   paid = np.zeros(len(p))
   paid[texts] = _DUAL_ERROR - _solution(*found).eqlin.marginals / _GAIN_SCALE
   # The solver may give one improbable sequence a price far from the average, to
-  # compensate for others with the same prefix. The first list cuts high prices
-  # off. The second distributes the difference over the sequences of the prefix.
+  # compensate for other sequences with the same prefix. The first list cuts
+  # such prices off. The second distributes the difference over the sequences of
+  # the prefix.
   mean, height = paid.sum(), schemes.height(parents)
   cut = np.minimum(paid, (mean + height) * p)
   inside = np.maximum(cut, (mean - 3 * height) * p)
@@ -241,7 +247,12 @@ def tree_prices(pair: Pair, parents: Sequence[int],
 def _tree_program(pair: Pair, parents: Sequence[int],
                   scheme: str | schemes.Scheme
                   ) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
-  """Returns `tree_optimum`'s program, its sequences' numbers, and p of all."""
+  """Returns the linear program of `tree_optimum`.
+
+  Returns:
+    The program in the form of `program`, the numbers of its sequences, and the
+    probabilities p of all sequences.
+  """
   length = schemes.height(parents) + 1
   vocab = pair.vocab_size
   p = joint(pair.p, length)

@@ -7,8 +7,9 @@ if gamma = 2, by the rule and the pairs of this module. It holds for two rounds
 if gamma = 2, and for every number of rounds if gamma = 1.
 
 The reason: block verification accepts as many tokens as possible in every
-round, even if the next round then starts at a worse context. A round that
-starts after a token with p/q < 1 cannot use this factor for later tokens.
+round, even if the next round then starts at a worse context. Within a round, a
+token with p/q < 1 and a later token with p/q > 1 compensate each other. They do
+not if the round ends between them.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ from specjax.verifiers.block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Patient(Verifier):
-  """Block verification without the last drafted token if its row is one-hot.
+  """Block verification that omits the last drafted token if it was certain.
 
-  The decision depends on the row of q and not on the token drawn from it. So
+  The token was certain if its row of q, the distribution that it was drawn
+  from, is one-hot. The decision depends on this row and not on the token. So
   the rule is valid on all models.
   """
 
@@ -44,11 +46,12 @@ class Patient(Verifier):
 def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
   """Returns a pair of models on which `Patient` overtakes block verification.
 
-  The vocabulary is {a = 0, b = 1}. At first, both models give a probability 1.
-  The next token, x, has q(a) = 1 and p(a) = d. If x is b, all later drafts
-  fail. If x is a, the token after it has q(a) = d and p(a) = 1. For gamma >= 3,
-  gamma - 2 tokens with p = q follow, and later drafts fail. For gamma = 2, one
-  failing draft and two tokens with p = q follow, and later drafts fail.
+  p is the target and q the draft model. The vocabulary is {a = 0, b = 1}. The
+  first `certain` tokens are a with probability 1 in both models. The next
+  token, x, has q(a) = 1 and p(a) = d. If x is b, all later drafts fail. If x is
+  a, the token after it has q(a) = d and p(a) = 1. For gamma >= 3, gamma - 2
+  tokens with p = q follow, and later drafts fail. For gamma = 2, one failing
+  draft and two tokens with p = q follow, and later drafts fail.
 
   Block verification writes x in its first round. `Patient` leaves x to the
   second round. For gamma >= 3 and d = gamma / (2 (gamma - 1)) it has (gamma -

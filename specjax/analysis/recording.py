@@ -1,4 +1,4 @@
-"""Recorded drafts with the probabilities of both models.
+"""Recorded drafts with the probabilities of target and draft model.
 
 A record is a directory: `record.json` describes the recording, and one `.npz`
 file contains the rounds of one prompt. Files are written atomically, so every
@@ -50,9 +50,11 @@ class Rollout:
   """Arrays of the R rounds of one prompt.
 
   Attributes:
-    trace: a `Trace` whose leading axis is R instead of B.
-    expected: `[R]`, E[tau | draft] of the acting verifier, as it ran.
-    survival: `[R, N]`, as in `RoundStats`.
+    trace: drafts, target distributions and verdicts, arrays `[R, ...]`.
+    expected: `[R]`, expected accepted tokens of the decoder's verifier, given
+      the draft, as it ran.
+    survival: `[R, N]`, probability of accepting at least i = 0..N-1 tokens, as
+      in `RoundStats`.
     emitted: `[R]` int32, tokens committed; the limit may cut the last round.
   """
 
@@ -126,8 +128,9 @@ def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
     key: a PRNG key of `jax.random.key`, threefry.
     path: directory of the record; created if needed.
     max_new_tokens: tokens generated for every prompt, at least 1. A prompt
-      takes up to max_new_tokens * 2 * N * V floats.
-    progress: whether progress is reported on stderr.
+      takes up to max_new_tokens * 2 * N * V floats, for N nodes of a draft and
+      V tokens of the vocabulary.
+    progress: True to report progress on stderr.
     batch: number of prompts that are decoded together.
     placement: placement of the decoder on a mesh, whose data axis must divide
       the batch. `params` are placed here.

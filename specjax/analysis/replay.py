@@ -25,16 +25,19 @@ from specjax.interfaces import Verifier
 from specjax.trees import topology
 from specjax.types import Trace
 
-_ROUNDS_A_CALL = 16  # one shape for all prompts
+_ROUNDS_A_CALL = 16  # all calls have this size, so one program is compiled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replayed:
   """Expected acceptance of a verifier on a record, by prompt.
 
+  tau is the number of accepted tokens of a round, and N - 1 the draft length.
+
   Attributes:
-    expected: `[R]` arrays, E[tau | draft] of every round.
-    survival: `[R, N]` arrays, P(tau >= i) as in `RoundStats`.
+    expected: one array `[R]` per prompt: E[tau | draft] of each of R rounds.
+    survival: one array `[R, N]` per prompt: P(tau >= i) for i = 0..N-1, as in
+      `RoundStats`.
   """
 
   expected: tuple[np.ndarray, ...]
@@ -106,7 +109,10 @@ def online(record: Record) -> Replayed:
 @functools.partial(jax.jit, static_argnames="rule")
 def _evaluate_rounds(rule: Verifier, state: chex.ArrayTree, trace: Trace
                      ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-  """Returns the state after R rounds, and their `([R], [R, N])` figures."""
+  """Returns the rule's state after R rounds, and the statistics of its laws.
+
+  The statistics are `expected [R]` and `survival [R, N]` of `Replayed`.
+  """
   def evaluate_round(state, trace):
     draft, probs = trace.draft, trace.target_probs
     law = rule.evaluate(draft, probs, state)

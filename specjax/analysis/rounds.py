@@ -1,17 +1,18 @@
-"""Number of rounds of a rule for a sequence, exactly on small pairs.
+"""Number of rounds of a rule for a sequence, exactly on small pairs of models.
 
-A round starts at a context c and ends at a longer one, c followed by the N
-tokens that it emits. This module computes the probabilities of these ends by
-running the rule's production code on all drafts, as in `exact.enumeration`. All
-other results follow from them.
+p is the target and q the draft model. A round starts at a context c and ends at
+a longer context: c followed by the tokens that the round emits. This module
+computes the probabilities of these ends by running the rule's production code
+on all drafts, as in `exact.enumeration`. All other results follow from them.
 
 A sequence is complete when it has `length` tokens or contains `eos`. W(c) is
-the expected number of rounds from c until then. D(c) = W(c) - sum_y p(y|c)
-W(cy) is the value of one more token, in rounds. For block verification D(c) >=
-q(p = 0 | c) >= 0 on all models. So no valid rule with at most gamma drafted
-tokens per round needs fewer expected rounds, for any length. Block verification
-does not always maximise the tokens after a fixed number of rounds, see
-`analysis.patient_pair`.
+the expected number of rounds from c to a complete sequence. D(c) = W(c) -
+sum_y p(y|c) W(cy) is the value of one more token y, in rounds. For block
+verification D(c) is at least the probability under q of a token with p = 0, and
+so at least 0, on all models. It follows that no valid rule with at most gamma
+drafted tokens per round needs fewer expected rounds, for any length. Block
+verification does not always maximise the tokens after a fixed number of rounds,
+see `analysis.patient_pair`.
 """
 
 from collections.abc import Callable
@@ -71,7 +72,8 @@ def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
                     ended: Ended | None = None) -> float:
   """Returns the expected number of rounds to write `length` tokens.
 
-  The mean of `rounds_distribution`, whose arguments and errors it shares.
+  It is the mean of `rounds_distribution`, which documents the arguments and
+  errors.
 
   Example: the paper's Bernoulli example.
 
@@ -175,10 +177,11 @@ def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
                 *, eos: int | None = None) -> np.ndarray:
   """Returns D, the value in rounds of knowing one more token of the target.
 
-  D(c) = W(c) - sum_y p(y|c) W(cy) with the W of `remaining_rounds`. See there
-  for the arguments, the order of contexts and the errors. For block
-  verification D(c) is at least q(p = 0 | c). If p(eos | c) > 0, it is at least
-  q(p = 0 | c) + q(eos | c).
+  D(c) = W(c) - sum_y p(y|c) W(cy), where W(c) is the expected number of rounds
+  from context c (`remaining_rounds`). See there for the arguments, the order of
+  contexts and the errors. For block verification D(c) is at least q(p = 0 | c),
+  the probability under q of a token with p = 0. If p(eos | c) > 0, it is at
+  least q(p = 0 | c) + q(eos | c).
   """
   rounds = remaining_rounds(rule, pair, gamma, length, eos=eos)
   vocab = pair.vocab_size
@@ -191,13 +194,13 @@ def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
 
 def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
                         length: int, rounds: int) -> np.ndarray:
-  """Returns the distribution of the tokens written, given the target's text.
+  """Returns the distribution of the tokens written, given the generated text.
 
-  Given the generated text z, the position after each round is a Markov chain: a
-  round from z^n ends at z^(n+m) with probability P(it emits these m tokens) /
-  p(these m tokens | z^n). On every text and after every number of rounds, the
-  position of block verification stochastically dominates the position of token
-  verification.
+  z^n is the first n tokens of the generated text z. Given z, the position after
+  each round is a Markov chain: a round from z^n ends at z^(n+m) with
+  probability P(it emits these m tokens) / p(these m tokens | z^n), where p is
+  the target. On every text and after every number of rounds, the position of
+  block verification stochastically dominates that of token verification.
 
   Args:
     rule: any valid verifier for chains without state; or a `Compiled`.

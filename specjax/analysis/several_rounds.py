@@ -1,10 +1,11 @@
 """Optima over all valid rules for several rounds, by linear programs.
 
-The method is backward induction over contexts. At each context a linear program
+A rule is valid if decoding with it follows the target's distribution. The
+method is backward induction over contexts. At each context a linear program
 optimises over all valid rules of one round (`optima.emission_optimum`), given
 the value of every context at which the round may end. So a rule may depend on
-the text so far in any way, and may use shorter drafts. The result is a bound
-for every rule without state other than its output.
+the sequence so far in any way, and may use shorter drafts. The result is a
+bound for every rule without state other than its output.
 """
 
 import numpy as np
@@ -19,11 +20,11 @@ _PROGRAMS = 64  # programs solved in one call
 
 def fewest_rounds(pair: Pair, gamma: int, length: int, *,
                   eos: int | None = None) -> float:
-  """Returns the fewest expected rounds of any valid rule to write `length`.
+  """Returns the fewest expected rounds of a valid rule for `length` tokens.
 
-  The rules are defined in the module's docstring. Block verification attains
-  the minimum for every length (see `analysis.rounds`). This function checks
-  that theorem independently.
+  The module's docstring defines valid rules. Block verification attains the
+  minimum for every length (see `analysis.rounds`). This function checks that
+  theorem independently.
 
   Args:
     pair: tables of at least `length` contexts deep.
@@ -43,7 +44,7 @@ def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
                             eos: int | None = None) -> np.ndarray:
   """Returns `[contexts]`, `fewest_rounds` from every context.
 
-  Contexts are numbered as by `remaining_rounds`.
+  Contexts are numbered as in the result of `analysis.remaining_rounds`.
   """
   rounds_lib.check(pair, gamma, length, eos, length)
   vocab = pair.vocab_size

@@ -14,14 +14,21 @@ from specjax.types import RoundStats
 
 @jax.jit
 def keys(seed: jax.Array) -> jax.Array:
-  """Returns `[1]`, the key of row 0 in `prefill` with this seed."""
+  """Returns `[1]`, the key of row 0 in `Decoder.prefill` with this seed.
+
+  So a request gets the random numbers that `Decoder.generate` would use for its
+  prompt alone.
+  """
   key = jax.random.key(seed, impl="threefry2x32")
   return jax.random.fold_in(key, 0)[None]
 
 
 @jax.jit
 def moved(state: DecodeState, rows: jax.Array) -> DecodeState:
-  """Returns a state that consists of these rows of another, in order."""
+  """Returns a state whose rows are rows of another state.
+
+  `rows` are indices in the other state; an index may occur several times.
+  """
   return interfaces.map_caches(
       lambda cache: cache.take_rows(rows), lambda x: x[rows], state)
 

@@ -87,7 +87,7 @@ class Row:
 
   Attributes:
     number: number of the request.
-    prompt: `[T]` int32.
+    prompt: `[T]` int32, token ids of the prompt.
     limit: length of prompt and continuation at which the row is done.
     temperature: `[1]` float32.
     eos: `[1, E]` int32, padded with -1.

@@ -1,4 +1,9 @@
-"""Test of drafters in the loop: reported drafts and output."""
+"""Statistical test of drafters in the decoding loop: drafts and output.
+
+A *sum* is, over many tokens, the sum of a function of the token minus its
+expected value (`testing.evidence`). q is the distribution that a drafter
+reports for a drafted token.
+"""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -28,19 +33,24 @@ from specjax.testing import recording
 from specjax.utils import fields
 
 _TOTAL = 3e-5  # tolerance of the sum of a row of q in float32
-_FEW = 0.01  # share of tokens that may differ by rounding of sums
-_TEXTS_A_CELL = 10  # on average; it limits the horizon of the joint test
+_FEW = 0.01  # share of drafts that may differ by rounding of sums
+# Mean number of samples per sequence in the joint test, at least. It limits the
+# number of tokens of these sequences.
+_TEXTS_A_CELL = 10
 _PLAIN = LogitsTransform()
 
 
 class DraftReport(NamedTuple):
   """Result of `assert_drafter_exact`.
 
+  A sum is, over many tokens, the sum of a function of the token minus its
+  expected value.
+
   Attributes:
     drafts: sum over drafted tokens with the largest deviation. None: no token
       was drafted.
     texts: sum over generated tokens with the largest deviation.
-    joint: p-value of the joint distribution of the first tokens.
+    joint: p-value of the joint distribution of the first generated tokens.
     tokens: number of tested drafted tokens.
   """
 
@@ -58,11 +68,11 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
                          prompts: Sequence[Sequence[int]] | None = None,
                          rows: int = 160, calls: int = 32, rounds: int = 6,
                          capacity: int = 0) -> DraftReport:
-  """Tests in the loop that drafted tokens follow the reported q.
+  """Tests a drafter in the decoding loop.
 
   There are two tests. Each drafted token must be a sample of its reported row
-  of q, given all earlier draws. The output must follow the target, whose
-  distributions come from a pass without a cache.
+  of q (`Draft.probs`), given all earlier draws. The output must follow the
+  target, whose distributions come from a pass without a cache.
 
   Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to
   two eos ids. A batch has more than 128 rows and is decoded over several
@@ -154,7 +164,7 @@ def sound_rule(drafter: Drafter) -> Verifier:
 def check_drafts(name: str, declared: Collection[str],
                  found: recording.Record, *, alike: bool = True
                  ) -> evidence.Deviation | None:
-  """Tests the drafted tokens.
+  """Tests that drafted tokens are samples of their reported distributions.
 
   Args:
     name: class name of the drafter.
@@ -253,7 +263,11 @@ def check_texts(target: Model, params: chex.ArrayTree,
 
 
 def _joint_p_value(target, params, transform, found, tokens):
-  """Returns the smallest joint p-value after `recording.TEXTS`, times 2."""
+  """Returns the p-value of the joint distribution of the first tokens.
+
+  It is the smallest of the p-values after the prompts `recording.TEXTS`, times
+  their number.
+  """
   size = target.vocab_size
   step = recording.EVERY * len(recording.TEXTS)
   texts = tokens.shape[0] * (tokens.shape[1] // step)
@@ -276,7 +290,10 @@ def _joint_p_value(target, params, transform, found, tokens):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _laws(model, transform, count, params, tokens, starts, temperature):
-  """Returns distributions `[B, count, V]` from a pass without a cache."""
+  """Returns the target's distributions `[B, count, V]` of new tokens.
+
+  They come from a pass without a cache; `starts [B]` are the prompts' lengths.
+  """
   logits = model(params, tokens).logits
   at = starts[:, None] + jnp.arange(count) - 1
   logits = jnp.take_along_axis(logits, at[..., None], axis=1)

@@ -1,9 +1,10 @@
 """Statistics of drawn tokens whose probabilities are known.
 
-Token X is drawn from a reported distribution q. For any function f that is
-fixed before the draw, f(X) - E_q f has mean 0 and variance Var_q f, given all
-earlier draws. Sums over many draws are martingales with known predictable
-variance, for any order of the draws.
+A drafter is exact if each token X is a sample of the distribution q that the
+drafter reports. Then f(X) - E_q f has mean 0 and variance Var_q f, given all
+earlier draws, for any function f that is fixed before the draw. Sums over many
+draws are martingales with known predictable variance, for any order of the
+draws.
 
 If f has a range of at most 1, then for every number t >= 0
 
@@ -133,6 +134,8 @@ def pairs(tokens: np.ndarray, laws: np.ndarray,
           unordered: Mapping[str, np.ndarray] | None = None) -> Functions:
   """Returns functions of two draws, which detect a shared uniform sample.
 
+  If two tokens were drawn with the same uniform sample, they are correlated.
+
   Args:
     tokens: `[n]`, drawn tokens.
     laws: `[n, V]`, distributions of the tokens.
@@ -220,7 +223,11 @@ def largest(single: Functions, double: Functions,
 
 
 def _compact(values):
-  """Renumbers groups from 0 (-1: none); also returns the value of each."""
+  """Renumbers groups from 0, without gaps; -1 is no group.
+
+  Returns:
+    The new number of each draw, and the old number of each group.
+  """
   kinds = np.flatnonzero(np.bincount(values + 1)[1:])
   number = np.full(values.max(initial=0) + 2, -1, np.int32)
   number[kinds + 1] = np.arange(len(kinds))

@@ -157,7 +157,7 @@ class OracleDrafter(Drafter):
 
   def propose(self, params: Mapping[str, chex.ArrayTree], uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """A chain with one-hot `probs [B, gamma + 1, V]` and no state."""
+    """Returns chains of the given tokens with one-hot `probs`."""
     del uniforms
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     positions = state.lengths[:, None] + jnp.arange(self.gamma)
@@ -190,8 +190,8 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
     seed: seed of the weights.
     scale: factor of the initial matrices. At 1 the distributions are almost
       uniform, and tests detect little.
-    noise: noise that is added to the target's weights to make the drafter's:
-      its standard deviation over that of the weights. 0 makes them equal.
+    noise: standard deviation of the noise that is added to the target's weights
+      to make the drafter's, divided by that of the weights. 0 makes them equal.
     **config: fields of `TransformerConfig` that replace the defaults (width
       16, one layer, two heads that share one key-value head, untied).
 

@@ -1,4 +1,7 @@
-"""Drafted tokens of a record, and their statistical checks."""
+"""Drafted tokens of a record, and their statistical checks.
+
+q is the distribution that the drafter reports for a drafted token.
+"""
 
 import numpy as np
 
@@ -8,11 +11,12 @@ from specjax.testing import evidence
 LEVEL = 1e-6 / 4
 SAME = 1e-3  # tolerance for equal distributions in float32
 _FARTHEST = 8  # largest distance of compared nodes of a draft
-_CERTAIN = 1 - 1e-9  # larger entries: deterministic, not in the sums
+# A token whose q has a larger entry is deterministic and not in the sums.
+_CERTAIN = 1 - 1e-9
 
 
 class Nodes:
-  """Flat list of the n drafted tokens of a record."""
+  """Flat list of the n drafted tokens (nodes of drafts) of a record."""
 
   def __init__(self, found):
     self.found, there = found, found.drafted
@@ -36,7 +40,10 @@ class Nodes:
     return last[self.where]
 
   def _at(self, nodes):
-    """Returns the numbers of other nodes of the same drafts; -1: none."""
+    """Returns the numbers in this list of other nodes of the same drafts.
+
+    `nodes [n]` are their indices in the drafts. -1: the root, or no node.
+    """
     return np.where(nodes > 0, self.index[
         self.call, self.round, self.row, np.maximum(nodes, 0)], -1)
 
@@ -51,7 +58,7 @@ class Nodes:
                    self.row)
 
   def check_siblings(self, name):
-    """Refuses siblings with different rows of q if the drafter is iid."""
+    """Refuses siblings with different q; for drafters that declare `iid`."""
     before = self._at(self.sibling)
     differ = np.abs(self.laws - self.laws[before]).max(1) * (before >= 0)
     if differ.max() > SAME:
@@ -62,7 +69,11 @@ class Nodes:
           f"{differ[i]:.3g}")
 
   def check_contexts(self, name, alike):
-    """Refuses different rows of q after equal tokens if autoregressive."""
+    """Refuses different q after equal sequences of tokens.
+
+    It is for drafters that declare `autoregressive`. If `alike` is False, only
+    nodes of the same row are compared.
+    """
     found, requests = self.found, self.found.requests
     some = np.random.default_rng(0).integers(
         2**63, size=found.texts.shape[2] + found.tokens.shape[3],
@@ -98,7 +109,11 @@ class Nodes:
           f"{self.round[i]}, node {self.node[i]}")
 
   def deviation(self):
-    """Returns the sum over drafted tokens with the largest deviation."""
+    """Returns the sum over drafted tokens with the largest deviation.
+
+    Each sum is of one function of a token, or of a token and a partner, over
+    one group of nodes (`evidence.largest`).
+    """
     found, requests = self.found, self.found.requests
     emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
     length = requests.lengths[self.row] + emitted
@@ -115,7 +130,7 @@ class Nodes:
         "{} tokens emitted before the round": np.minimum(emitted, 9),
         "a full acceptance in the round before": once(self._full(1)),
         "a parent of {} mod 8": parent_token,
-        # Not crossed with others.
+        # These groups are intersected only with the groups above.
         "depth {}": self._depth,
         "depth 2 or more": once(self._depth >= 2),
         "a full acceptance two rounds before": once(self._full(2)),
@@ -147,15 +162,19 @@ class Nodes:
         {name: values[open_] for name, values in groups.items()}, crossed=8)
 
   def _in_earlier_rounds(self):
-    """Returns partners of the same node or position in earlier rounds."""
+    """Returns partners in earlier rounds: the same node, or the same position.
+
+    A partner is another drafted token that may share random numbers.
+    """
     found = {}
     for back in range(1, self.found.active.shape[1]):
       when = "in the round before" if back == 1 else f"{back} rounds before"
       found[f"the same node {when}"] = np.where(
           self.round >= back, self.index[
               self.call, self.round - back, self.row, self.node], -1)
-    # In a chain, node n + emitted of the previous round had this position. If
-    # random keys belong to positions, the key of a rejected token is reused.
+    # In a chain, node n of this round and node n + emitted of the previous
+    # round have the same position in the sequence. If a drafter derives random
+    # keys from positions, it reuses the key of a rejected token.
     before = self.call, np.maximum(self.round - 1, 0), self.row
     node = self.node + self.found.emitted[before]
     size = self.index.shape[-1]
@@ -165,7 +184,10 @@ class Nodes:
     return found
 
   def _others_of_the_draft(self):
-    """Returns other nodes than parent and last sibling, by distance."""
+    """Returns partners in the same draft except parent and last sibling.
+
+    They are grouped by the distance of the node indices.
+    """
     found = {}
     for back in range(1, min(self.found.tokens.shape[-1] - 1, _FARTHEST + 1)):
       other = self.node - back
@@ -224,7 +246,13 @@ def row_groups(requests, row):
 
 
 def lags(index, where, row_axis):
-  """Returns partners in other rows of a call and in the previous call."""
+  """Returns partners in other rows of a call and in the previous call.
+
+  Args:
+    index: number of each drawn token by place, -1 if there is none.
+    where: place of each drawn token, one array `[n]` for each axis.
+    row_axis: axis of the rows.
+  """
   partners = {}
   rows, row = index.shape[row_axis], where[row_axis]
   for lag in sorted({1, 6, rows // 2, min(128, rows - 1)}):
@@ -238,7 +266,14 @@ def lags(index, where, row_axis):
 
 
 def check_chances(what, tokens, laws, rows):
-  """Refuses tokens of probability 0 or too small to occur."""
+  """Raises `AssertionError` if tokens with too small a probability were drawn.
+
+  Args:
+    what: beginning of the error.
+    tokens: `[n]`, drawn tokens.
+    laws: `[n, V]`, their distributions.
+    rows: `[n]`, rows of the batch, for the error.
+  """
   chance = laws[np.arange(len(tokens)), tokens] * laws.shape[1]
   with np.errstate(divide="ignore"):
     mean = np.mean(1 / chance)  # at most 1 on average

@@ -20,7 +20,7 @@ TEXTS = (((1, 3, 0, 2), 1.0), ((4,), 0.6))
 _TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of other rows
 EVERY = 3
 _LONGEST = 32  # tokens of a prompt
-_AT_ONCE = 2  # rounds of a program; one program serves all
+_AT_ONCE = 2  # rounds of a call of the compiled loop; divides all round numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-  """Recorded rounds: K calls, R rounds, B rows, N nodes.
+  """Recorded rounds: K calls, R rounds, B rows, N nodes of a draft, V tokens.
 
   Attributes:
     requests: requests of every call.
@@ -112,9 +112,9 @@ class Record:
     accepted: `[K, R, B]`, number of accepted drafted tokens.
     tokens: `[K, R, B, N]`, tokens of the drafts.
     parents: `[K, R, B, N]`, parents of the drafts.
-    probs: `[K, R, B, N, V]`, rows of q of the drafts.
-    target_probs: `[K, R, B, N, V]`, p of the token after every node.
-    texts: `[K, B, C]`, prompts and new tokens.
+    probs: `[K, R, B, N, V]`, distributions that the drafter reports.
+    target_probs: `[K, R, B, N, V]`, target distributions after every node.
+    texts: `[K, B, C]`, prompts and new tokens, in C slots.
   """
 
   requests: Requests

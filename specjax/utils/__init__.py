@@ -1,1 +1,5 @@
-"""Helpers without dependencies on decoding: fields, files, processes, rows."""
+"""Helpers without dependencies on decoding.
+
+`fields` checks configurations, `files` writes files atomically, `fingerprints`
+hashes settings and data, and `processes` coordinates several processes.
+"""

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def is_whole(value: Any) -> bool:
-  """Returns whether a value is an integer; 3.0 and True are not.
+  """Returns True if a value is an integer; 3.0 and True are not.
 
   >>> is_whole(3), is_whole(3.0), is_whole(True)
   (True, False, False)
@@ -15,7 +15,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-  """Returns whether a value is a real number; "0.8" and True are not."""
+  """Returns True if a value is a real number; "0.8" and True are not."""
   return isinstance(value, (int, float, np.integer, np.floating)) and (
       not isinstance(value, bool))
 

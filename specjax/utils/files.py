@@ -55,8 +55,8 @@ class OtherRunError(ValueError):
 def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
   """Opens a binary file that appears under its name only when complete.
 
-  If several processes of one program call it, only the first one writes. The
-  others get a file that discards its content.
+  If several processes of one program call this function, only the first process
+  writes. The others get a file that discards its content.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -92,7 +92,10 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 class _Discarded(io.RawIOBase):
-  """A file without content. /dev/null fails, because archives seek in it."""
+  """File that discards its content.
+
+  /dev/null cannot be used, because writers of archives seek in it.
+  """
 
   def writable(self) -> bool:
     return True
@@ -258,7 +261,10 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
 
 
 def encoding_of(start: bytes) -> str:
-  """Returns the encoding of a text file by its first bytes."""
+  """Returns the encoding of a text file, given its first bytes.
+
+  It is UTF-8 without a byte-order mark of another encoding.
+  """
   return next((name for mark, name in _MARKS if start.startswith(mark)),
               "utf-8-sig")
 

@@ -1,4 +1,4 @@
-"""Fingerprints of data and settings."""
+"""Fingerprints of data and settings: short hashes that decide equality."""
 
 import dataclasses
 import hashlib

@@ -1,8 +1,8 @@
 """Coordination of several processes of one program.
 
 `jax.distributed.initialize` joins processes whose devices then form one mesh.
-All of them run the same Python. The first one prints, and writes the files
-(`files.atomically`). In a program of one process every function here is free.
+All of them run the same Python. The first process prints, and writes the files
+(`files.atomically`). In a program of one process these functions cost nothing.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ import numpy as np
 _T = TypeVar("_T")
 # Work of the first process, for which the other processes wait.
 _ALONE: list[Callable[[], Any]] = []
-_LOOKS = itertools.count(1)  # places where all processes look for SIGTERM
-_TOLD: list[bool] = []  # not empty after SIGTERM to joined processes
+_LOOKS = itertools.count(1)  # numbers of the calls of `told_to_stop`
+_TOLD: list[bool] = []  # not empty after SIGTERM to one of several processes
 _HEARD: list[int] = []  # signals to a single process that is `listening`
 _STOPS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -47,9 +47,9 @@ class Stopped(Exception):
 
 
 def is_first() -> bool:
-  """Returns whether this process prints and writes for all.
+  """Returns True in the process that prints and writes files for all.
 
-  It starts no backend in a program of one process.
+  In a program of one process, this function does not start a JAX backend.
 
   >>> is_first()
   True
@@ -60,9 +60,9 @@ def is_first() -> bool:
 def by_the_first(work: Callable[[], _T]) -> _T:
   """Calls `work` in the first process and returns its result in all of them.
 
-  All processes call it. It is for reading and claiming files, whose state may
-  change between the reads of different processes. An exception of `work` is
-  raised in all processes.
+  All processes must call this function. It is for reading and claiming files,
+  whose state may change between the reads of different processes. An exception
+  of `work` is raised in all processes.
 
   >>> by_the_first(lambda: 3)
   3
@@ -110,9 +110,10 @@ def listening() -> Iterator[None]:
   """Lets `told_to_stop` report SIGTERM and Ctrl-C to a single process.
 
   The first signal only sets a mark, so the program can save before it ends. A
-  second one acts as it would outside of this context. A signal that is ignored
-  stays ignored. Joined processes use JAX's service for SIGTERM instead, and
-  threads other than the main one cannot receive signals.
+  second signal acts as it would outside of this context. A signal that is
+  ignored stays ignored. In two cases the context changes nothing: several
+  processes use JAX's service for SIGTERM, and threads other than the main
+  thread cannot receive signals.
   """
   before: dict[int, Any] = {}
 
@@ -143,12 +144,11 @@ def listening() -> Iterator[None]:
 
 
 def told_to_stop() -> bool:
-  """Returns whether the program was asked to end; called by all processes.
+  """Returns True if the program was asked to end.
 
-  Joined processes all return True from the same call on, if SIGTERM has come
-  to one of them. They must call it equally often, because JAX identifies the
-  place where they stop by a running number. A single process must be
-  `listening`.
+  Several processes all return True from the same call on, if one of them has
+  received SIGTERM. They must all call this function equally often, because JAX
+  identifies the call by a running number. A single process must be `listening`.
   """
   if not jax.distributed.is_initialized():
     return bool(_HEARD)
@@ -172,10 +172,10 @@ def stopped(what: str) -> Stopped:
 
 
 def gathered(tree: _T) -> _T:
-  """Returns the tree with every leaf readable here; called by all processes.
+  """Returns the tree with leaves that every process can read completely.
 
   Arrays with parts on devices of other processes become complete numpy arrays.
-  Other leaves are unchanged.
+  Other leaves are unchanged. All processes must call this function.
 
   Args:
     tree: tree of arrays.
