@@ -1,6 +1,7 @@
-"""Constraints: logits that depend on the previous tokens.
+"""Constraints: changes of logits that depend on the previous tokens.
 
-They apply to target and drafter. Give the strictest constraint first:
+They apply to the target and to the drafter. Give the strictest constraint
+first, because a later one is ignored for a token if no token would remain:
 
   sj.LogitsTransform(constraints=(automaton, Repetition(penalty=1.2)))
 

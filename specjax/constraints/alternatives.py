@@ -1,4 +1,8 @@
-"""Alternatives of a JSON schema: keywords that hold together for a value."""
+"""Alternatives of a JSON schema: keywords that hold together for a value.
+
+A schema with `anyOf` or `oneOf` has several alternatives, and a value is valid
+if one of them holds.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -9,13 +13,17 @@ TYPES = {"null": ("null",), "boolean": ("boolean",), "string": ("string",),
          "number": ("integer", "fraction")}
 EVERY_TYPE = frozenset(sum(TYPES.values(), ()))
 
-# Parts of a schema that hold for one value, each with its enclosing `$ref`s.
+# All parts of a schema that apply to the same value, which must all hold. Each
+# part has the `$ref`s that were followed to reach it.
 Node = tuple[tuple[Any, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternative:
   """Keywords that hold together for a value.
+
+  A node is the set of schema parts that apply to a value, here to an item of an
+  array or a property of an object (`Node`).
 
   Attributes:
     types: subset of `EVERY_TYPE`, or None without `type`. A number is an
@@ -50,9 +58,9 @@ class Alternative:
 
   @property
   def reachable_types(self) -> frozenset[str]:
-    """Types of the values that are written.
+    """Types of the values that an automaton accepts for this alternative.
 
-    An alternative with properties but no type is an object.
+    An alternative with properties but no type describes an object.
     """
     if self.types is not None:
       return self.types
@@ -65,9 +73,9 @@ class Alternative:
                 or self.values is not None)
 
   def item(self, i: int) -> Node:
-    """Returns the node of item i."""
+    """Returns the schema parts that apply to item i of an array."""
     return self.prefix[i] if i < len(self.prefix) else self.items
 
   def named(self, name: str) -> Node:
-    """Returns the node of a property."""
+    """Returns the schema parts that apply to the property `name`."""
     return self.properties.get(name, self.extra)

@@ -1,8 +1,9 @@
 """A finite automaton over tokens: a regular expression, or a JSON schema.
 
-Willard and Louf 2023 (arXiv:2307.09702). `grammars` compiles an automaton over
-bytes, and `token_tables` converts it into tables over tokens. The tables of a
-schema take a few megabytes on the device, and decoding does not use the host.
+The method is that of Willard and Louf 2023 (arXiv:2307.09702). `grammars`
+compiles an automaton over bytes, and `token_tables` converts it into tables
+over tokens. The tables of a schema take a few megabytes on the device, and
+decoding does not use the host.
 """
 
 from collections.abc import Mapping
@@ -49,10 +50,10 @@ class Automaton(constraining.Constraint):
   is allowed only in accepting states, and it is the only choice if no other
   token can follow. So every row needs an eos.
 
-  With `finish`, a token is allowed only if the remaining tokens suffice to
-  reach an accepting state. This changes the distribution of sequences close to
-  their limit, also in autoregressive decoding. Without it they are cut off at
-  the limit.
+  With `finish`, a token is allowed only if the remaining tokens of the row
+  suffice to reach an accepting state. This changes the distribution of
+  sequences close to their limit, also in autoregressive decoding. Without
+  `finish`, sequences are cut off at the limit.
 
   The tables are constants of the compiled program. Another expression compiles
   another program.
@@ -101,7 +102,8 @@ class Automaton(constraining.Constraint):
     """Returns an automaton with the given table over all tokens.
 
     Args:
-      next_state: `[S, V]`, next states; -1 for a forbidden token.
+      next_state: `[S, V]`, next state after each of S states and V tokens; -1
+        for a forbidden token.
       final: accepting states.
       finish: if True, rows end within their limits.
     """
@@ -294,7 +296,10 @@ class Automaton(constraining.Constraint):
     return jnp.where(tokens | anything, logits, -jnp.inf)
 
   def _listed(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens of a list row and their moves, both `[W]`."""
+    """Returns the tokens that a row lists and their moves, both `[W]`.
+
+    `TokenTables` defines rows, moves and the length W of the longest list.
+    """
     tables = self.tables
     start, end = (jnp.asarray(tables.starts)[row + i] for i in (0, 1))
     places = start + jnp.arange(tables.window, dtype=jnp.int32)
@@ -303,7 +308,10 @@ class Automaton(constraining.Constraint):
         places < end, moves, token_tables.FORBIDDEN)
 
   def _target(self, state: jax.Array, moves: jax.Array) -> jax.Array:
-    """Returns the states after moves; -1 for a forbidden move."""
+    """Returns the states after moves; -1 for a forbidden move.
+
+    `TokenTables` defines moves, which are relative to anchors.
+    """
     anchors = jnp.asarray(self.tables.anchors)[state]
     depth = anchors.shape[0]
     place = moves // depth + anchors[moves % depth]
@@ -311,5 +319,8 @@ class Automaton(constraining.Constraint):
 
 
 def _row(moves: np.ndarray, row: jax.Array) -> jax.Array:
-  """Returns the moves of a row by token class; a list uses the last row."""
+  """Returns the moves of a row by token class.
+
+  A row that is a list uses the last row of `moves`, which forbids all tokens.
+  """
   return jnp.asarray(moves)[jnp.minimum(row, len(moves) - 1)]

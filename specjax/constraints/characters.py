@@ -1,8 +1,9 @@
 """Automata over code points, and their spelling in bytes.
 
-Regular expressions and string lengths count characters, but tokens are bytes. A
-JSON string can spell a character in several ways: as itself, as `\\n`, as
-`\\u00e9` or as a surrogate pair.
+Regular expressions and string lengths count characters (Unicode code points),
+but tokens consist of bytes. So automata over code points are converted into
+automata over bytes. A JSON string can spell a character in several ways: as
+itself, as `\\n`, as `\\u00e9` or as a surrogate pair.
 """
 
 from collections.abc import Iterable
@@ -33,10 +34,12 @@ _MOST_MINIMISED = 20_000  # states
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Characters:
-  """Deterministic automaton over code points.
+  """Deterministic automaton over code points, with S states.
+
+  Code points with the same moves in all states form one of A classes.
 
   Attributes:
-    lows: `[I]` int64, first code points of intervals, ascending from 0.
+    lows: `[I]` int64, first code points of I intervals, ascending from 0.
     atoms: `[I]` int64, class of the code points of each interval.
     table: `[S, A]` int32, next states by class; -1: none. State 0 is the first.
     final: `[S]` bool, accepting states.
@@ -152,7 +155,8 @@ def counted(automaton: Characters, least: int, most: int | None
     return []
   fragments.check_size(used.sum(), "the string")
   number = np.where(used, np.cumsum(used).reshape(used.shape) - 1, -1)
-  # After the last count, the next one does not exist or is the last one again.
+  # After the last count there is no next count. With no largest number of
+  # characters, the last count is followed by itself.
   after = np.full_like(number, -1)
   after[:-1] = number[1:]
   if most is None:
@@ -233,7 +237,7 @@ def _moved(edges: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
   """Returns edges of `_template` with the states of a complete automaton.
 
   Args:
-    edges: `[E, 4]`.
+    edges: `[E, 4]`, edges of one template.
     start: number of the template's state 0.
     ends: state after the character, by label.
   """
@@ -246,7 +250,7 @@ def _moved(edges: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
 def _templates(automaton: Characters, places: list[tuple[list[int], bool]],
                json: bool
                ) -> tuple[list[tuple[np.ndarray, list[int]]], np.ndarray]:
-  """Spells the next character of every place.
+  """Spells the next character of every place of a string (see `counted`).
 
   Returns:
     The edges of `_template` and the next place of each label, for every place;
@@ -282,7 +286,8 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
       node[path[-1]] = ~label
   names, edges = {}, []
   last = _numbered(root, names)
-  # The root is numbered last and has no equal: it is the longest path.
+  # Equal nodes share a number. The root starts the longest path, so it equals
+  # no other node and is numbered last. It becomes state 0.
   rename = lambda x: x if x < 0 else 0 if x == last else x + 1
   for moves, name in names.items():
     edges += [(rename(name), low, high, rename(after))

@@ -1,8 +1,8 @@
 """Checks that alternatives of a JSON schema exclude each other.
 
-Exactly one part of a `oneOf` must hold. So no JSON written for one part may be
-valid under another. Parts may differ by a type, a value, a length, a bound, a
-pattern or a property.
+Exactly one part of a `oneOf` must hold. So no JSON that the automaton accepts
+for one part may be valid under another part. Parts may differ by a type, a
+value, a length, a bound, a pattern or a property.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from specjax.constraints import characters
 from specjax.constraints import formats
 
 Alternative = alternatives.Alternative
-# Function from a node to its alternatives: `schemas.Reader.alternatives`.
+# Function from a node (the schema parts that apply to a value) to its
+# alternatives: `schemas.Reader.alternatives`.
 Read = Callable[[alternatives.Node], list[Alternative]]
 
 _DEEPEST = 4  # compared levels of properties and items
@@ -25,7 +26,14 @@ _DEEPEST = 4  # compared levels of properties and items
 
 def excluded(read: Read, some: Iterable[Alternative],
              others: Iterable[Alternative], depth: int = 0) -> bool:
-  """Returns True if no value written for `some` is valid under `others`."""
+  """Returns True if no value accepted for `some` is valid under `others`.
+
+  Args:
+    read: function from a node to its alternatives.
+    some: alternatives.
+    others: other alternatives.
+    depth: number of arrays and objects around the values.
+  """
   return all(_excludes(read, a, b, depth) for a in some for b in others)
 
 
@@ -44,8 +52,8 @@ def _excludes(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 def _nodes(read: Read, a: alternatives.Node, b: alternatives.Node, depth: int
            ) -> bool:
-  # A `$ref` that was followed often enough to write a value is still valid, so
-  # the comparison follows every `$ref` from the beginning.
+  # The automaton follows a `$ref` within itself only a few times. Deeper values
+  # are still valid. So the comparison counts the `$ref`s from 0 again.
   some, others = (read(tuple((part, ()) for part, _ in node))
                   for node in (a, b))
   return excluded(read, some, others, depth + 1)
@@ -157,7 +165,9 @@ def types_of(value: Any) -> set[str]:
 
 
 def common(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-  """Returns the values of `some` that are in `others`, in any order of keys.
+  """Returns the values of `some` that are in `others`.
+
+  Objects are equal if they differ only in the order of their keys.
 
   Args:
     some: JSON strings.

@@ -129,9 +129,14 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
 
 
 def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
-  """Returns an expression of decimals on one side of a bound.
+  """Returns a regular expression of the decimals on one side of a bound.
 
   It may also match strings that are not JSON numbers.
+
+  Args:
+    bound: the bound.
+    is_least: True for decimals above the bound, False for decimals below it.
+    strict: if True, the bound itself is excluded.
   """
   away = ">" if is_least else "<"
   if bound == 0:
@@ -152,7 +157,13 @@ def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
 
 
 def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
-  """Returns an expression of unsigned decimals beyond a positive bound."""
+  """Returns a regular expression of unsigned decimals beyond a positive bound.
+
+  Args:
+    bound: the bound.
+    above: True for decimals above the bound, False for decimals below it.
+    strict: if True, the bound itself is excluded.
+  """
   whole, _, part = format(bound, "f").partition(".")
   part = part.rstrip("0")
   any_part = r"(\.[0-9]*)?"
@@ -178,11 +189,11 @@ def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
 
 
 def _differing(digits: str, above: bool) -> Iterator[tuple[int, str]]:
-  """Yields the beginnings whose last digit is the first different one.
+  """Yields beginnings of numbers that differ from a bound at their last digit.
 
   Args:
     digits: digits of a bound.
-    above: if True, the last digit is larger, else smaller.
+    above: if True, the last digit is larger than the bound's, else smaller.
 
   Yields:
     The place of the last digit, and an expression of the beginning.

@@ -1,11 +1,12 @@
 """Deterministic automata over bytes, built from smaller automata.
 
-A bounded list of bounded lists has tens of thousands of states, but its parts
-are copies of each other. So every state belongs to one copy at each *level*.
-Level 0 is the automaton, level 1 a copy of a part, level 2 a copy of a part of
-that part. A *group* is the set of adjacent copies of one part. A move within a
-group is stored relative to the first state of the copy. It is then equal in
-every copy, and `token_tables` processes only one copy.
+A fragment is an automaton that can become a part of a larger one. A bounded
+list of bounded lists has tens of thousands of states, but its parts are copies
+of each other. So every state belongs to one copy at each *level*. Level 0 is
+the automaton, level 1 a copy of a part, level 2 a copy of a part of that part.
+A *group* is the set of adjacent copies of one part. A move (edge) within a
+group is stored relative to the first state of the copy. The move is then equal
+in every copy, and `token_tables` processes only one copy.
 """
 
 from collections.abc import Iterable
@@ -34,12 +35,15 @@ def check_size(states: int, what: str) -> None:
 class Fragment:
   """Deterministic automaton over bytes; state 0 is the first.
 
+  The module defines copies, levels and groups.
+
   Attributes:
     edges: `[E, 4]` int64: state, first and last byte of a range, next state.
     final: `[F]` int64, accepting states.
-    anchors: `[S, L]` int64, first state of the copy that contains each state,
-      by level. It is 0 at level 0.
-    groups: `[S, L]` int64, groups of these copies.
+    anchors: `[S, L]` int64, first state of the copy that contains each of S
+      states, at each of L levels. It is 0 at level 0.
+    groups: `[S, L]` int64, group of this copy: the first state of the group's
+      first copy; 0 in no copy.
   """
 
   edges: np.ndarray
@@ -84,7 +88,7 @@ class Builder:
     self._groups = [np.zeros((1, 1), np.int64)]
 
   def new(self) -> int:
-    """Returns a new state."""
+    """Adds a state without moves and returns its number."""
     self._anchors.append(np.zeros((1, 1), np.int64))
     self._groups.append(np.zeros((1, 1), np.int64))
     self.size += 1
@@ -295,7 +299,7 @@ def _moves(edges: np.ndarray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
 
 def _trimmed(edges: np.ndarray, final: set[int], anchors: np.ndarray,
              groups: np.ndarray) -> Fragment | None:
-  """Removes states that cannot be reached or lead to no end."""
+  """Removes states that cannot be reached or lead to no accepting state."""
   size = len(anchors)
   ends = np.zeros(size, bool)
   ends[list(final)] = True
@@ -336,7 +340,9 @@ def spread(source: np.ndarray, target: np.ndarray, reached: np.ndarray
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-  """Returns `counts[i]` integers from `starts[i]` on, for all i in a row.
+  """Returns the integers from `starts[i]` to `starts[i] + counts[i] - 1`.
+
+  The results for all i are concatenated.
 
   >>> import numpy as np
   >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()

@@ -63,7 +63,10 @@ def schema_fragment(schema: str | Mapping[str, Any],
 
 def _written(root: bool | Mapping[str, Any], space: fragments.Fragment
              ) -> tuple[fragments.Fragment | None, schemas.Reader]:
-  """Returns the automaton of a schema and its reader."""
+  """Returns the automaton of a schema, or None if no value is valid.
+
+  The reader is also returned, because it stores the `$ref`s within themselves.
+  """
   for deepest in _DEEPEST:
     reader = schemas.Reader(root, deepest)
     try:

@@ -1,6 +1,8 @@
 """Builds an automaton over bytes for the JSON that follows a schema.
 
-`Automaton.from_json_schema` documents the accepted form.
+`Automaton.from_json_schema` documents the accepted form. A *node* is the set of
+schema parts that apply to a value. `schemas` reads it as *alternatives*, lists
+of keywords of which one must hold.
 """
 
 from collections.abc import Iterable
@@ -31,10 +33,10 @@ class Writer:
 
   def value(self, node: alternatives.Node, free: int = 0
             ) -> fragments.Fragment | None:
-    """Returns the automaton of a node, or None if no value follows it.
+    """Returns the automaton of the values of a node; None if there are none.
 
     Args:
-      node: node of the schema.
+      node: parts of the schema that apply to the value.
       free: number of enclosing arrays and objects without any keyword.
     """
     key = (tuple((id(part), refs) for part, refs in node), free)
@@ -84,7 +86,11 @@ class Writer:
 
   def _constants(self, values: Iterable[str]
                  ) -> list[fragments.Fragment | None]:
-    """Returns automata of constants: one for all scalars, one per other."""
+    """Returns automata of constants.
+
+    One automaton has all numbers, strings, booleans and null; every array or
+    object has its own.
+    """
     values = [json.loads(x) for x in values]
     scalars = [x for x in values if not isinstance(x, (list, dict))]
     found = [fragments.of_texts(
@@ -173,7 +179,7 @@ class Writer:
     return builder.build([*copies, builder.size] if copies else ())
 
   def spaced(self, builder: fragments.Builder, state: int) -> int:
-    """Adds the space between two parts."""
+    """Adds the space between two parts; returns the state after it."""
     return builder.put(state, self._space)
 
   def comma(self, builder: fragments.Builder, state: int) -> int:
@@ -202,10 +208,11 @@ def _most_items(prefix: Sequence[fragments.Fragment | None],
 
 
 class _Object:
-  """Builds an object: declared properties in their order, then others.
+  """Builds the automaton of an object: declared properties, then others.
 
-  A place is a pair: the next declared property, and the number of properties
-  before it (capped at the largest number that affects the result).
+  The automaton has a state for each place in the object. A place is a pair: the
+  next declared property, and the number of properties before it. This number is
+  capped at the largest value that affects the result.
   """
 
   def __init__(self, writer: Writer, one: alternatives.Alternative, free: int
@@ -269,7 +276,14 @@ class _Object:
 
   def _value(self, state: int, value: fragments.Fragment, i: int, count: int
              ) -> None:
-    """Adds the value of a key and the end or comma that follows."""
+    """Adds the value of a property, and the end or comma that follows.
+
+    Args:
+      state: state after the key.
+      value: automaton of the value.
+      i: index of the next declared property.
+      count: number of properties so far.
+    """
     builder, writer = self._builder, self._writer
     state = writer.spaced(
         builder, builder.put(writer.colon(builder, state), value))
@@ -277,7 +291,12 @@ class _Object:
     builder.link(writer.comma(builder, state), self._choose[i, count])
 
   def _place(self, i: int, count: int) -> None:
-    """Adds the keys that may follow at a place."""
+    """Adds the keys that may follow at a place.
+
+    Args:
+      i: index of the next declared property.
+      count: number of properties so far.
+    """
     after = self._after(count)
     if after is None:
       return
@@ -301,7 +320,10 @@ class _Object:
       builder.link(self._choose[i, count], self._node(frozenset(texts)))
 
   def _node(self, texts: frozenset[tuple[bytes, int]]) -> int:
-    """Returns a state from which each text leads to its target state."""
+    """Returns a state from which each string of bytes leads to its target.
+
+    `texts` has pairs of a string and a target state.
+    """
     if texts not in self._nodes:
       self._nodes[texts] = state = self._builder.new()
       by_first = {}
@@ -315,7 +337,10 @@ class _Object:
 
 
 def _scalar_texts(value: str | float | None) -> list[bytes]:
-  """Returns the JSON of a constant: escaped or not, integers as 1 or 1.0."""
+  """Returns the accepted spellings of a constant in JSON.
+
+  Characters outside ASCII are escaped or not, and an integer is 1 or 1.0.
+  """
   found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
   if type(value) is int and abs(value) < _LARGEST and float(value) == value:
     found.add(json.dumps(float(value)))

@@ -1,7 +1,9 @@
 """Hopcroft's algorithm for equivalent states of an automaton.
 
-It takes O(S log S) time for S states. Refining all classes in rounds would need
-S rounds for a chain of S states, such as a bounded repetition.
+Two states are equivalent if the same strings lead from them to accepting
+states. The algorithm takes O(S log S) time for S states. Refining all classes
+in rounds would need S rounds for a chain of S states, such as a bounded
+repetition.
 """
 
 import numpy as np
@@ -42,7 +44,9 @@ def equivalent_states(table: np.ndarray, final: np.ndarray) -> np.ndarray:
 
 def _split(blocks: list[set[int]], numbers: list[int], number: int,
            part: set[int]) -> set[int]:
-  """Splits `part` off its block; returns the new number, if there is one.
+  """Splits a block of states that may be equivalent into `part` and the rest.
+
+  Returns the number of the new block, or an empty set if there is no rest.
 
   Args:
     blocks: states of every block, changed in place.

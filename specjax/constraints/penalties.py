@@ -100,7 +100,10 @@ class NoRepeatNGram(constraining.Constraint):
     fields.check_fields(self, "size", more=": of the n-grams, in tokens")
 
   def init(self, row: constraining.Row) -> Any:
-    """Returns the tokens of the row and their number, `([C], [])` int32."""
+    """Returns the tokens of the row and their number, `([C], [])` int32.
+
+    C is the number of slots of the row.
+    """
     return row.tokens, row.length
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:

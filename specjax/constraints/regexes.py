@@ -85,7 +85,10 @@ def _every() -> str:
 
 @functools.lru_cache(maxsize=256)
 def _ranges(text: str, flags: int) -> Ranges:
-  """Returns `(first, last)` of the characters that a class matches."""
+  """Returns the ranges of code points that a character class matches.
+
+  `text` is the class, such as "[^a-z]".
+  """
   return tuple((x.start(), x.end() - 1) for x in re.finditer(
       f"{text}+", _every(), flags=flags | re.DOTALL))
 
@@ -94,7 +97,11 @@ _ALL = ((0, _POINTS - 1),)
 
 
 class _Machine:
-  """Nondeterministic automaton, built from the end to the beginning."""
+  """Nondeterministic automaton, built from the end to the beginning.
+
+  A *read* is a move that reads a character. A *move* reads nothing and may have
+  a condition: `_BEGIN` or `_END` of the string.
+  """
 
   def __init__(self, pattern: str) -> None:
     self.pattern, self.accept = pattern, None
@@ -163,8 +170,8 @@ class _Machine:
                             (None, self.sequence(items, state, flags))]
       most = least
     for _ in range(most - least):
-      # Each copy links to the exit, not to the next copy. So few states
-      # are active at a time.
+      # An optional copy is left out by a move to the state after all copies,
+      # not to the next copy. So few states are active at a time.
       copy = self.new()
       self.moves[copy] += [(None, after),
                            (None, self.sequence(items, state, flags))]
@@ -174,7 +181,10 @@ class _Machine:
     return state
 
   def _closure(self, states: Iterable[int], holds: Collection[int]) -> set[int]:
-    """Returns the states reached without reading, given some conditions."""
+    """Returns the states that `states` lead to without reading.
+
+    `holds` are the conditions that hold at this place of the string.
+    """
     found, work = set(states), list(states)
     while work:
       for condition, target in self.moves[work.pop()]:
@@ -185,7 +195,11 @@ class _Machine:
 
   def _set(self, states: Iterable[int], holds: Collection[int], absorbing: bool
            ) -> frozenset[int]:
-    """Returns the reached states that can read, accept or check an end."""
+    """Returns the states reached without reading, as a deterministic state.
+
+    States that cannot read, accept or check a condition are left out. If
+    `absorbing` is True, a set that accepts is reduced to the accepting state.
+    """
     found = self._closure(states, holds)
     if absorbing and self.accept in found:
       return frozenset([self.accept])
@@ -194,7 +208,11 @@ class _Machine:
             condition is not None for condition, _ in self.moves[x]))
 
   def deterministic(self, start: int, absorbing: bool) -> characters.Characters:
-    """Returns the minimised automaton of strings from `start` to `accept`."""
+    """Returns the minimised automaton of strings from `start` to `accept`.
+
+    If `absorbing` is True, all continuations of an accepted string are
+    accepted.
+    """
     lows, atoms, members = _atoms(list(self._sets))
     first = self._set([start], {_BEGIN}, absorbing)
     final = [self.accept in self._closure([start], {_BEGIN, _END})]

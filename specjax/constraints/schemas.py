@@ -1,8 +1,9 @@
 """Reads JSON schemas as alternatives of plain keywords.
 
 A part of a schema is merged with all parts that apply to the same value: its
-`allOf`, `$ref` and other keywords. The result is a list of alternatives without
-`anyOf`, `oneOf`, `allOf` and `$ref`. Unsupported keywords raise an error.
+`allOf`, `$ref` and other keywords. The result is a list of alternatives, of
+which one must hold, without `anyOf`, `oneOf`, `allOf` and `$ref`. Unsupported
+keywords raise an error.
 """
 
 from collections.abc import Callable
@@ -71,7 +72,12 @@ class Reader:
     self.root, self.deepest, self.stopped = root, deepest, set()
 
   def alternatives(self, node: Node) -> list[Alternative]:
-    """Returns the alternatives of a node."""
+    """Returns the alternatives of a node.
+
+    A node is a tuple of parts of the schema that must all hold for one value,
+    each with the `$ref`s that were followed to reach it. A value is valid if
+    all keywords of one alternative hold.
+    """
     found = [Alternative()]
     for part, refs in node:
       found = _conjunctions(found, self._expanded(part, refs))
@@ -79,7 +85,10 @@ class Reader:
 
   def _expanded(self, part: bool | Mapping[str, Any], refs: tuple[str, ...]
                 ) -> list[Alternative]:
-    """Returns the alternatives of one part."""
+    """Returns the alternatives of one part of the schema.
+
+    `refs` are the `$ref`s that were followed to reach the part.
+    """
     if isinstance(part, bool):
       return [Alternative()] if part else []
     _check_keywords(part)
@@ -118,7 +127,10 @@ class Reader:
 
   def _check_one(self, parts: Sequence[bool | Mapping[str, Any]],
                  around: list[Alternative]) -> None:
-    """Checks that no two parts of `oneOf` can hold together."""
+    """Checks that no two parts of `oneOf` can hold together.
+
+    `around` are the alternatives of the keywords beside `oneOf`.
+    """
     branches = [_conjunctions(around, self._expanded(one, ())) for one in parts]
     for i, one in enumerate(branches):
       for j, other in enumerate(branches):
@@ -144,7 +156,11 @@ def _check_keywords(part: Mapping[str, Any]) -> None:
 
 def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
            ) -> Alternative:
-  """Returns the keywords of one part, except its alternatives and `$ref`."""
+  """Returns the keywords of one part.
+
+  Its `allOf`, `anyOf`, `oneOf` and `$ref` are not included. `refs` are the
+  `$ref`s that were followed to reach the part.
+  """
   node = lambda x: ((x, refs),)
   return Alternative(
       types=_types(part), values=_values(part), limits=_limits(part),
@@ -202,7 +218,10 @@ def _conjunctions(some: list[Alternative],
 
 def _conjunction(a: Alternative, b: Alternative
                  ) -> Alternative | None:
-  """Returns two alternatives merged, or None if their types differ."""
+  """Returns an alternative with the keywords of both.
+
+  Returns None if both cannot hold, because they have no common type.
+  """
   types = _both(frozenset.intersection, a.types, b.types)
   if types is not None and not types:
     return None

@@ -1,10 +1,11 @@
 """Tables of an automaton over the tokens of a vocabulary.
 
-A state inside a free string allows almost all tokens. A state inside a choice
-of names allows only a few. So there are two tables. Rows with many tokens have
-a column for each class of tokens with equal columns. Other rows are lists.
-States in different copies of a part (see `fragments`) share rows, because moves
-are relative.
+A row of a table has the moves of a state: its next state after each allowed
+token. A state inside a free string allows almost all tokens. A state inside a
+choice of names allows only a few. So there are two tables. Rows with many
+tokens have a column for each class of tokens with equal moves in these rows.
+Other rows are lists of tokens and moves. States in different copies of a part
+(see `fragments`) share rows, because moves are relative to the copy.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,17 @@ _CHUNK = 2**21  # pairs of states and tokens in one batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenTables:
-  """Moves of an automaton over tokens.
+  """Moves of an automaton over a vocabulary of V tokens.
 
-  A move m leads from state s to `anchors[s, m % L] + m // L`. The tables are
+  A move is a number m. It leads from state s to `anchors[s, m % L] + m // L`,
+  where L is the number of levels of copies (see `fragments`). The tables are
   small because rows are shared by states, and columns by tokens.
 
   Attributes:
     row: `[S]` int32, row of each state: first the R rows with columns, then
       the lists.
-    anchors: `[S, L]` int32, states that moves are relative to; 0 at level 0.
+    anchors: `[S, L]` int32, states that moves are relative to, by level; 0 at
+      level 0.
     moves: `[R + 1, K]` int32, moves by token class; the last row is forbidden.
     token_class: `[V]` int32, class of each token.
     starts: `[rows + 1]` int32, start of the list of each row.
@@ -70,7 +73,12 @@ class TokenTables:
 
 
 def of_table(next_state: np.ndarray, final: np.ndarray) -> TokenTables:
-  """Returns the tables of moves `[S, V]`; -1 is a forbidden token."""
+  """Returns the tables of an automaton over tokens.
+
+  Args:
+    next_state: `[S, V]`, next state after each state and token; -1: forbidden.
+    final: `[S]` bool, accepting states.
+  """
   columns, classes = np.unique(next_state, axis=1, return_inverse=True)
   moves = np.where(columns >= 0, columns, FORBIDDEN)
   states = len(moves)
@@ -128,7 +136,14 @@ def of_fragment(fragment: fragments.Fragment, texts: Sequence[bytes]
 
 def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
              num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the table of some rows with equal columns merged.
+  """Returns a table with equal columns merged.
+
+  Args:
+    rows: `[n]`, row of each entry.
+    columns: `[n]`, column of each entry.
+    moves: `[n]`, move of each entry; entries that are missing are forbidden.
+    num_rows: number of rows.
+    num_columns: number of columns before merging.
 
   Returns:
     Moves `[num_rows + 1, K]`, and the new index of each old column.
@@ -147,7 +162,7 @@ def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
 
 
 def _with_distances(**tables):
-  """Adds the distances to an accepting state and narrows the types."""
+  """Returns `TokenTables` of these fields, with `distance` and int32 arrays."""
   final = np.array(tables.pop("final"), bool)
   tables = {name: np.asarray(x).astype(np.int32) for name, x in tables.items()}
   return TokenTables(final=final, **tables, distance=_distances(
@@ -165,7 +180,10 @@ def _targets(anchors: np.ndarray, state: np.ndarray, move: np.ndarray
 def _distances(row: np.ndarray, anchors: np.ndarray, moves: np.ndarray,
                starts: np.ndarray, listed_moves: np.ndarray, final: np.ndarray
                ) -> np.ndarray:
-  """Returns the distance of states to an end in tokens, `[S]` int32."""
+  """Returns the fewest tokens from each state to an accepting state.
+
+  The result is `[S]` int32. `TokenTables` defines the arguments.
+  """
   different = [np.unique(x[x != FORBIDDEN]) for x in moves[:-1]]
   different += [np.unique(listed_moves[starts[i]:starts[i + 1]])
                 for i in range(len(different), len(starts) - 1)]

@@ -1,9 +1,11 @@
 """Reads the tokens of a vocabulary through an automaton over bytes.
 
-Equal work is done once. Bytes with the same edges in all states form one class.
-States with the same moves for all tokens are read once (`colours`). Prefixes of
-tokens with the same effect on all of these states are continued once
-(`Walk.read`). 64-bit hashes decide equality.
+This module computes the moves of the automaton over tokens: the state after
+each state and token, relative to a copy of a part (see `fragments`). Equal work
+is done once. Bytes with the same edges in all states form one class. States
+with the same moves for all tokens are read once (`colours`). Prefixes of tokens
+with the same effect on all of these states are continued once (`Walk.read`).
+64-bit hashes decide equality.
 """
 
 from collections.abc import Sequence
@@ -25,16 +27,17 @@ def check_moves(count: int, most: int = MOST_MOVES) -> None:
 
 
 class Walk:
-  """Reads all tokens together along their trie.
+  """Reads all tokens of a vocabulary together, along the trie of their bytes.
 
-  A string is a sequence of byte classes. Tokens with equal strings have equal
-  moves.
+  A string is the sequence of the classes of a token's bytes. Tokens with equal
+  strings have equal moves.
 
   Attributes:
     fragment: automaton over bytes.
     edges: `[E, 4]`, edges of the automaton, sorted by state.
-    level: `[E]`, level that each edge is relative to: the deepest level whose
-      group contains both states, in the same copies of the levels above it.
+    level: `[E]`, level of copies (see `fragments`) that each edge is relative
+      to: the deepest level whose group contains both states of the edge, in
+      the same copies of the levels above it.
     string: `[V]`, number of the string of each token.
     trie: trie of all strings that may occur on a path.
     long: trie of the few longest strings.
@@ -67,7 +70,12 @@ class Walk:
     self._spell(texts, classes)
 
   def _spell(self, texts: Sequence[bytes], classes: np.ndarray) -> None:
-    """Sets the strings and their tries."""
+    """Sets the strings of the tokens, and their tries.
+
+    Args:
+      texts: bytes of the tokens.
+      classes: `[256]`, class of each byte.
+    """
     read = bytes(classes.astype(np.uint8))
     spelled = [text.translate(read) for text in texts]
     strings = sorted(set(spelled))
@@ -87,7 +95,14 @@ class Walk:
         _trie(steps[x], lengths[x], x) for x in (usable, long))
 
   def _usable(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the strings whose adjacent pairs all occur on some path."""
+    """Returns the numbers of the strings that the automaton may read.
+
+    All adjacent pairs of classes of such a string occur on some path.
+
+    Args:
+      steps: `[U, D]`, byte classes of U strings, padded with 0.
+      lengths: `[U]`, lengths of the strings.
+    """
     classes = self._table.shape[1]
     after = np.packbits(self._table >= 0, axis=1)
     pairs = np.zeros((classes, classes), bool)
@@ -121,8 +136,9 @@ class Walk:
     depth = anchors.shape[1]
     column, count = np.full(self._count, -1), 0
     found, total = [np.zeros((3, 0), np.int32)], 0
-    # The places of kind i are starts[i] to starts[i + 1]. A place is the
-    # current state of a start state and the outermost level of its moves.
+    # The places of kind i are starts[i] to starts[i + 1]. A place is the state
+    # that a start state leads to, and the outermost `level` of the edges on the
+    # way.
     starts = np.array([0, len(states)])
     places = (np.arange(len(states), dtype=np.int32), states.astype(np.int32),
               np.full(len(states), depth - 1, np.int8))
@@ -156,6 +172,14 @@ class Walk:
                ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
     """Returns the kinds after pairs of a kind and a byte class.
 
+    A kind is a set of trie nodes with the same effect on all states, see
+    `read`.
+
+    Args:
+      starts: first place of each kind.
+      places: places of the kinds: start states, states and levels.
+      pairs: `[n]`, kind * 256 + byte class.
+
     Returns:
       The starts and the places of the new kinds, and the kind of each pair; -1
       if no state allows the pair.
@@ -187,7 +211,17 @@ class Walk:
   def _moved(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
              above: np.ndarray, step: np.ndarray, size: np.ndarray
              ) -> tuple[np.ndarray, ...]:
-    """Returns the places after a byte class; state -1: forbidden."""
+    """Returns the places after a byte class; state -1: forbidden.
+
+    `_stepped` defines places and kinds.
+
+    Args:
+      starts: first place of each kind.
+      places: places of the kinds.
+      above: `[n]` kinds.
+      step: `[n]` byte classes that are read after them.
+      size: `[n]` numbers of places of the kinds.
+    """
     at = fragments.ranges(starts[above], size)
     origin, state, level = (x[at] for x in places)
     step = np.repeat(step, size)
@@ -226,12 +260,13 @@ def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
 
 
 def colours(walk: Walk) -> np.ndarray:
-  """Returns colours `[S]` uint64: states of equal colour have equal moves.
+  """Returns `[S]` uint64, a hash of the moves of each state (its colour).
 
-  Two states are equal for strings of n + 1 bytes if their edges are equal moves
-  to states that are equal for n bytes. Two edges are equal moves if they have
-  the same level, the same target relative to their copy, and the same target
-  relative to all copies inside it.
+  States of equal colour have equal moves for all tokens. Two states are equal
+  for strings of n + 1 bytes if their edges are equal moves to states that are
+  equal for n bytes. Two edges are equal moves if they have the same level of
+  copies, the same target relative to their copy, and the same target relative
+  to all copies inside it.
   """
   with np.errstate(over="ignore"):
     edges, level = walk.edges, walk.level

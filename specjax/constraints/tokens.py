@@ -13,7 +13,7 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Banned(constraining.Constraint):
-  """Tokens that are never drawn among the first new tokens, or at all.
+  """Forbids tokens among the first new tokens, or in the entire output.
 
   Banning the eos of a row sets a minimum length of the output. A permanent ban
   is cheaper as `LogitsTransform.banned`.
