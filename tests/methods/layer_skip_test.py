@@ -302,7 +302,7 @@ def test_bad_options_are_refused():
           methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=3))),
        "exit is 3.*from 1 to 2"),
       (lambda: skip_search.scorer(model, params, _TOKENS, 20),
-       "12 tokens.*gamma is 20"),
+       "12 generated tokens.*gamma is 20"),
       (lambda: skip_search.scorer(model, params, _TOKENS, 2, temperature=0.5),
        "temperature is 0.5")):
     with pytest.raises(ValueError, match=words):

@@ -99,7 +99,7 @@ def test_a_learned_mask_is_a_row_after_the_vocabulary(kind, ids, tmp_path):
     np.testing.assert_array_equal(
         held["lm_head.weight"].T, methods.lm_head(_OWN)[:, np.array(ids)])
   other = {**_OWN, "embedding": _OWN["embedding"] + 1}
-  with pytest.raises(ValueError, match="embed_tokens.weight that is not the"):
+  with pytest.raises(ValueError, match="embed_tokens.weight that differs from"):
     load_drafter(tmp_path / "out", _TARGET, other)
 
 
@@ -127,7 +127,7 @@ def test_heads_that_no_layout_holds(tmp_path):
   medusa = methods.MedusaHeads.for_target(_TARGET, 2)
   for heads, layout, message in (
       (methods.PaSSEmbeddings.for_target(_TARGET, 2), None,
-       "PaSSEmbeddings cannot be exported: because no server has a layout"),
+       "PaSSEmbeddings cannot be exported, because no server has a layout"),
       (norms, None, "layout 'eagle1': .* parameter module_0.embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
       (medusa, "speculators", "choose among medusa, medusa of vllm"),
