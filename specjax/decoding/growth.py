@@ -10,7 +10,6 @@ On other devices attention scans all slots, so a state begins with few.
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 import chex
 import jax
@@ -20,12 +19,10 @@ import numpy as np
 from specjax import interfaces
 from specjax.decoding import prefill
 from specjax.decoding import rounds
+from specjax.decoding.rounds_by_length import RoundsByLength
 from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
-
-if TYPE_CHECKING:  # avoids an import cycle
-  from specjax.decoding.rounds_by_length import RoundsByLength
 
 STEP = 128  # slots; batches of similar size then share a program
 _AHEAD = 64  # tokens that a row may get before the slots are doubled
@@ -41,12 +38,12 @@ def power_of_two(slots: int) -> int:
   return max(STEP, 1 << (slots - 1).bit_length())
 
 
-def grows(parts: "rounds.Round | RoundsByLength") -> bool:
+def grows(parts: rounds.Round | RoundsByLength) -> bool:
   """Returns True if a state should begin with few slots and can grow."""
   return jax.default_backend() != "cpu" and not interfaces.cannot_grow(parts)
 
 
-def first(parts: "rounds.Round | RoundsByLength", lengths: np.ndarray,
+def first(parts: rounds.Round | RoundsByLength, lengths: np.ndarray,
           limits: np.ndarray, whole: int) -> int:
   """Returns the initial capacity for prompts: a power of two.
 
@@ -64,7 +61,7 @@ def first(parts: "rounds.Round | RoundsByLength", lengths: np.ndarray,
   return min(power_of_two(longest + parts.drafter.num_nodes), whole)
 
 
-def continued(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
+def continued(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
               state: DecodeState, stats: RoundStats, whole: int
               ) -> tuple[DecodeState, RoundStats]:
   """Continues `rounds.until` with more slots, until all rows are done.
@@ -99,7 +96,7 @@ def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
                       more.replace(checks=None)).replace(checks=checks)
 
 
-def grow(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
+def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
          state: DecodeState, capacity: int) -> DecodeState:
   """Appends zeros to all arrays that have a slot for each token.
 
@@ -134,7 +131,7 @@ def grow(parts: "rounds.Round | RoundsByLength", params: chex.ArrayTree,
       lambda cache, like: cache.grow(like, _longer), _longer, state, form)
 
 
-def _check_grows(parts: "rounds.Round | RoundsByLength") -> None:
+def _check_grows(parts: rounds.Round | RoundsByLength) -> None:
   stuck = interfaces.cannot_grow(parts)
   if stuck:
     raise ValueError(f"{stuck} says `grows = False`: its state cannot get more "
