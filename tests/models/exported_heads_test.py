@@ -130,7 +130,7 @@ def test_heads_that_no_layout_holds(tmp_path):
        "PaSSEmbeddings cannot be exported, because no server has a layout"),
       (norms, None, "layout 'eagle1': .* parameter module_0.embedding_norm"),
       (chained, None, "layout 'mtp of speculators'"),
-      (medusa, "speculators", "choose among medusa, medusa of vllm"),
+      (medusa, "speculators", "use one of medusa, medusa of vllm"),
       (medusa, "x", "layout is 'x'; it must be one of medusa, medusa of vllm")):
     assert bool(layouts_for(heads, _TARGET)) == (heads is medusa)
     with pytest.raises(ValueError, match=message) as error:
@@ -221,7 +221,7 @@ def test_scripts_export_and_import_heads(tmp_path):
   assert json.loads(exported["stdout"].splitlines()[-1])["layout"] == "medusa"
   assert "in the layout 'medusa of vllm', float32" in again["stdout"]
   assert "because no server has a layout" in beside["code"]
-  assert "choose among eagle3 of speculators" in refused["code"]
+  assert "use one of eagle3 of speculators" in refused["code"]
   assert "--layout=medusa requires heads, and --model=tiny" in model["code"]
   assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vllm"]
   target, _, tokenizer = models.load_models("bundled", [])
@@ -235,5 +235,5 @@ def test_scripts_export_and_import_heads(tmp_path):
       ["--method=eagle3", "--heads_from=out", "--output_dir=x"],
       ["--method=eagle3", "--heads_from=there", "--output_dir=x"], cwd=tmp_path)
   assert wrong["code"].endswith(
-      "give --method=medusa or --method=medusa2, or other heads")
+      "--method=medusa or --method=medusa2, or give other heads")
   assert "there contains no heads" in missing["code"]
