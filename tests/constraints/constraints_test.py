@@ -197,7 +197,7 @@ def _with(*given, **kwargs):
      ["states 0 to 2", "there are 2"]),
     (lambda: sj.models.Contrastive(
         expert=testing.MarkovModel(3), amateur=testing.MarkovModel(4)),
-     ["4 tokens", "3"]),
+     ["amateur is 4", "expert 3"]),
     (lambda: sj.models.Contrastive(
         expert=testing.MarkovModel(3), amateur=testing.MarkovModel(3), alpha=0),
      ["alpha is 0"]),

@@ -71,7 +71,7 @@ def test_parameters_of_another_model_are_refused():
   wide = Transformer(dataclasses.replace(
       _pair().target.config, mlp_width=2 * _pair().target.config.mlp_width))
   with pytest.raises(ValueError, match=(
-      r"parameter mlp_0/gate_up/kernel has shape \(16, 2, 16\) and the model "
+      r"parameter mlp_0/gate_up/kernel has shape \(16, 2, 16\), but the model "
       r"needs \(16, 2, 32\); give")):
     jax.eval_shape(wide, params, jnp.zeros((1, 1), jnp.int32))
   missing = {k: x for k, x in params.items() if k != "embedding"}

@@ -364,7 +364,7 @@ def test_scores_are_of_all_tokens_and_finite():
      "train as EAGLE-3"),
     (lambda: objectives.MTPObjective(
         model=_pair().target, heads=_made(methods.Eagle3Heads, ids=_IDS)[0]),
-     "draft 4 of the 7 tokens"),
+     "ids has 4 of the 7 tokens"),
     (lambda: objectives.MTPObjective(
         model=testing.tiny_pair(9).target,
         heads=_made(methods.MTPHeads)[0]), "vocab_size 7"),
