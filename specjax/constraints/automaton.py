@@ -247,13 +247,13 @@ class Automaton(constraining.Constraint):
             "or make it with finish=False")
 
   def init(self, row: constraining.Row) -> AutomatonMemory:
-    """Returns the memory of a row before its first new token."""
+    """Returns the memory of a row in state 0, before its first new token."""
     return AutomatonMemory(state=jnp.zeros_like(row.length),
                            left=row.limit - row.length, eos=row.eos)
 
   def advance(self, memory: AutomatonMemory, token: jax.Array
               ) -> AutomatonMemory:
-    """Returns the memory after a token."""
+    """Returns the memory in the next state, with one remaining token fewer."""
     tables, state = self.tables, jnp.maximum(memory.state, 0)
     row = jnp.asarray(tables.row)[state]
     move = _row(tables.moves, row)[
@@ -283,7 +283,8 @@ class Automaton(constraining.Constraint):
     if self.finish:
       in_time = [x < jnp.minimum(memory.left, token_tables.NEVER)
                  for x in found]
-      # Tokens beyond the limit of a row occur only in drafts.
+      # Drafts may have tokens beyond the limit of the row. After them no token
+      # is in time, and the limit is ignored.
       strict = final | jnp.any(jnp.concatenate(in_time))
       allowed = [jnp.where(strict, x, y) for x, y in zip(in_time, allowed)]
     tokens = allowed[0][jnp.asarray(tables.token_class)]

@@ -168,14 +168,15 @@ def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
   part = part.rstrip("0")
   any_part = r"(\.[0-9]*)?"
   forms = []
-  # The whole part decides: by its length, or by its first different digit.
+  # The digits before the point decide: by their number, or by the first digit
+  # that differs from the bound.
   if above:
     forms.append(f"[1-9][0-9]{{{len(whole)},}}{any_part}")
   elif len(whole) > 1:
     forms.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){any_part}")
   for i, start in _differing(whole, above):
     forms.append(f"{start}[0-9]{{{len(whole) - i - 1}}}{any_part}")
-  # The whole part is equal: the digits after the point decide.
+  # The digits before the point are equal: the digits after it decide.
   for _, start in _differing(part, above):
     forms.append(rf"{whole}\.{start}[0-9]*")
   if above:

@@ -21,11 +21,11 @@ _MOST_MERGED = 20_000  # largest number of states from merged alternatives
 
 
 class TooLargeError(ValueError):
-  """Error for an automaton with too many states."""
+  """Error for an automaton with more than `MOST_STATES` states."""
 
 
 def check_size(states: int, what: str) -> None:
-  """Raises `TooLargeError` if there are too many states."""
+  """Raises `TooLargeError` if there are more than `MOST_STATES` states."""
   if states > MOST_STATES:
     raise TooLargeError(f"{what} needs {states} states, and an automaton has "
                         f"at most {MOST_STATES}; allow fewer repetitions")
@@ -140,7 +140,7 @@ class Builder:
       place = np.searchsorted(copies, np.arange(self.size), "right") - 1
       inside = (place >= 0) & (place < len(copies) - 1)
       start = np.where(inside, copies[np.clip(place, 0, len(copies) - 2)], 0)
-      # A state outside the copies repeats level 0 at the new level.
+      # A state outside the copies has the entries of level 0 at the new level.
       anchors = np.insert(anchors, 1, start, axis=1)
       groups = np.insert(groups, 1, np.where(inside, copies[0], 0), axis=1)
       deeper = inside[:, None] & (groups[:, 2:] == 0)
@@ -281,7 +281,8 @@ def _deterministic(edges: np.ndarray, final: set[int], size: int
         work.append((targets, names[targets]))
         if not final.isdisjoint(targets):
           final.add(names[targets])
-      # Several targets have a name, a single target is its own.
+      # A set of several targets becomes a new state with its own number. A
+      # single target keeps its number.
       new.append((name, low, high, names.get(targets, targets[0])))
   kept = edges[~np.isin(edges[:, 0], clashing)]
   return (np.concatenate([kept, np.array(new, np.int64)]), final, len(names))

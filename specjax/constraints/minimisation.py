@@ -57,7 +57,7 @@ def _split(blocks: list[set[int]], numbers: list[int], number: int,
   rest = blocks[number] - part
   if not rest:
     return set()
-  # The smaller half gets the new number.
+  # The smaller part gets the new number, as the time bound requires.
   small, blocks[number] = sorted((part, rest), key=len)
   for state in small:
     numbers[state] = len(blocks)

@@ -39,7 +39,7 @@ class Repetition(constraining.Constraint):
     return jnp.zeros((row.vocab_size,), bool).at[ids].set(True, mode="drop")
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the memory after a token."""
+    """Returns the mask with the token."""
     return memory.at[token].set(True, mode="drop")
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ class OutputPenalty(constraining.Constraint):
     return jnp.zeros((row.vocab_size,), jnp.int32)
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the memory after a token."""
+    """Returns the counts with one more occurrence of the token."""
     return memory.at[token].add(1, mode="drop")
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
@@ -107,12 +107,12 @@ class NoRepeatNGram(constraining.Constraint):
     return row.tokens, row.length
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
-    """Returns the memory after a token."""
+    """Returns the tokens with one more token, and their number."""
     tokens, length = memory
     return tokens.at[length].set(token, mode="drop"), length + 1
 
   def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
-    """Sets the logits of repeating tokens to -inf."""
+    """Sets the logits of tokens that would repeat an n-gram to -inf."""
     tokens, length = memory
     first = length - self.size + 1
     at = jnp.arange(tokens.shape[0])

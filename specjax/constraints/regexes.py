@@ -109,7 +109,7 @@ class _Machine:
     self._sets = {}  # number of each set of characters
 
   def new(self) -> int:
-    """Returns a new state."""
+    """Adds a state without moves and returns its number."""
     fragments.check_size(len(self.reads) + 1,
                          f"the expression {shown(self.pattern)}")
     self.reads.append([])
@@ -123,7 +123,10 @@ class _Machine:
 
   def sequence(self, items: Iterable[tuple[Code, Any]], after: int, flags: int
                ) -> int:
-    """Returns the state from which `items` lead to `after`."""
+    """Adds states that read the parsed `items` and lead to the state `after`.
+
+    Returns the first of these states. `flags` are those of `re`.
+    """
     for code, value in reversed(list(items)):
       after = self._item(code, value, after, flags)
     return after

@@ -207,7 +207,10 @@ def _limits(part: Mapping[str, Any]) -> dict[str, Any]:
 def _conjunctions(some: list[Alternative],
                   others: list[Alternative]
                   ) -> list[Alternative]:
-  """Returns the merged pairs of alternatives that can hold together."""
+  """Returns the alternatives of a value for which both lists apply.
+
+  Each is a pair of alternatives, merged; pairs that cannot hold are left out.
+  """
   if len(some) * len(others) > _MOST_ALTERNATIVES:
     raise ValueError(f"the JSON schema has {len(some) * len(others)} "
                      "alternatives for a value, in 'allOf' or 'anyOf'; the "

@@ -288,7 +288,8 @@ def colours(walk: Walk) -> np.ndarray:
       before, count, colours = count, len(np.unique(new)), new
       if count == before:  # longer strings separate no further states
         break
-    # The few strings that are longer are read from every state.
+    # Colours cover strings of up to `depth` bytes. The few longer strings are
+    # read from every state.
     states, columns, moves, _ = walk.read(
         np.arange(walk.fragment.size), walk.long)
     np.add.at(colours, states, mixed(moves, columns))

@@ -98,7 +98,7 @@ class Forced(constraining.Constraint):
     return jnp.zeros_like(row.length), row.tokens[row.length - 1]
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
-    """Returns the memory after one more token."""
+    """Returns the number of new tokens plus 1, and the token."""
     return memory[0] + 1, token
 
   def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:

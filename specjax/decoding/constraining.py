@@ -68,7 +68,10 @@ class Constraint:
   must_come: tuple[int, ...] = ()
 
   def init(self, row: Row) -> Any:
-    """Returns the memory after the prompt, a tree of arrays, or None."""
+    """Returns the constraint's memory after the prompt.
+
+    It is a tree of arrays, or None for a constraint without memory.
+    """
     raise NotImplementedError
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
@@ -114,15 +117,15 @@ class Without(Constraint):
   tokens: tuple[int, ...]
 
   def init(self, row: Row) -> None:
-    """Returns None."""
+    """Returns None, because bans do not depend on the sequence."""
     del row
 
   def advance(self, memory: None, token: jax.Array) -> None:
-    """Returns None."""
+    """Returns None, because bans do not depend on the sequence."""
     del memory, token
 
   def apply(self, memory: None, logits: jax.Array) -> jax.Array:
-    """Sets the logits of the tokens to -inf."""
+    """Sets the logits of the banned tokens to -inf."""
     del memory
     return logits.at[jnp.array(self.tokens)].set(-jnp.inf)
 

@@ -242,7 +242,7 @@ class Controller:
       affordable: `[K - 1]` bool, the lengths above 0 that budgets cover.
     """
     own, active = state.controller, ~state.done
-    # The limit of a row bounds its tokens.
+    # A row emits at most the tokens up to its limit.
     place = jnp.arange(self.lengths[-1] + 1)
     left = (state.limits - state.lengths)[:, None]
     tokens = jnp.pad(self.survival(own), ((0, 0), (1, 0)), constant_values=1)
@@ -281,7 +281,10 @@ class Controller:
     return self._missed(state) * reading + self._changing(state)
 
   def _changing(self, state: DecodeState) -> jax.Array:
-    """Returns `[]`, the cost of switching for a draft now, in tokens."""
+    """Returns `[]`, the cost in tokens of a draft after a round without one.
+
+    It is 0 if all rows had a draft in the previous round.
+    """
     drafted = state.lengths - 2 == state.controller.known
     changes = jnp.any(~state.done & ~drafted)
     return changes * (self.switching / self.seconds[0])
@@ -304,7 +307,10 @@ class Controller:
     return own.budget - self.risk * ahead
 
   def _shared(self, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns `[]`, the joint value of `x [B]` for rows that share a round."""
+    """Returns `[]`, the value of `x [B]` that decides for the rows of a round.
+
+    It is the minimum over the rows if the batch `waits`, else the mean.
+    """
     if self.waits:
       return jnp.min(jnp.where(rows, x, jnp.inf))
     return _mean(x, rows)
@@ -331,7 +337,8 @@ class Controller:
         self._purse(state), active)
     gain = self.risk - reading
     pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
-    # The next round may be of the other kind, in which drafts pay.
+    # With two kinds of rounds, drafts may pay in the next round, which may be
+    # of the other kind. So a pause then has one round.
     pause = jnp.where(lacks > 0, pause, 1 if self.first else _PAUSE)
     pause = jnp.clip(pause, 1, jnp.minimum(left, _LONGEST_PAUSE))
     pause = pause.astype(jnp.int32)

@@ -167,7 +167,8 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
     first, own = _first(trial, params)
     found["first"] = _measure(
         first, own, batch, used, capacity, context)["seconds"] if first else []
-    # Costs that the controller refuses may be a disturbance: not stored.
+    # The controller refuses very large costs. They may be a disturbance of the
+    # measurement, so the error is raised before the costs are stored.
     Controller(lengths=lengths, **found)
     if path is not None:
       with contextlib.suppress(OSError):
@@ -197,7 +198,11 @@ def _first(decoder: Decoder, params: chex.ArrayTree
 def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
           params: chex.ArrayTree, batch: int, slots: tuple[int, int],
           context: chex.ArrayTree) -> pathlib.Path | None:
-  """Returns the file of these costs; None if a component has no stable repr."""
+  """Returns the path of the file for these costs.
+
+  Its name is a hash of the decoder and the machine. None: a component has no
+  stable repr, so it has no hash.
+  """
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     directory = pathlib.Path(home, "specjax", "costs")
@@ -244,7 +249,10 @@ def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
 
 def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
              capacity: int, context: chex.ArrayTree) -> dict[str, Any]:
-  """Returns `seconds` per round of each length, `reading` and `switching`."""
+  """Returns the measured fields `seconds`, `reading` and `switching`.
+
+  `Controller` defines them.
+  """
   by_length, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length
   used, rounds = _room(
@@ -270,7 +278,8 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
   calls = [of(*one) for one in kinds] + [of(1, rounds, _PERIOD)]
   *times, changing = _timed(calls, state)
   took = dict(zip(kinds, times))
-  # If calls take longer than rounds, the difference is unreliable.
+  # If starting a call takes longer than its rounds, the difference of two calls
+  # is unreliable. So a round takes at least half of the mean time.
   seconds = [max((took[i, rounds] - took.get((i, few), 0.0)) / (rounds - few),
                  took[i, rounds] / (2 * rounds))
              for i in range(len(by_length.rungs))]

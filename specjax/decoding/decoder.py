@@ -131,7 +131,7 @@ class Decoder:
     drafter = interfaces.bind(self.drafter, self.target, shared)
     for rule in (self.verifier, *self.observers):
       interfaces.check_pair(rule, drafter)
-    # Not a field, so that decoders with equal arguments are equal.
+    # `parts` is not a field, so that decoders with equal arguments are equal.
     one = rounds_lib.Round(
         target=self.target, drafter=drafter, rule=self.verifier,
         transform=shared, observers=self.observers, debug=self.debug)
@@ -244,7 +244,7 @@ class Decoder:
         return placement.start(self, *arguments)
       return rounds_lib.start(*arguments)
     except Exception:
-      # The most frequent cause: parameters of another model.
+      # The most frequent cause of an error is parameters of another model.
       inputs.explain_parameters(params, {
           "target": self.target,
           "drafter": interfaces.model_of(self.drafter)})

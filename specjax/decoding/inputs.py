@@ -216,7 +216,7 @@ def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _listed(given: Any) -> list[Any]:
-  """Returns the entries of an `eos` argument; an id is its only entry."""
+  """Returns the entries of an `eos` argument: a list, also for a single id."""
   if isinstance(given, jax.Array | np.ndarray | np.generic):
     given = np.asarray(given).tolist()
   if given is None:

@@ -43,7 +43,8 @@ from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
 
-# Rounds whose uniforms are drawn together where the number of rounds varies.
+# Uniform samples are drawn for this number of rounds at a time, because the
+# number of rounds until all rows are done is not known in advance.
 _DRAWN_ROUNDS = 32
 # Tokens of a pass in which a drafter reads tokens that it missed, because they
 # were decoded in rounds without a draft.
@@ -250,8 +251,9 @@ class Round:
     verdict, expected, survival, summed, law = self._judged(
         state, draft, probs, depths, uniforms)
 
-    # A logit of NaN or +inf makes the sum of its probabilities NaN; -inf is a
-    # ban by the model. The sum is the cheapest test.
+    # A logit of NaN or +inf makes the sum of the row's probabilities NaN. A
+    # logit of -inf does not: the model bans a token. The sum is the cheapest
+    # test.
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
     read = finite & draft_finite
@@ -444,7 +446,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
   """
   def is_going(carry):
     (state, _, played), i = carry
-    # Rows that are done also write their drafts.
+    # Rows that are done also write their drafts, so they need room as well.
     has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
         state.tokens.shape[1])
     is_open = (~jnp.all(state.done) if done is None else
@@ -492,14 +494,14 @@ until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
 def start(parts: Round, params: chex.ArrayTree, prompt: Prompt,
           limits: jax.Array, keys: jax.Array, temperature: jax.Array,
           eos: jax.Array) -> DecodeState:
-  """Compiled `Round.start`."""
+  """Returns the state after the prompts: `Round.start`, compiled."""
   return parts.start(params, prompt, limits, keys, temperature, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def insert(state: DecodeState, slots: jax.Array, fresh: DecodeState
            ) -> DecodeState:
-  """Compiled `Decoder.insert`."""
+  """Replaces rows of a state: `Decoder.insert`, compiled and without checks."""
   return interfaces.map_caches(
       lambda cache, new: cache.with_rows(slots, new),
       lambda all, new: all.at[slots].set(new), state, fresh)

@@ -64,27 +64,27 @@ class Empty(Drafter):
     return self.drafter is not None and self.drafter.full
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Empty":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the target's vocabulary size."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns the root alone."""
+    """Returns drafts of the root alone, and the unchanged drafter's state."""
     del params, uniforms
     return rounds.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns the updated state of `drafter`."""
+    """Returns the state of the attribute `drafter` after the round."""
     if self.drafter is None:
       return drafter
     return self.drafter.commit(
         params, drafter, draft, verdict, target_output, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification."""
+    """Returns an empty specification, because there are no parameters."""
     del axis, size
     return PartitionSpec()
 
@@ -191,7 +191,10 @@ class RoundsByLength:
         chosen == 0, attempt.rests, carry))
 
   def _told(self, params: chex.ArrayTree, state: DecodeState) -> DecodeState:
-    """Returns the state whose controller has the kind of the next round."""
+    """Stores the kind of every row's next round in the controller's state.
+
+    `Controller` defines kinds. With one kind, the state does not change.
+    """
     if not self.controller.first:
       return state
     kind = self.drafter.lacking(params, state).astype(jnp.int32)
@@ -210,7 +213,8 @@ class RoundsByLength:
     """
     if not self.controller.cuts or (
         self.drafter.with_gamma(1) is None):
-      # Look-ahead positions would count as padding.
+      # Such a drafter may have look-ahead positions, which would be counted as
+      # padding. So its drafts are not shortened.
       return jnp.asarray(rung, jnp.int32)
     drafted = draft.drafted & ~done[:, None]
     last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
@@ -253,7 +257,7 @@ class _Attempt:
     return _blank(self._found_form)
 
   def rests(self, carry: _Carry) -> _Carry:
-    """Runs a round without a draft; the controller does not learn from it."""
+    """Runs a round without a draft; the controller's state does not change."""
     state, _ = carry
     return self._judged(0, state, *self._propose(0, state))
 
@@ -284,7 +288,12 @@ class _Attempt:
     return self._learned(before, *carry, size)
 
   def _drafted(self, state: DecodeState) -> tuple[Draft, Any, jax.Array]:
-    """Returns the packed draft, the drafter's state, and the rung that fits."""
+    """Drafts the chosen length.
+
+    Returns:
+      The draft, see `_packed`; the drafter's state; and the index of the lowest
+      rung that fits the draft.
+    """
     nodes = self._rounds.drafter.num_nodes
 
     def on(i, drafter):
@@ -347,7 +356,8 @@ class _Attempt:
 
   @property
   def _packs(self):
-    # Unpacking would repair a wrong declaration before debug checks it.
+    # Unpacking makes every row one-hot. With debug, this would hide a drafter
+    # that wrongly declares to be deterministic.
     return not self._rounds.rungs[0].debug and (
         "deterministic" in interfaces.capabilities(self._rounds.drafter))
 

@@ -92,7 +92,8 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
       active = found[0].active[:, slot]
       parts.append(jax.tree.map(
           lambda x, slot=slot, active=active: x[active, slot], found))
-      # A row that is not done was active in all rounds of all its calls.
+      # A row that is not done was active in all rounds of its calls. So it had
+      # len(parts) * rounds rounds.
       if done[slot] or len(parts) * rounds >= most_rounds:
         del slots[slot]
         yield index, _row(tokens[slot, :lengths[slot]], parts, most_rounds)

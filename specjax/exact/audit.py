@@ -282,7 +282,7 @@ class _Evaluation:
     return self._pool.p[rows], q
 
   def shown(self, drafts: larger.Drafts, draft: int) -> Example:
-    """Returns one draft with its law."""
+    """Returns an example for the error message: one draft with its law."""
     one = slice(draft, draft + 1)
     p, q = self._inputs(drafts, one)
     stop, next_token, *_ = self._law(drafts, one)

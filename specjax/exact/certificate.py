@@ -258,7 +258,7 @@ class _Settings(NamedTuple):
 
   @property
   def several_rounds(self) -> int:
-    """Number of rounds of small trials."""
+    """Number of rounds in an enumeration of small models."""
     if self.rounds is not None:
       return self.rounds
     return 3 if self.compiled.rule.remembers else 2
@@ -283,7 +283,7 @@ class _Settings(NamedTuple):
       enumeration.check_size(vocab_size, drafted, drafted + 1)
 
   def chains(self) -> list[trials.Found]:
-    """Enumerates small models with chains."""
+    """Returns the results of all enumerations of small models with chains."""
     several = []
     for vocab_size, gamma in itertools.product(self.vocab_sizes, self.gammas):
       once = (self.rounds is None and not self.compiled.rule.remembers
@@ -295,7 +295,7 @@ class _Settings(NamedTuple):
     return several
 
   def small_trees(self) -> list[trials.Found]:
-    """Enumerates small models with trees."""
+    """Returns the results of all enumerations of small models with trees."""
     return [trial for vocab_size in self.vocab_sizes
             for trial in trials.on_trees(
                 self.compiled, vocab_size, self.trees, self.schemes, self.kinds,
@@ -350,7 +350,7 @@ def _check_sizes(**sizes: tuple[Sequence[int], int]) -> None:
 def _check_settings(kinds: Sequence[str], dtype: str, drafting: str | None,
                     trees: Sequence[Sequence[int]] | None,
                     stop: Stop | None) -> None:
-  """Raises `ValueError` if a word is unknown or two settings conflict."""
+  """Raises `ValueError` if a setting is unknown or two settings conflict."""
   if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
     raise ValueError(f"kinds is {kinds!r}; give one or more of "
                      f"{', '.join(KINDS)}")

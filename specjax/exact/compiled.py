@@ -54,11 +54,11 @@ class Compiled:
 
   @classmethod
   def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
-    """Returns the compiled rule."""
+    """Compiles a rule; a `Compiled` is returned unchanged."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
 
   def initial_state(self, gamma: int, dtype: str) -> Any:
-    """Returns the state before the first round, or None."""
+    """Returns the rule's state before the first round; None without state."""
     return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
                         self.rule.init(gamma))
 
@@ -151,7 +151,7 @@ class Example(NamedTuple):
     return "\n".join(line.rstrip() for line in lines)
 
   def _node(self, node: int, shown: Sequence[int]) -> list[str]:
-    """Returns the lines of one node."""
+    """Returns the printed lines of one node: its distributions and its law."""
     law, rows = self.law, []
     if node:
       q = np.asarray(self.draft.probs[node])

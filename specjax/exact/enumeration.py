@@ -145,7 +145,10 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
 
 def chain_scheme(gamma: int, drafting: str, nodes: int, ended
                  ) -> Callable[[np.ndarray, np.ndarray], drafts.Drafts]:
-  """Returns the scheme of `enumerate_chains`."""
+  """Returns a function `(q, contexts) -> drafts.Drafts` that draws chains.
+
+  Arguments as in `enumerate_chains`. Chains are padded to `nodes` nodes.
+  """
   ended = ended or (lambda drafts: drafts)
   return lambda q, contexts: ended(drafts.chains(
       q, contexts, gamma, drafting == "product")).padded(nodes)
@@ -369,7 +372,12 @@ class Run:
     return merged(outcomes, self._vocab)
 
   def _laws(self, arguments, found, weights):
-    """Returns `stop` and `next_token` in float64, 0 at unused nodes."""
+    """Evaluates and checks the laws of drafts.
+
+    Returns:
+      `stop` and `next_token` of `Law` in float64. `next_token` is 0 where
+      `stop` is 0.
+    """
     stop, next_token, survival = self._compiled.laws(
         arguments, self._chunk, self._dtype)
     self.laws += len(stop)

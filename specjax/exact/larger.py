@@ -27,7 +27,7 @@ CHUNK = 128
 
 
 class SparseOutcome(NamedTuple):
-  """Result of `enumerate_sparse`, see `enumeration.Outcome`."""
+  """Result of `enumerate_sparse`; `enumeration.Outcome` defines the fields."""
 
   total_variation: float
   defects: frozenset[str]
@@ -239,12 +239,19 @@ class Pool(NamedTuple):
   shares: np.ndarray | None = None
 
   def rows(self, hashes: np.ndarray) -> np.ndarray:
-    """Returns the row numbers of contexts."""
+    """Returns the rows of the pool that contexts with these hashes select."""
     return ((hashes >> np.uint64(32)) % np.uint64(len(self.p))).astype(np.int64)
 
 
 class Drafts(NamedTuple):
-  """Batch of n drafts of N nodes: weights `[n]`, other arrays `[n, N]`."""
+  """Batch of n drafts of N nodes.
+
+  Attributes:
+    weights: `[n]` probability of each draft.
+    tokens: `[n, N]` token ids.
+    rows: `[n, N]` row of the pool after each node.
+    hashes: `[n, N]` hash of each node's context.
+  """
 
   weights: np.ndarray
   tokens: np.ndarray
@@ -271,7 +278,7 @@ def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
       two[1] = (two[0] + rng.integers(1, vocab_size)) % vocab_size
     share = rng.dirichlet([1, 1]) if rng.random() < branching else np.eye(2)[0]
     pairs[row], shares[row], q[row, two] = two, share, share
-    # Mostly close to q, so that the ends of long drafts are reached.
+    # p is mostly close to q, so that complete long drafts are often accepted.
     other = 10**rng.uniform(-3, -0.2)
     dense = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
     dense *= other / dense.sum()

@@ -235,7 +235,8 @@ def _nearly_one_hot(rng: np.random.Generator, rows: int, vocab_size: int
   rest = _dense(rng, rows, vocab_size)
   small = 10.0**-rng.integers(2, 8, size=(rows, 1))
   small = np.where(rng.random((rows, 1)) < 0.25, 1, small)
-  # Only three tokens, so that p and q often agree in a large vocabulary.
+  # The large entry is at one of three tokens, so that p and q often have it at
+  # the same token, also in a large vocabulary.
   top = np.eye(vocab_size)[rng.integers(min(vocab_size, 3), size=rows)]
   return (1 - small) * top + small * rest
 

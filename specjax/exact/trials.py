@@ -32,7 +32,7 @@ _ALL_TREES, _SOME_TREES = 81, 729  # most drafts, V**(N - 1), of default trees
 _SEVERAL_ROUNDS = 27  # most drafts of a tree for more than one round
 _TELLING_KINDS = ("dense", "mixed", "varied")
 
-# Trials other than the small models, see `certify`.
+# Sizes of the trials of larger models, see `thorough` of `certify`.
 _LARGER_CHAINS = (  # V, gamma; rules for trees use every second entry
     (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12), (33, 10),
     (257, 3), (20, 11), (13, 13), (11, 14), (128, 4), (9, 15))

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Values of |t|; both signs are used. If S is d standard deviations, the best t
-# is d / sqrt(W). The range covers 10 to a million draws.
+# Values of |t| (see the module); both signs are used. If S is d standard
+# deviations, the best t is d / sqrt(W). The range covers 10 to a million draws.
 _RATES = 2.0 ** np.arange(-8, 5)
 _SMALLEST_LOG = -4.0  # log-probabilities are clipped at this value
 _FEW_IDS = 8  # number of tokens that are tested individually

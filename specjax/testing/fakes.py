@@ -202,7 +202,8 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
                mlp_width=16, context_length=512, tie_embeddings=False)
   model = Transformer(TransformerConfig(
       vocab_size=vocab_size, **{**sizes, **config}))
-  # numpy, because `model.init` would compile about a hundred small programs.
+  # Weights are drawn by numpy, because `model.init` would compile about a
+  # hundred small programs.
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   rng = np.random.default_rng(seed)
 

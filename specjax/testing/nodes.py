@@ -227,7 +227,7 @@ def normalised(laws):
 
 
 def numbered(there):
-  """Numbers the True entries of a mask; other entries are -1."""
+  """Returns the number of each True entry of a mask; other entries are -1."""
   found = np.full(there.shape, -1)
   found[there] = np.arange(there.sum())
   return found
