@@ -34,8 +34,14 @@ the text that it helps to generate. Intervals are 95 %, over prompts. The token
 limit cuts the last round of transformers, so its tokens per round are a lower
 bound.
 
-A killed study resumes. Writes free_drafts.csv, .json and two figures. Run it on
-an idle machine.
+--batch=B decodes B prompts together, on the devices of --mesh if there are
+several, with the same tokens and acceptance in float32. Such a study does not
+measure speed: it omits the speed columns, the controller and transformers.
+
+  python experiments/free_drafts_study.py --batch=16
+
+A killed study resumes. Writes free_drafts.csv, .json and two figures. Measure
+speed on an idle machine.
 """
 
 from collections.abc import Callable
@@ -53,9 +59,11 @@ from lib import common
 from lib import flags as shared
 from lib import models
 from lib.configurations import compositions
+from lib.configurations import decoders
 from lib.configurations import generation
 from lib.figures import style
 from lib.prompts import reading as prompts_lib
+from lib.rollouts import batches
 from lib.rollouts import resumable
 import numpy as np
 
@@ -71,15 +79,17 @@ _DRAFTER = shared.drafters(
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "Also measure every drafter with the adaptive "
-    "controller, which chooses the draft length before every target pass. The "
-    "times that it needs are measured once per machine")
+    "controller, which chooses the draft length before every target pass, if "
+    "latency is measured. The times that it needs are measured once per "
+    "machine")
 _TAIL = flags.DEFINE_bool(
     "tail", True, "For a cascade --drafter=a+b, where a drafts for b: after "
     "the tokens of b, a drafts further tokens for the target")
 _DATASTORE = shared.datastore()
 _TRANSFORMERS = flags.DEFINE_enum(
     "transformers", "auto", ["auto", "yes", "no"],
-    "Also decode with the library transformers. auto: if it is installed")
+    "Also decode with the library transformers, which requires "
+    "--timing=latency. auto: if it is installed and latency is measured")
 _PROMPTS = shared.prompts("rename,summarise,code,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -88,6 +98,7 @@ _PROMPT_TOKENS = shared.prompt_tokens(384)
 _NEW_TOKENS = shared.new_tokens(96)
 _TEMPERATURE = shared.temperatures("0")
 _SEED = shared.seed()
+_BATCH = batches.flags()
 _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/free_drafts")
 
@@ -98,12 +109,15 @@ _NODES = 64  # per draft tree of heads
 
 
 def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
-              temperature: float, eos: tuple[int, ...] | None,
-              prompts: Sequence[Sequence[int]], capacity: int):
+                  temperature: float, eos: tuple[int, ...] | None,
+                  prompts: Sequence[Sequence[int]], capacity: int,
+                  batch: decoders.Batch | None):
   """Returns `{drafter: variant}`; the variant without drafts is first."""
   variant = functools.partial(
-      generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
-      prompts=prompts)
+      generation.Ours, prompts=prompts) if batch is None else functools.partial(
+          decoders.DecoderRows, batch=batch)
+  variant = functools.partial(
+      variant, new_tokens=_NEW_TOKENS.value, capacity=capacity)
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   variants = {_ALONE: variant(alone, {"target": target.params})}
@@ -111,7 +125,7 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
     decoder = strategy.decoder(model, transform=alone.transform, eos=eos)
     params = {"target": target.params, "drafter": own}
     variants[name] = variant(decoder, params)
-    if _CONTROLLER.value:
+    if _CONTROLLER.value and batch is None:
       print(f"measuring what rounds of {name} cost, unless it is known",
             file=sys.stderr)
       controller = sj.decoding.costs.measured(
@@ -122,20 +136,24 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
   return variants
 
 
-def _versions():
+def _versions(timed: bool):
   """Returns the versions of transformers and torch.
 
   Returns None if the flags exclude the comparison with transformers.
   """
-  if _TRANSFORMERS.value == "no" or (
-      _TRANSFORMERS.value == "auto"
-      and importlib.util.find_spec("transformers") is None):
+  choice = _TRANSFORMERS.value
+  if choice == "yes" and not timed:
+    raise ValueError("--transformers=yes compares speed and requires "
+                     "--timing=latency, with --batch=1 and no --mesh")
+  if not timed or choice == "no" or (
+      choice == "auto" and importlib.util.find_spec("transformers") is None):
     return None
   return generation.prepare_torch()
 
 
 def _their_variants(target: Pretrained, temperature: float,
-                eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
+                    eos: tuple[int, ...] | None,
+                    versions: dict[str, Any] | None):
   """Returns the variants of transformers: without and with prompt lookup.
 
   Returns `{}` if `versions` is None.
@@ -155,8 +173,12 @@ def _torch_model(target: Pretrained):
 
 
 def _drafters(names: list[str], target: Pretrained,
-              members: Mapping[str, Pretrained], tokenizer: Tokenizer):
-  """Returns `{label: (strategy, drafter's parameters, target model)}`."""
+              members: Mapping[str, Pretrained], tokenizer: Tokenizer,
+              batch: decoders.Batch | None):
+  """Returns `{label: (strategy, params["drafter"], target model)}`.
+
+  The parameters are on the mesh if there is one.
+  """
   found = {}
   for name in names:
     label = models.label(name)
@@ -175,7 +197,10 @@ def _drafters(names: list[str], target: Pretrained,
                        "self_drafting_study.py")
     model, params, strategy = own.speculation(None, _GAMMA.value, _NODES)
     found[label] = strategy, params["drafter"], model
-  return found
+  return {label: (strategy, batches.placed(
+      batch, strategy.decoder(model),
+      {"target": target.params, "drafter": own})["drafter"], model)
+          for label, (strategy, own, model) in found.items()}
 
 
 def _row(prompts: str, temperature: float, name: str, rule: str,
@@ -194,6 +219,8 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
          **tokens.columns("tokens_per_round"), **gain.columns("gain")}
   if "reading" in mine[0]:
     _put_ratio(row, "decoding_speedup", runs, name, _ALONE, decoding=True)
+  if "seconds" not in mine[0]:
+    return row
   for column, other in (("speedup", _ALONE),
                         ("speedup_over_transformers", _THEIRS),
                         ("speedup_over_prompt_lookup", _LOOKUP)):
@@ -222,9 +249,9 @@ def _agreeing(runs: dict[tuple, dict[str, Any]]):
 
   A run at temperature 0 is excluded if its variants' outputs differ.
   """
+  text = lambda run: run.get("text") or tuple(run["tokens"])
   same = {unit: variants for unit, variants in runs.items()
-          if unit[1] > 0 or len({
-              tuple(run["tokens"]) for run in variants.values()}) == 1}
+          if unit[1] > 0 or len(set(map(text, variants.values()))) == 1}
   return same, len(runs) - len(same)
 
 
@@ -239,41 +266,44 @@ def _rows(runs: dict[tuple, dict[str, Any]], sets: list[str],
   """
   rows = []
   for temperature in temperatures:
-    mine = {unit: run for unit, run in runs.items() if unit[1] == temperature}
     for name in (*sets, *(("all",) if len(sets) > 1 else ())):
-      some = {unit: run for unit, run in mine.items()
-              if name in ("all", unit[2])}
+      some = {unit: run for unit, run in runs.items()
+              if unit[1] == temperature and name in ("all", unit[2])}
       clusters = [cluster_of(unit[5]) for unit in some]
       some = list(some.values())
-      rows += [_row(name, temperature, variant, rules.get(variant, ""), some,
-                    base, clusters) for variant in (some[0] if some else ())]
+      for variant in some[0] if some else ():
+        rows.append(_row(name, temperature, variant, rules.get(variant, ""),
+                         some, base, clusters))
   return rows
 
 
 def _print_table(rows: list[dict[str, Any]]):
   wide = max(len(row["drafter"]) for row in rows)
-  theirs = "speedup_over_prompt_lookup" in rows[0]
+  speeds = {column: title for column, title in (
+      ("speedup", "speed over none"),
+      ("decoding_speedup", "decoding over none"),
+      ("speedup_over_prompt_lookup", "over prompt lookup"))
+            if any(column in row for row in rows)}
   print(f"{'prompts':10s} {'T':>3s} {'drafter':{wide}s} {'tokens/round':>22s} "
-        f"{'gain, own rollouts':>29s} "
-        f"{'speed over none':>21s} {'all':>5s} {'decoding':>8s} {'all':>5s}"
-        + f" {'over prompt lookup':>21s} {'all':>5s}" * theirs)
+        f"{'gain, own rollouts':>29s}"
+        + "".join(f" {title:>21s} {'all':>5s}" for title in speeds.values()))
   shown = lambda row, name, form: format(
       analysis.Estimate.of_columns(row, name), form)
-  quartiles = lambda row, column: (
-      f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
-      f"{row[f'{column}_high']:.2f})")
   for row in rows:
     print(f"{row['prompts']:10s} {row['temperature']:3g} "
           f"{row['drafter']:{wide}s} "
           f"{shown(row, 'tokens_per_round', '.2f'):>22s} "
-          f"{shown(row, 'gain', '+.1%'):>29s} {quartiles(row, 'speedup'):>21s} "
-          f"{row['speedup_total']:5.2f} "
-          + (f"{row['decoding_speedup']:8.2f} "
-             f"{row['decoding_speedup_total']:5.2f}"
-             if "decoding_speedup" in row else " " * 14)
-          + (f" {quartiles(row, 'speedup_over_prompt_lookup'):>21s} "
-             f"{row['speedup_over_prompt_lookup_total']:5.2f}"
-             if theirs else ""))
+          f"{shown(row, 'gain', '+.1%'):>29s}"
+          + "".join(_ratio(row, column) for column in speeds))
+
+
+def _ratio(row: dict[str, Any], column: str) -> str:
+  """Returns a speed ratio as text, empty if the row lacks it."""
+  if column not in row:
+    return " " * 28
+  ratio = (f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
+           f"{row[f'{column}_high']:.2f})")
+  return f" {ratio:>21s} {row[f'{column}_total']:5.2f}"
 
 
 def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
@@ -281,42 +311,77 @@ def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
   for column, title in (("tokens_per_round", "tokens of a round"),
                         ("speedup", "speed over decoding without drafts")):
+    if column not in rows[0]:
+      continue
     figure, axes = style.panels(len(temperatures), width=7.0)
     for panel, temperature in zip(axes[:, 0], temperatures):
-      mine = [row for row in rows if row["temperature"] == temperature
-              and row["drafter"] != _ALONE]
-      names = list(dict.fromkeys(row["drafter"] for row in mine))
-      sets = list(dict.fromkeys(row["prompts"] for row in mine))
-      for i, (name, color) in enumerate(zip(names, style.shades(len(names)))):
-        at = np.arange(len(sets)) + 0.8 * (i + 0.5) / len(names) - 0.4
-        panel.bar(at, [row[column] for row in mine if row["drafter"] == name],
-                  0.8 / len(names), label=name, color=color)
-      panel.axhline(1, color="black", linewidth=0.8)
-      panel.set_xticks(range(len(sets)), sets)
+      _draw_bars(panel, [
+          row for row in rows if row["temperature"] == temperature
+          and row["drafter"] != _ALONE], column)
       panel.set(ylabel=title, title=f"temperature {temperature:g}")
     end = column.split("_")[0]
     style.save(figure, output_dir / f"free_drafts_{end}.png")
 
 
+def _draw_bars(panel: Any, rows: list[dict[str, Any]], column: str):
+  """Draws a group of bars per prompt set, with a bar per drafter."""
+  names = list(dict.fromkeys(row["drafter"] for row in rows))
+  sets = list(dict.fromkeys(row["prompts"] for row in rows))
+  for i, (name, color) in enumerate(zip(names, style.shades(len(names)))):
+    at = np.arange(len(sets)) + 0.8 * (i + 0.5) / len(names) - 0.4
+    panel.bar(at, [row[column] for row in rows if row["drafter"] == name],
+              0.8 / len(names), label=name, color=color)
+  panel.axhline(1, color="black", linewidth=0.8)
+  panel.set_xticks(range(len(sets)), sets)
+
+
 def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
-                 eos: tuple[int, ...] | None, versions: dict[str, Any] | None):
+                 eos: tuple[int, ...] | None, versions: dict[str, Any] | None,
+                 batch: decoders.Batch | None):
   """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
       [target.params, *(own for _, own, _ in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
-      _TAIL.value, versions, "accepted")
+      _TAIL.value, versions, "accepted" if batch is None else "no times")
+
+
+def _load(names: list[str], batch: decoders.Batch | None):
+  """Returns the target, the result of `_drafters` and the tokenizer."""
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, sum(map(compositions.members, (
+          name for name in names if not models.drafts_for_itself(name))), []),
+      ", ".join((*compositions.NAMES, *models.HEADS)), dtype=_DTYPE.value)
+  placed = batches.placed(batch, common.autoregressive(target.model, 1.0),
+                          {"target": target.params})
+  target = dataclasses.replace(target, params=placed["target"])
+  return target, _drafters(names, target, members, tokenizer, batch), tokenizer
+
+
+def _decoded(read: prompts_lib.Prompts, temperatures: list[float],
+             fingerprint: str, make_variants: Callable[[float], dict[str, Any]],
+             path: pathlib.Path, batch: decoders.Batch | None):
+  """Returns `{unit: {variant: run}}` of all prompts and temperatures."""
+  units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(rows[i]))
+           for t in temperatures
+           for i in range(max(map(len, read.sets.values())))
+           for name, rows in read.sets.items() if i < len(rows)]
+  made = {t: make_variants(t) for t in temperatures}
+  batches.announce(
+      len({unit[2:] for unit in units}), len(units) * len(made[units[0][1]]),
+      sum((list(variants.values()) for variants in made.values()), []),
+      _NEW_TOKENS.value)
+  return resumable.run(
+      units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
+      made.get, path, window=batches.window(batch))
 
 
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
                             "as ngram"))
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, sum(map(compositions.members, (
-          name for name in names if not models.drafts_for_itself(name))), []),
-      ", ".join((*compositions.NAMES, *models.HEADS)), dtype=_DTYPE.value)
-  drafters = _drafters(names, target, members, tokenizer)
-  names = list(drafters)
+  batch = batches.settings(_BATCH)
+  versions = _versions(timed=batch is None)
+  target, drafters, tokenizer = _load(names, batch)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
@@ -327,25 +392,20 @@ def main():
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                          target.model.context_length)
 
-  versions = _versions()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  make_variants = lambda temperature: {
-      **_our_variants(target, drafters, temperature, eos, read.all, capacity),
-      **_their_variants(target, temperature, eos, versions)}
-  fingerprint = _fingerprint(target, drafters, eos, versions)
-  units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(rows[i]))
-           for t in temperatures
-           for i in range(max(map(len, read.sets.values())))
-           for name, rows in read.sets.items() if i < len(rows)]
-  runs = resumable.run(
-      units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
-      make_variants, output_dir / "runs.jsonl")
-  kept, different = _agreeing(runs)
+  runs = _decoded(
+      read, temperatures, _fingerprint(target, drafters, eos, versions, batch),
+      lambda temperature: {
+          **_our_variants(target, drafters, temperature, eos, read.all,
+                          capacity, batch),
+          **_their_variants(target, temperature, eos, versions)},
+      output_dir / "runs.jsonl", batch)
+  agreeing, different = _agreeing(runs)
   rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
            for name, (strategy, _, _) in drafters.items()
            for end in ("", _CONTROLLED)}
-  rows = _rows(kept, list(read.sets), temperatures, rules, names[0],
-               read.cluster)
+  rows = _rows(agreeing, list(read.sets), temperatures, rules,
+               next(iter(drafters)), read.cluster)
   _check_different(different, len(runs))
   _print_table(rows)
   common.write_csv(output_dir / "free_drafts.csv", rows)

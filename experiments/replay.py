@@ -91,7 +91,7 @@ def _place() -> str:
 
 def _record() -> analysis.Record:
   """Records all prompts, or completes an existing record."""
-  batch = batches.settings(_BATCH)
+  batch = batches.settings(_BATCH, splits_prompts=False)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
   [drafter] = drafters.values()

@@ -27,6 +27,12 @@ drafter adds, and the speed-up over autoregressive decoding. Configurations:
 A directory in --heads that contains its own target (Medusa-2) is measured on
 that target, relative to its autoregressive decoding.
 
+--batch=B decodes B prompts together, on the devices of --mesh if there are
+several, with the same tokens and acceptance in float32. Such a study does not
+measure speed: it omits autoregressive decoding and the speed columns.
+
+  python experiments/self_drafting_study.py --batch=16
+
 The expected number of accepted tokens is computed exactly for every draft, so
 block efficiency has no noise from accept and reject decisions. Verifiers are
 also compared on the same drafts. The predicted speed-up is block efficiency
@@ -58,6 +64,7 @@ from lib import progress
 from lib.configurations import decoders
 from lib.prompts import reading as prompts_lib
 from lib.reports import self_drafting_report as report
+from lib.rollouts import batches
 from lib.rollouts import resumable
 from lib.rollouts import timing
 import numpy as np
@@ -92,6 +99,7 @@ _NUM_PROMPTS = shared.num_prompts(16)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(96)
 _SEED = shared.seed()
+_BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/self_drafting")
 
 _CALIBRATION_PROMPTS = 16  # their continuations give head accuracies
@@ -125,17 +133,34 @@ class _Source:
   first_rule_only: bool = False
 
 
-def _language_model(name: str, target: Pretrained, member: Pretrained):
+def _language_model(name: str, target: Pretrained, member: Pretrained,
+                    batch: decoders.Batch | None):
+  """Returns the `_Source` of a draft model."""
   chain, params = models.chain(target, member, name)
   drafts = tuple(chain(_GAMMA.value)._replace(verifier=rule) for rule in (
       sj.verifiers.Block(), sj.verifiers.Token(), sj.verifiers.GreedyBlock()))
-  return _Source(name, target, {name: drafts},
-                 {"target": target.params, "drafter": params},
+  placed = _placed(target, drafts[0],
+                   {"target": target.params, "drafter": params}, batch)
+  return _Source(name, target, {name: drafts}, placed,
                  common.num_parameters(member.params))
 
 
+def _placed(target: Any, strategy: Strategy, params: Any,
+            batch: decoders.Batch | None):
+  """Returns the parameters of a decoder, on the mesh if there is one."""
+  return batches.placed(batch, strategy.decoder(target.model), params)
+
+
+def _with_placed_params(target: Any, batch: decoders.Batch | None):
+  """Returns a target, which all sources share, with parameters on the mesh."""
+  params = _placed(target, strategies.autoregressive(),
+                   {"target": target.params}, batch)
+  return dataclasses.replace(target, params=params["target"])
+
+
 def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
-                  rows: tuple[np.ndarray, int], **kwargs: Any):
+                  rows: tuple[np.ndarray, int], batch: decoders.Batch | None,
+                  **kwargs: Any):
   """Returns the `_Source` of heads or look-ahead embeddings."""
   method = methods.of(heads)
   accuracy = _accuracy(method, target, heads, params, *rows)
@@ -144,6 +169,7 @@ def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
   model, both = heads.attach(target.model, target.params, params)
   if model is not target.model:
     target = sj.zoo.Member(model, both["target"])
+  both = _placed(target, next(iter(compared.values()))[0], both, batch)
   return _Source(
       label, target,
       {", ".join(filter(None, (label, name))): drafts
@@ -184,7 +210,7 @@ def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
 
 
 def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
-             calibration: list[list[int]]):
+             calibration: list[list[int]], batch: decoders.Batch | None):
   """Returns the sources of draft models, heads and untrained heads, in order.
 
   Args:
@@ -192,6 +218,7 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
     sources: sources of the draft models.
     tokenizer: tokenizer of the target.
     calibration: prompts for measuring the accuracy of heads.
+    batch: `decoders.Batch` or None.
   """
   sources = list(sources)
   written = functools.cache(lambda own: _written_rows(own, calibration))
@@ -203,20 +230,25 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
       raise ValueError(f"--heads contains {name}, whose target has another "
                        "tokenizer than --target, and all drafters must read "
                        "the same prompts; leave it out")
+    own = target if own is target else _with_placed_params(own, batch)
     label = models.label(name)
     sources.append(_self_drafter(
-        label, own, heads, params, written(own), training=training))
+        label, own, heads, params, written(own), batch, training=training))
     if _UNTRAINED.value:
       fresh = heads.init(jax.random.key(0), own.params)
       untrained.append(_self_drafter(
-          f"untrained {label}", own, heads, fresh, written(own),
+          f"untrained {label}", own, heads, fresh, written(own), batch,
           first_rule_only=True))
-  names = [source.name for source in sources + untrained]
+  sources += untrained
+  _check_names([source.name for source in sources])
+  return sources
+
+
+def _check_names(names: list[str]):
   for name in names:
     if names.count(name) > 1:
       raise ValueError(f"--heads and --drafter name {name!r} twice; rename a "
                        "directory")
-  return sources + untrained
 
 
 def _capacity(sources: list[_Source], longest: int):
@@ -249,10 +281,11 @@ def _pass_seconds(sources: list[_Source], capacity: int, longest: int):
 
 
 def _variants(source: _Source, temperature: float, capacity: int,
-          eos: tuple[int, ...] | None):
-  """Returns `{"draft | rule": DecoderRows}` of a source, and its baseline.
+              eos: tuple[int, ...] | None, batch: decoders.Batch | None):
+  """Returns `{"draft | rule": DecoderRows}` of a source.
 
-  At temperature 0 all lossless rules are equal, so only the first is decoded.
+  If latency is measured, the first one is the autoregressive baseline. At
+  temperature 0 all lossless rules are equal, so only the first is decoded.
   Greedy block verification is not evaluated on another rule's drafts, because
   its gain in one round reduces acceptance in the next one.
   """
@@ -260,11 +293,13 @@ def _variants(source: _Source, temperature: float, capacity: int,
     decoder = strategy.decoder(
         source.target.model, observers=observers, eos=eos,
         transform=sj.LogitsTransform(temperature=temperature))
-    return decoders.DecoderRows(decoder, params, _NEW_TOKENS.value, capacity)
+    return decoders.DecoderRows(
+        decoder, params, _NEW_TOKENS.value, capacity, batch=batch)
 
   # Without the drafter's parameters, sources of a target share one program.
-  variants = {_BASELINE: variant(strategies.autoregressive(), params={
-      "target": source.params["target"]})}
+  variants = {} if batch else {_BASELINE: variant(
+      strategies.autoregressive(),
+      params={"target": source.params["target"]})}
   for name, drafts in source.drafts.items():
     if temperature == 0 or source.first_rule_only:
       drafts = drafts[:1]
@@ -276,125 +311,168 @@ def _variants(source: _Source, temperature: float, capacity: int,
   return variants
 
 
-def _rows(runs: list[dict[str, dict[str, Any]]], source: _Source,
-          temperature: float, variants: dict[str, Any],
-          pass_seconds: dict[str, float],
-          clusters: Sequence[str]):
-  """Returns one table row per draft and rule of a source."""
-  rows = []
-  pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
-  base = pace([r[_BASELINE] for r in runs])
-  step = statistics.median(base)
-  for name, variant in variants.items():
-    if name == _BASELINE:
-      continue
-    drafter, verifier = name.split(" | ")
-    own, decoder = [r[name] for r in runs], variant.decoder
-    rounds = [r["rounds"] for r in own]
-    tokens = analysis.estimate(
-        lambda total, count: 1 + total / count,
-        [r["expected"][0] for r in own], rounds, clusters=clusters)
-    nodes = decoder.drafter.num_nodes
-    spent = statistics.median(r["seconds"] / r["rounds"] for r in own)
-    survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
-    reached = np.flatnonzero(survival > 0)[-1]
-    rows.append({
-        "drafter": drafter, "verifier": verifier, "temperature": temperature,
-        "lossless": decoder.verifier.lossless,
-        "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
-        "added_parameters": source.added,
-        "speedup": statistics.median(base / pace(own)),
-        "predicted_speedup": tokens.value * step / spent,
-        "round_over_step": spent / step,
-        "draft_over_step": (spent - pass_seconds[drafter]) / step,
-        "nodes": nodes, "survival": survival[1:reached + 1].tolist(),
-        **{f"training_{key}": source.training.get(key)
-           for key in ("method", "tokens", "minutes")}})
-  return rows
+def _row(runs: list[dict[str, dict[str, Any]]], name: str, source: _Source,
+         decoder: sj.Decoder, pass_seconds: dict[str, float],
+         clusters: Sequence[str]):
+  """Returns the table row of the draft and rule `name`."""
+  drafter, verifier = name.split(" | ")
+  own = [r[name] for r in runs]
+  rounds = [r["rounds"] for r in own]
+  tokens = analysis.estimate(
+      lambda total, count: 1 + total / count,
+      [r["expected"][0] for r in own], rounds, clusters=clusters)
+  survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
+  reached = np.flatnonzero(survival > 0)[-1]
+  speeds = {} if _BASELINE not in runs[0] else _speeds(
+      own, [r[_BASELINE] for r in runs], tokens.value, pass_seconds[drafter])
+  return {
+      "drafter": drafter, "verifier": verifier,
+      "temperature": decoder.transform.temperature,
+      "lossless": decoder.verifier.lossless,
+      "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
+      "added_parameters": source.added, **speeds,
+      "nodes": decoder.drafter.num_nodes,
+      "survival": survival[1:reached + 1].tolist(),
+      **{f"training_{key}": source.training.get(key)
+         for key in ("method", "tokens", "minutes")}}
 
 
-def _paired(runs: list[dict[str, dict[str, Any]]], temperature: float,
-            variants: dict[str, Any],
-            clusters: Sequence[str]):
-  """Returns the gain of a draft's first rule over its other rules.
+def _speeds(runs: list[dict[str, Any]], baseline: list[dict[str, Any]],
+            tokens: float, pass_seconds: float):
+  """Returns the speed columns of a row.
 
-  All rules are evaluated on the same drafts, those of the first rule's
-  rollouts.
+  Args:
+    runs: rollouts of the draft, per prompt.
+    baseline: autoregressive rollouts of the same prompts.
+    tokens: block efficiency of the draft.
+    pass_seconds: seconds of the target's pass over the nodes of the draft.
   """
-  rows = []
-  for name, variant in variants.items():
-    for law, other in enumerate(variant.decoder.observers, 1):
-      own = [r[name] for r in runs]
-      rounds = [r["rounds"] for r in own]
-      gain = analysis.relative_gain(
-          [r["expected"][0] for r in own], rounds,
-          [r["expected"][law] for r in own], rounds, clusters=clusters)
-      drafter, verifier = name.split(" | ")
-      rows.append({"drafter": drafter, "temperature": temperature,
-                   "verifier": verifier, "over": common.VERIFIER_NAMES[other],
-                   "clusters": gain.clusters, **gain.columns("gain")})
+  pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
+  base = pace(baseline)
+  step = statistics.median(base)
+  spent = statistics.median(r["seconds"] / r["rounds"] for r in runs)
+  return {"speedup": statistics.median(base / pace(runs)),
+          "predicted_speedup": tokens * step / spent,
+          "round_over_step": spent / step,
+          "draft_over_step": (spent - pass_seconds) / step}
+
+
+def _paired(runs: list[dict[str, dict[str, Any]]], name: str,
+            decoder: sj.Decoder, clusters: Sequence[str]):
+  """Returns the gain of the rule of `name` over the others of its draft.
+
+  All rules are evaluated on the drafts of its rollouts.
+  """
+  drafter, verifier = name.split(" | ")
+  rows, own = [], [r[name] for r in runs]
+  rounds = [r["rounds"] for r in own]
+  for law, other in enumerate(decoder.observers, 1):
+    gain = analysis.relative_gain(
+        [r["expected"][0] for r in own], rounds,
+        [r["expected"][law] for r in own], rounds, clusters=clusters)
+    rows.append({"drafter": drafter,
+                 "temperature": decoder.transform.temperature,
+                 "verifier": verifier, "over": common.VERIFIER_NAMES[other],
+                 "clusters": gain.clusters, **gain.columns("gain")})
   return rows
+
+
+def _groups(sources: list[_Source], temperatures: list[float], capacity: int,
+            eos: tuple[int, ...] | None, batch: decoders.Batch | None):
+  """Returns `{(fingerprint, temperature): (source, _variants)}`."""
+  prints = [resumable.fingerprint(
+      source.params, source.target.model, source.drafts, capacity,
+      _NEW_TOKENS.value, _SEED.value, eos, *(["no times"] if batch else ()))
+            for source in sources]
+  return {(one, t): (source, _variants(source, t, capacity, eos, batch))
+          for t in temperatures for one, source in zip(prints, sources)}
+
+
+def _decoded(groups: dict[tuple, Any], prompts: list[list[int]],
+             path: pathlib.Path, batch: decoders.Batch | None):
+  """Returns the runs of all prompts, `{group: [{variant: run}]}`."""
+  units = {group: [(*group, i, resumable.digest(row))
+                   for i, row in enumerate(prompts)] for group in groups}
+  variants = [variants for _, variants in groups.values()]
+  batches.announce(
+      len(prompts), len(prompts) * sum(map(len, variants)),
+      (one for group in variants for one in group.values()), _NEW_TOKENS.value)
+  runs = resumable.run(
+      [unit for some in units.values() for unit in some],
+      lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
+      lambda group: groups[group][1], path, group_of=lambda unit: unit[:2],
+      window=batches.window(batch))
+  return {group: [runs[unit] for unit in some]
+          for group, some in units.items()}
+
+
+def _temperatures():
+  """Returns the values of --temperature, all valid."""
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  for temperature in temperatures:
+    sj.LogitsTransform(temperature=temperature)
+  return temperatures
 
 
 def main():
-  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  for temperature in temperatures:  # rejects an invalid value early
-    sj.LogitsTransform(temperature=temperature)
+  temperatures = _temperatures()
   common.given("--drafter or --heads", _DRAFTERS.value + _HEADS.value,
                "what to draft with")
+  batch = batches.settings(_BATCH)
   target, members, tokenizer = models.load_models(
       _TARGET.value, _DRAFTERS.value, dtype=_DTYPE.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_CALIBRATION_PROMPTS)
-  prompts, longest = read.all, read.longest
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  sources = [_language_model(name, target, member)
+  target = _with_placed_params(target, batch)
+  sources = [_language_model(name, target, member, batch)
              for name, member in members.items()]
-  prompts_lib.check_room(longest, _NEW_TOKENS.value, min(
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
       target.model.context_length, *(x.context_length for x in _drafters(
           sources))))
   progress.say("measuring the heads' accuracies")
-  sources = _sources(target, sources, tokenizer, read.extra)
-  capacity = _capacity(sources, longest)
+  sources = _sources(target, sources, tokenizer, read.extra, batch)
+  capacity = _capacity(sources, read.longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  prints = [resumable.fingerprint(
-      source.params, source.target.model, source.drafts, capacity,
-      _NEW_TOKENS.value, _SEED.value, eos) for source in sources]
-  groups = {(one, t): (source, t, _variants(source, t, capacity, eos))
-            for t in temperatures for one, source in zip(prints, sources)}
-  units = {group: [(*group, i, resumable.digest(row))
-                   for i, row in enumerate(prompts)] for group in groups}
-  progress.say("timing passes")
-  pass_seconds = _pass_seconds(sources, capacity, longest)
-  runs = resumable.run(
-      [unit for mine in units.values() for unit in mine],
-      lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
-      lambda group: groups[group][2], output_dir / "runs.jsonl",
-      group_of=lambda unit: unit[:2])
-
-  rows, paired = [], []
-  for group, (source, temperature, variants) in groups.items():
-    mine = [runs[unit] for unit in units[group]]
-    rows += _rows(mine, source, temperature, variants, pass_seconds,
-                  read.clusters)
-    paired += _paired(mine, temperature, variants, read.clusters)
-  _report(rows, paired, sources, read.source, output_dir)
+  groups = _groups(sources, temperatures, capacity, eos, batch)
+  pass_seconds = {}
+  if batch is None:
+    progress.say("timing passes")
+    pass_seconds = _pass_seconds(sources, capacity, read.longest)
+  decoded = _decoded(groups, read.all, output_dir / "runs.jsonl", batch)
+  _report(groups, decoded, pass_seconds, read, output_dir)
 
 
-def _report(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
-            sources: list[_Source], source: dict[str, Any],
+def _report(groups: dict[tuple, Any], decoded: dict[tuple, list],
+            pass_seconds: dict[str, float], read: prompts_lib.Prompts,
             output_dir: pathlib.Path) -> None:
-  """Prints and writes all tables and figures."""
+  """Prints and writes all tables and figures.
+
+  Args:
+    groups: result of `_groups`.
+    decoded: result of `_decoded`.
+    pass_seconds: result of `_pass_seconds`, {} if latency is not measured.
+    read: the prompts.
+    output_dir: directory of the files.
+  """
+  rows, paired = [], []
+  for group, (source, variants) in groups.items():
+    for name in filter(_BASELINE.__ne__, variants):
+      decoder = variants[name].decoder
+      rows.append(_row(decoded[group], name, source, decoder, pass_seconds,
+                       read.clusters))
+      paired += _paired(decoded[group], name, decoder, read.clusters)
+  sources = list(dict.fromkeys(source for source, _ in groups.values()))
   report.print_tables(rows, paired, sources)
   common.write_csv(output_dir / "self_drafting.csv", rows)
   curves = {s.name: s.training["curve"] for s in sources if s.training}
   report.draw(output_dir, rows, curves)
   print(f"wrote self_drafting.csv and figures to {output_dir}")
   common.finish(output_dir, "self_drafting", {
-      "rows": rows, "paired": paired, "source": source,
+      "rows": rows, "paired": paired, "source": read.source,
       "curves": curves,
       "accuracy": {s.name: s.accuracy.tolist() for s in sources
                    if s.accuracy is not None}})

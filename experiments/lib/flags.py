@@ -352,7 +352,7 @@ class MeshFlags(NamedTuple):
 
 
 def mesh():
-  """Device mesh and its processes."""
+  """Device mesh and its processes; studies split prompts over processes."""
   return MeshFlags(
       mesh=flags.DEFINE_string(
           "mesh", None, "Number of devices per mesh axis, such as "

@@ -22,8 +22,8 @@ _AXES = ("data", "model")
 _FIX = "give a size for each of data and model, such as data:2,model:4"
 
 
-def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
-         ) -> Mesh | None:
+def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True,
+         splits_prompts: bool = False) -> Mesh | None:
   """Joins the processes and returns the mesh, or None for one device.
 
   The mesh has the axes data and model. An axis that --mesh omits has size 1.
@@ -34,12 +34,14 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     trains: whether SIGTERM stops all processes at a common point. Training
       stops after a step, with a checkpoint; sampling stops between two files.
       If False, or without a coordinator, SIGTERM ends a process immediately.
+    splits_prompts: whether each process decodes other prompts. Then the mesh
+      has devices of this process alone, and --mesh may be left out.
 
   Raises:
     ValueError: the flags contradict each other or do not match the devices.
   """
   sizes = _sizes(flags.mesh.value)
-  _check_processes(flags, sizes)
+  _check_processes(flags, needs_mesh=sizes is None and not splits_prompts)
   if sizes and rows % sizes[0]:
     raise ValueError(f"--mesh={flags.mesh.value} splits a batch over "
                      f"{sizes[0]} devices, and a batch has {rows} rows; give a "
@@ -48,14 +50,22 @@ def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True
     _initialize(flags, trains)
   if sizes is None:
     return None
-  _check_devices(flags.mesh.value, math.prod(sizes))
+  alone = splits_prompts or jax.process_count() == 1
+  devices = jax.local_devices() if alone else jax.devices()
+  _check_devices(flags.mesh.value, math.prod(sizes), len(devices), alone)
   return jax.make_mesh(sizes, _AXES, axis_types=(AxisType.Auto,) * len(_AXES),
-                       devices=jax.devices()[:math.prod(sizes)])
+                       devices=devices[:math.prod(sizes)])
 
 
-def _check_devices(text: str, count: int) -> None:
-  """Raises `ValueError` unless the devices match the size of the mesh."""
-  there, alone = jax.device_count(), jax.process_count() == 1
+def _check_devices(text: str, count: int, there: int, alone: bool) -> None:
+  """Raises `ValueError` unless the devices match the size of the mesh.
+
+  Args:
+    text: value of --mesh.
+    count: devices of the mesh.
+    there: devices that the mesh may have.
+    alone: whether they are the devices of one process, which may have more.
+  """
   if count > there or count < there and not alone:
     where = "" if alone else f" in {jax.process_count()} processes"
     fix = ("give smaller sizes" if alone and there > 1
@@ -96,7 +106,7 @@ def _sizes(text: str | None):
   return tuple(found.get(name, 1) for name in _AXES)
 
 
-def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
+def _check_processes(flags: shared.MeshFlags, needs_mesh: bool):
   """Raises `ValueError` unless the process flags are complete."""
   place, number, count = (
       flags.coordinator.value, flags.process_id.value,
@@ -104,7 +114,7 @@ def _check_processes(flags: shared.MeshFlags, sizes: tuple[int, ...] | None):
   if place is None:
     _check_one_process(flags)
     return
-  if sizes is None:
+  if needs_mesh:
     raise ValueError(f"--coordinator={place} requires --mesh for the devices "
                      "of the processes; set it, such as "
                      "--mesh=data:2,model:4")

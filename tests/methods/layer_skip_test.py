@@ -216,7 +216,7 @@ def test_score_is_the_expected_length_of_drafts():
       model, Shortened(model, left)))
   weights = np.prod([p[np.arange(len(digits)), i, digits[:, i]]
                      for i in range(3)], axis=0)
-  score = skip_search.scorer(model, params, texts, 3, first=2)
+  score = skip_search.scorer(model, params, texts, 3, first=2, batch=50)
   got = (weights[:, None] * score(left).survival).sum(0)
   # P(at least i tokens are accepted), from the drafter's side.
   drawn, want, chance = np.ones(len(digits)), [], np.ones(len(digits))

@@ -158,10 +158,12 @@ class Theirs(base.Configuration):
 def accepted(run: dict[str, Any]) -> float:
   """Returns the number of accepted draft tokens of one run.
 
-  `Ours` reports the expected number of accepted tokens. For `Theirs` it is
-  emitted tokens minus rounds. That is a lower bound, because the length limit
-  cuts the last round.
+  `Ours` and `DecoderRows` report the expected number of accepted tokens. For
+  `Theirs` it is emitted tokens minus rounds. That is a lower bound, because the
+  length limit cuts the last round.
   """
+  if "expected" in run:
+    return run["expected"][0]
   return run.get("accepted", len(run["tokens"]) - run["rounds"])
 
 

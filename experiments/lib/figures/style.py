@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from specjax.utils import processes
+
 MOST = 8  # maximum number of curves in a readable panel
 
 _APART = 3.0  # points between curves of equal x
@@ -128,7 +130,10 @@ def errors(rows: list[dict[str, Any]], name: str):
 
 
 def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
-  """Writes a figure with one legend for all panels, right of them."""
+  """Writes a figure with one legend for all panels, right of them.
+
+  Of several processes only the first one writes.
+  """
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   found = {}
   for axes in figure.axes:
@@ -142,5 +147,6 @@ def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
     room = figure.get_figwidth() - _LEGEND
     figure.suptitle(textwrap.fill(title, int(13 * room)), fontsize=10, x=0.01,
                     horizontalalignment="left")
-  figure.savefig(path, dpi=110)
+  if processes.is_first():
+    figure.savefig(path, dpi=110)
   plt.close(figure)

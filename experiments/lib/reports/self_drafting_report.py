@@ -52,24 +52,30 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
   """Prints block efficiency, paired gains and accuracy of the heads."""
   width = max(len(r["drafter"]) for r in rows)
   shown = lambda row: f"{Estimate.of_columns(row, 'block_efficiency'):.3f}"
+  speeds = (f"{'speed-up':>8s} {'predicted':>9s} {'draft/step':>10s} "
+            if "speedup" in rows[0] else "")
   print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
-        f"{'tokens a round':>26s} {'a pass':>6s} {'speed-up':>8s} "
-        f"{'predicted':>9s} {'draft/step':>10s} {'added':>9s}  "
+        f"{'tokens a round':>26s} {'a pass':>6s} {speeds}{'added':>9s}  "
         "accepted to position 1, 2, ...")
   for r in rows:
     print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
           f"{style.rule(r['verifier']):15s} "
           f"{shown(r):>26s} "
           f"{r['block_efficiency'] / passes(r['drafter']):6.2f} "
-          f"{r['speedup']:7.2f}x {r['predicted_speedup']:8.2f}x "
-          f"{r['draft_over_step']:10.2f} "
-          f"{r['added_parameters']:9,d}  "
+          + (f"{r['speedup']:7.2f}x {r['predicted_speedup']:8.2f}x "
+             f"{r['draft_over_step']:10.2f} " if speeds else "")
+          + f"{r['added_parameters']:9,d}  "
           + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
   print("intervals are of 95 % over prompts; a pass is one of the target\n")
   for p in paired:
     print(f"temperature {p['temperature']:g}, {p['drafter']}: gain of "
           f"{style.rule(p['verifier'])} over {style.rule(p['over'])} on the "
           f"same drafts {Estimate.of_columns(p, 'gain'):+.1%}")
+  _print_accuracy(sources)
+
+
+def _print_accuracy(sources: list):
+  """Prints the training and the accuracy of every head."""
   print("\nhow often guess 1, 2, ... of a head is what the target writes, "
         "greedily")
   for source in sources:

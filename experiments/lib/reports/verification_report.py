@@ -8,6 +8,7 @@ from lib.figures import style
 from lib.reports import text_rounds
 from lib.reports import verification_cells as cells
 from specjax import analysis
+from specjax.utils import files
 
 # Columns of the table on stdout, with format and width.
 _SHOWN = (("block_efficiency", ".2f", 20),
@@ -97,7 +98,8 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """Writes verification.md and the figures, from rows of verification.csv."""
   by_prompts = [r for r in rows if r["prompts"] != "all"]
   rows = [r for r in rows if r["prompts"] == "all"]
-  (directory / "verification.md").write_text(_tables(rows, by_prompts))
+  with files.atomically(directory / "verification.md") as f:
+    f.write(_tables(rows, by_prompts).encode())
   _plot_estimate(
       rows, directory / "verification_tokens.png", "paired_block_efficiency",
       "tokens of a round", "Tokens of a round on the same drafts; 95 % "

@@ -43,26 +43,32 @@ def flags(*timings: str) -> BatchFlags:
   return BatchFlags(shared.batch(), shared.timing(*timings), shared.mesh())
 
 
-def settings(given: BatchFlags, *, timed: bool = True) -> Batch | None:
+def settings(given: BatchFlags, *, timed: bool = True,
+             splits_prompts: bool = True) -> Batch | None:
   """Joins the processes and returns the batch, or None to measure latency.
 
   Args:
     given: flags of the study.
     timed: whether the study measures speed if --timing is not set.
+    splits_prompts: whether processes decode different prompts, each on a mesh
+      of its own devices. Otherwise all decode the same prompts on one mesh.
 
   Raises:
     ValueError: the flags contradict each other, or the mesh does not divide
       the batch.
   """
   size, timing, mesh = given.size.value, given.timing, given.mesh
-  alone = size == 1 and mesh.mesh.value is None
+  alone = size == 1 and mesh.mesh.value is mesh.coordinator.value is None
   timing = "none" if timing is None else timing.value or (
       "latency" if alone and timed else "none")
   if timing == "latency" and not alone:
-    raise ValueError("--timing=latency requires --batch=1 without --mesh, and "
-                     f"--batch is {size} and --mesh {mesh.mesh.value}; set "
-                     "--timing=none, or leave both out")
-  joined = meshes.join(mesh, rows=size, trains=False)
+    raise ValueError("--timing=latency requires --batch=1 without --mesh and "
+                     f"--coordinator, and --batch is {size}, --mesh "
+                     f"{mesh.mesh.value} and --coordinator "
+                     f"{mesh.coordinator.value}; set --timing=none, or leave "
+                     "all of them out")
+  joined = meshes.join(mesh, rows=size, trains=False,
+                       splits_prompts=splits_prompts)
   return None if timing == "latency" else Batch(
       size=size, timed=timing == "throughput",
       placement=meshes.placement(joined))
