@@ -351,9 +351,7 @@ def _load(names: list[str], batch: decoders.Batch | None):
       _TARGET.value, sum(map(compositions.members, (
           name for name in names if not models.drafts_for_itself(name))), []),
       ", ".join((*compositions.NAMES, *models.HEADS)), dtype=_DTYPE.value)
-  placed = batches.placed(batch, common.autoregressive(target.model, 1.0),
-                          {"target": target.params})
-  target = dataclasses.replace(target, params=placed["target"])
+  target = batches.with_placed_params(batch, target)
   return target, _drafters(names, target, members, tokenizer, batch), tokenizer
 
 
@@ -365,14 +363,10 @@ def _decoded(read: prompts_lib.Prompts, temperatures: list[float],
            for t in temperatures
            for i in range(max(map(len, read.sets.values())))
            for name, rows in read.sets.items() if i < len(rows)]
-  made = {t: make_variants(t) for t in temperatures}
-  batches.announce(
-      len({unit[2:] for unit in units}), len(units) * len(made[units[0][1]]),
-      sum((list(variants.values()) for variants in made.values()), []),
-      _NEW_TOKENS.value)
-  return resumable.run(
-      units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
-      made.get, path, window=batches.window(batch))
+  return batches.run(
+      batch, _NEW_TOKENS.value, units,
+      lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
+      functools.cache(make_variants), path)
 
 
 def main():

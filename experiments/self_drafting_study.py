@@ -151,13 +151,6 @@ def _placed(target: Any, strategy: Strategy, params: Any,
   return batches.placed(batch, strategy.decoder(target.model), params)
 
 
-def _with_placed_params(target: Any, batch: decoders.Batch | None):
-  """Returns a target, which all sources share, with parameters on the mesh."""
-  params = _placed(target, strategies.autoregressive(),
-                   {"target": target.params}, batch)
-  return dataclasses.replace(target, params=params["target"])
-
-
 def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
                   rows: tuple[np.ndarray, int], batch: decoders.Batch | None,
                   **kwargs: Any):
@@ -230,7 +223,8 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
       raise ValueError(f"--heads contains {name}, whose target has another "
                        "tokenizer than --target, and all drafters must read "
                        "the same prompts; leave it out")
-    own = target if own is target else _with_placed_params(own, batch)
+    if own is not target:
+      own = batches.with_placed_params(batch, own)
     label = models.label(name)
     sources.append(_self_drafter(
         label, own, heads, params, written(own), batch, training=training))
@@ -393,15 +387,11 @@ def _decoded(groups: dict[tuple, Any], prompts: list[list[int]],
   """Returns the runs of all prompts, `{group: [{variant: run}]}`."""
   units = {group: [(*group, i, resumable.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
-  variants = [variants for _, variants in groups.values()]
-  batches.announce(
-      len(prompts), len(prompts) * sum(map(len, variants)),
-      (one for group in variants for one in group.values()), _NEW_TOKENS.value)
-  runs = resumable.run(
+  runs = batches.run(
+      batch, _NEW_TOKENS.value,
       [unit for some in units.values() for unit in some],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
-      lambda group: groups[group][1], path, group_of=lambda unit: unit[:2],
-      window=batches.window(batch))
+      lambda group: groups[group][1], path, group_of=lambda unit: unit[:2])
   return {group: [runs[unit] for unit in some]
           for group, some in units.items()}
 
@@ -426,7 +416,7 @@ def main():
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_CALIBRATION_PROMPTS)
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  target = _with_placed_params(target, batch)
+  target = batches.with_placed_params(batch, target)
   sources = [_language_model(name, target, member, batch)
              for name, member in members.items()]
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(

@@ -7,6 +7,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import pathlib
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from absl import flags as absl_flags
 
+from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib.configurations.decoders import Batch
@@ -85,6 +87,18 @@ def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
   if batch is None or batch.placement is None:
     return params
   return batch.placement.put(decoder, params)
+
+
+def with_placed_params(batch: Batch | None, target: Any) -> Any:
+  """Returns a target, which several decoders share, with its parameters placed.
+
+  Args:
+    batch: result of `settings`.
+    target: dataclass with `model` and `params`.
+  """
+  params = placed(batch, common.autoregressive(target.model, 1.0),
+                  {"target": target.params})
+  return dataclasses.replace(target, params=params["target"])
 
 
 def window(batch: Batch | None) -> int | None:
