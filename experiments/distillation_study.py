@@ -22,6 +22,7 @@ generate. Intervals are 95 %, over held-out prompts; seeds are averaged. A
 killed study resumes. Writes distillation.csv and .json.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import pathlib
@@ -35,8 +36,11 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from lib import flags as shared
+from lib import meshes
 from lib import models
 from lib import progress
+from lib.configurations.decoders import Batch
+from lib.rollouts import batches
 import numpy as np
 
 import specjax as sj
@@ -52,6 +56,7 @@ from specjax.training import optimizers
 from specjax.training import runs
 from specjax.training.divergences import DIVERGENCES
 from specjax.utils import files
+from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
 Params = dict[str, Any]
@@ -86,6 +91,8 @@ _NUM_PROMPTS = flags.DEFINE_integer(
     "num_prompts", 64, "Number of held-out prompts for decoding, at least 2", 2)
 _ROUNDS = flags.DEFINE_integer("rounds", 32, "Decoding rounds per prompt", 1)
 _SEED = shared.seed("Random seed for prompts and sampling")
+_BATCH = batches.untimed_flags(32)
+_MEASURED = "measured.json"  # in the directory of a run
 
 
 def _objective(loss: str, model: Transformer, target: Transformer
@@ -99,8 +106,8 @@ def _objective(loss: str, model: Transformer, target: Transformer
   return objectives.Distillation(model=model, target=target, divergence=loss)
 
 
-def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path
-           ) -> tuple[np.ndarray, np.ndarray]:
+def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
+           batch: Batch) -> tuple[np.ndarray, np.ndarray]:
   """Returns training rows `[R, S + 1]` and held-out prompts `[P, T]`.
 
   The target generates the rows after prompts of the training text.
@@ -113,14 +120,15 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path
       common.autoregressive(target.model, 1.0), {"target": target.params},
       cut(learned, _ROWS.value, _PROMPT_TOKENS.value, _SEED.value),
       length=_PROMPT_TOKENS.value + _CONTINUATION.value,
-      directory=output_dir / "rows", seed=_SEED.value)
+      directory=output_dir / "rows", seed=_SEED.value,
+      rows_per_file=batch.size, placement=batch.placement)
   return rows, cut(held_out, _NUM_PROMPTS.value, 2 * _PROMPT_TOKENS.value,
                    _SEED.value + 1)
 
 
 def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
              rows: np.ndarray, directory: pathlib.Path,
-             reference: Params | None) -> Params:
+             reference: Params | None, batch: Batch) -> Params:
   """Trains a drafter, or continues its run; returns its parameters."""
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, seed)
@@ -133,9 +141,12 @@ def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
       **{flag.name: flag.value for flag in (
           _BATCH_SIZE, _STEPS, _LEARNING_RATE, _GAMMA, _PROMPT_TOKENS)}},
               "run")
+  mesh = batch.placement and batch.placement.mesh
+  networks = {"target": target.model, "drafter": first.model}
   frozen = {"target": target.params}
   if loss == _ADASPEC:
-    frozen["reference"] = reference
+    frozen["reference"], networks["reference"] = reference, first.model
+  specs = meshes.specs(mesh, networks)
   return loop.Trainer(
       objective=_objective(loss, first.model, target.model),
       optimizer=optimizers.adamw(optimizers.trapezoid(
@@ -144,23 +155,55 @@ def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
       batch=lambda step: {"tokens": rows[order.batch(step)],
                           "weights": weights},
       steps=_STEPS.value, directory=directory, seed=seed,
-      tokens_per_step=weights.size).run(
+      tokens_per_step=weights.size, mesh=mesh, param_shardings=specs).run(
           {"drafter": loop.cast(first.params, jnp.float32)},
           frozen)["drafter"]
 
 
-def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray
-              ) -> Totals:
+def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray,
+              batch: Batch) -> Totals:
   """Returns `{rule: (accepted tokens [P], rounds [P])}` of P prompts."""
+  params = batches.placed(batch, decoder, params)
   room = _ROUNDS.value * decoder.num_nodes
-  state = decoder.prefill(
-      params, list(prompts), jax.random.key(_SEED.value),
-      limits=min(prompts.shape[1] + room, decoder.context_length))
-  _, stats = decoder.decode(params, state, rounds=_ROUNDS.value)
-  sj.decoding.raise_if_not_finite(stats)
-  accepted = np.asarray(stats.expected, np.float64).sum(0)
-  rounds = np.asarray(stats.active).sum(0)
+  limit = min(prompts.shape[1] + room, decoder.context_length)
+  accepted, rounds = [], []
+  for start in range(0, len(prompts), batch.size):
+    some = prompts[start:start + batch.size]
+    padding = batch.size - len(some) if batch.placement else 0
+    state = decoder.prefill(
+        params, list(np.pad(some, ((0, padding), (0, 0)), "edge")),
+        jax.random.key(_SEED.value), limits=limit,
+        request_ids=start + np.arange(len(some) + padding),
+        placement=batch.placement)
+    _, stats = decoder.decode(params, state, rounds=_ROUNDS.value)
+    sj.decoding.raise_if_not_finite(stats)
+    stats = processes.gathered(stats)
+    accepted.append(np.asarray(stats.expected, np.float64).sum(0)[:len(some)])
+    rounds.append(np.asarray(stats.active).sum(0)[:len(some)])
+  accepted, rounds = map(np.concatenate, (accepted, rounds))
   return {rule: (accepted[:, i], rounds) for i, rule in enumerate(_RULES)}
+
+
+def _stored(path: pathlib.Path, key: str, measure: Callable[[], Totals]
+            ) -> Totals:
+  """Returns the totals in a file, or measures and stores them.
+
+  Args:
+    path: JSON file.
+    key: fingerprint of all settings. A file with another key is replaced.
+    measure: function that returns the totals.
+  """
+  def read():
+    stored = files.read_json(path, "delete it") if path.exists() else {}
+    return stored["totals"] if stored.get("key") == key else None
+
+  totals = processes.by_the_first(read)
+  if totals is None:
+    totals = {rule: [x.tolist() for x in pair]
+              for rule, pair in measure().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, {"key": key, "totals": totals})
+  return {rule: tuple(map(np.asarray, pair)) for rule, pair in totals.items()}
 
 
 def _row(loss: str, runs: Sequence[Totals], before: Totals) -> Row:
@@ -190,52 +233,75 @@ def _print_table(rows: Sequence[Row]) -> None:
         f"{shown(row, f'{rule}_gain', '+.1%'):>30s}" for rule in _RULES))
 
 
-def main() -> None:
+def _losses() -> list[str]:
+  """Returns the values of --losses, without duplicates."""
   losses = list(dict.fromkeys(common.given(
       "--losses", _LOSS.value, "one at least, such as forward_kl")))
   for loss in losses:
     if loss not in _LOSSES:
       raise ValueError(f"--losses contains {loss!r}; choose among "
                        f"{', '.join(_LOSSES)}")
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
-  [first] = members.values()
-  for loss in losses:  # rejects invalid combinations before writing
-    _objective(loss, first.model, target.model)
-  length = _PROMPT_TOKENS.value + _CONTINUATION.value
-  if length - _PROMPT_TOKENS.value < 2 * _GAMMA.value:
+  if _CONTINUATION.value < 2 * _GAMMA.value:
     raise ValueError(f"--continuation is {_CONTINUATION.value}, less than "
                      f"twice --gamma={_GAMMA.value}; set at least "
                      f"{2 * _GAMMA.value}")
-  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  progress.say("reading the text")
-  rows, prompts = _texts(target, tokenizer, output_dir)
+  return losses
+
+
+def _totals(losses: list[str], target: Pretrained, first: Pretrained,
+            texts: tuple[np.ndarray, np.ndarray], output_dir: pathlib.Path,
+            batch: Batch) -> tuple[Totals, dict[str, list[Totals]]]:
+  """Returns the totals before training, and those of all seeds of each loss.
+
+  Every run of a loss and a seed is stored when it is measured.
+  """
+  rows, prompts = texts
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Token(),
       observers=(sj.verifiers.Block(),),
       drafter=sj.drafters.DraftModel(
           model=first.model, gamma=_GAMMA.value),
       transform=sj.LogitsTransform(temperature=1.0))
+  settings = fingerprint(
+      target.params, first.params, rows, prompts, repr(decoder), *(
+          flag.value for flag in (_BATCH_SIZE, _STEPS, _LEARNING_RATE,
+                                  _PROMPT_TOKENS, _ROUNDS, _SEED)))
 
   @functools.cache
   def trained(loss: str, seed: int) -> Params:
     reference = trained(_REFERENCE, seed) if loss == _ADASPEC else None
     print(f"{loss}, seed {seed}", file=sys.stderr)
-    return _trained(loss, seed, first, target, rows,
-                    common.output_directory(
-                        output_dir / f"{loss}_{seed}", "run"), reference)
+    return _trained(
+        loss, seed, first, target, rows, common.output_directory(
+            output_dir / f"{loss}_{seed}", "run"), reference, batch)
 
   measure = lambda drafter: _measured(
-      decoder, {"target": target.params, "drafter": drafter}, prompts)
-  progress.say("measuring the drafter before training")
-  before, found = measure(first.params), []
-  found.append(_row("none", [before], before))
-  for loss in losses:
-    runs = []
-    for seed in range(_SEEDS.value):
-      runs.append(measure(loop.cast(
+      decoder, {"target": target.params, "drafter": drafter}, prompts, batch)
+  run = lambda loss, seed: _stored(
+      output_dir / f"{loss}_{seed}" / _MEASURED, fingerprint(
+          settings, loss, seed),
+      lambda: measure(loop.cast(
           trained(loss, seed), sj.models.default_dtype())))
-    found.append(_row(loss, runs, before))
+  progress.say("measuring the drafter before training")
+  before = measure(first.params)
+  return before, {loss: [run(loss, seed) for seed in range(_SEEDS.value)]
+                  for loss in losses}
+
+
+def main() -> None:
+  losses = _losses()
+  batch = batches.settings(_BATCH, splits_prompts=False)
+  target, members, tokenizer = models.load_models(
+      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
+  [first] = members.values()
+  for loss in losses:  # rejects invalid combinations before writing
+    _objective(loss, first.model, target.model)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  progress.say("reading the text")
+  texts = _texts(target, tokenizer, output_dir, batch)
+  before, totals = _totals(losses, target, first, texts, output_dir, batch)
+  found = [_row("none", [before], before), *(
+      _row(loss, runs, before) for loss, runs in totals.items())]
   _print_table(found)
   common.write_csv(output_dir / "distillation.csv", [
       {name: x for name, x in row.items() if not isinstance(x, list)}

@@ -33,10 +33,13 @@ import sys
 from typing import Any
 
 from absl import flags
+import jax
 from lib import common
 from lib import flags as shared
 from lib import models
 from lib import progress
+from lib.configurations.decoders import Batch
+from lib.rollouts import batches
 import numpy as np
 
 from specjax import analysis
@@ -86,10 +89,14 @@ _TEMPERATURE = flags.DEFINE_enum(
     "temperature", "1", ["0", "1"], "Sampling temperature of target and "
     "drafter; 0 is greedy")
 _SEED = shared.seed("Random seed of the text and of the searches")
+_BATCH = batches.untimed_flags()
 _OUTPUT_DIR = shared.output_dir("results/skipping")
 
+_ROWS_PER_FILE = 32  # at most, unless --batch is larger
 
-def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path):
+
+def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
+           batch: Batch):
   """Returns the target's continuations of training and of held-out text."""
   decoder = common.autoregressive(target.model, float(_TEMPERATURE.value))
   found = []
@@ -102,8 +109,19 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path):
         decoder, {"target": target.params}, prompts,
         length=_PROMPT_TOKENS.value + _CONTINUATION.value,
         directory=output_dir / ("rows" if i == 0 else "held_out"),
-        seed=_SEED.value + i))
+        seed=_SEED.value + i, placement=batch.placement,
+        rows_per_file=max(1, _ROWS_PER_FILE // batch.size) * batch.size))
   return found
+
+
+def _scorer(target: Pretrained, tokens: np.ndarray, batch: Batch):
+  """Returns `skip_search.scorer` of the target, on the mesh if there is one."""
+  rows = batch.placement and jax.sharding.NamedSharding(
+      batch.placement.mesh, jax.sharding.PartitionSpec("data"))
+  return skip_search.scorer(
+      target.model, target.params, tokens, _GAMMA.value,
+      temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value,
+      batch=batch.size, rows=rows)
 
 
 def _counts(layers: int):
@@ -131,16 +149,14 @@ def _searched(search: str, score: Callable, layers: int, count: int):
   return found
 
 
-def _parts(target: Pretrained, rows: np.ndarray):
+def _parts(target: Pretrained, rows: np.ndarray, batch: Batch):
   """Yields the subsets to compare: `(name, search, score, count, Sublayers)`.
   """
   layers = target.model.config.layers
   if _EXITS.value:
     for exit in range(1, layers):
       yield f"exit {exit}", "", "", 0, Sublayers.between(0, exit)
-  scored = skip_search.scorer(
-      target.model, target.params, rows, _GAMMA.value,
-      temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
+  scored = _scorer(target, rows, batch)
   for count in _counts(layers):
     for search in dict.fromkeys(_SEARCH.value):
       if search == "clasp":
@@ -236,17 +252,17 @@ def main():
   if _CONTINUATION.value < _GAMMA.value:
     raise ValueError(f"--continuation is {_CONTINUATION.value}, less than "
                      f"--gamma={_GAMMA.value}; set at least --gamma")
+  batch = batches.settings(_BATCH, splits_prompts=False)
   target, _, tokenizer = models.load_models(
       _TARGET.value, [], dtype=_DTYPE.value)
+  target = batches.with_placed_params(batch, target)
   _counts(target.model.config.layers)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   progress.say("reading the text")
-  rows, held_out = _texts(target, tokenizer, output_dir)
+  rows, held_out = _texts(target, tokenizer, output_dir, batch)
   progress.say("compiling the target")
-  measure = skip_search.scorer(
-      target.model, target.params, held_out, _GAMMA.value,
-      temperature=float(_TEMPERATURE.value), first=_PROMPT_TOKENS.value)
-  parts = list(_parts(target, rows))
+  measure = _scorer(target, held_out, batch)
+  parts = list(_parts(target, rows, batch))
   if not parts:
     raise ValueError("--exits is off, and no layer of --target can be "
                      "skipped, because the first and the last layer never are; "

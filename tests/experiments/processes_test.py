@@ -222,8 +222,8 @@ def _start(cwd, devices, runs, decodes):
       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def _answer(process):
-  out, error = process.communicate(timeout=300)
+def _answer(process, timeout=300):
+  out, error = process.communicate(timeout=timeout)
   assert process.returncode == 0, error[-3000:]
   return json.loads(out.splitlines()[-1])
 
@@ -239,12 +239,13 @@ def _start_two(cwd, runs, decodes=(), mesh=_MESH):
       for run in runs], decodes) for number in range(2)]
 
 
-def _save_target(directory, texts, seed=0):
+def _save_target(directory, texts, seed=0, layers=1):
   """A random target with a tokenizer."""
   tokenizer = sj.data.tokenizers.train(texts, 264)
   config = testing.tiny_pair(8, heads=4, kv_heads=2).target.config
   model = sj.models.Transformer(dataclasses.replace(
-      config, vocab_size=tokenizer.vocab_size, context_length=64))
+      config, vocab_size=tokenizer.vocab_size, context_length=64,
+      layers=layers))
   save_model(directory, model, model.init(jax.random.key(seed)))
   tokenizer.save(directory / "tokenizer.json")
 
@@ -365,8 +366,9 @@ _STUDIES = {  # flags of studies, which decode four prompts at a time or alone
         "--timing=none", *_PROMPTS_OF_STUDIES],
     "free_drafts_study.py": ["--drafter=ngram", "--gamma=2", "--timing=none",
                              *_PROMPTS_OF_STUDIES],
-    "skip_study.py": ["--data=corpus.txt", "--skip=", "--rows=4",
-                      "--prompt_tokens=4", "--continuation=4", "--gamma=2"],
+    "skip_study.py": [
+        "--target=deep", "--data=corpus.txt", "--skip=", "--rows=4",
+        "--prompt_tokens=4", "--continuation=4", "--gamma=2"],
     "distillation_study.py": [
         "--drafter=drafter", "--data=corpus.txt", "--losses=forward_kl",
         "--seeds=1", "--rows=4", "--steps=2", "--batch_size=4", "--gamma=2",
@@ -387,6 +389,7 @@ def test_studies_on_a_mesh_have_the_tables_of_one_device(tmp_path):
       ["draft", "verify", "accept", "root", "token"], 2000)
   for seed, name in enumerate(("target", "drafter")):
     _save_target(tmp_path / name, [" ".join(words)], seed)
+  _save_target(tmp_path / "deep", [" ".join(words)], layers=2)
   (tmp_path / "corpus.txt").write_text(" ".join(words))
   (tmp_path / "mine.txt").write_text("\n\n".join(
       " ".join(words[7 * i:7 * i + 3 + i % 4]) for i in range(24)))
@@ -394,14 +397,14 @@ def test_studies_on_a_mesh_have_the_tables_of_one_device(tmp_path):
   for script, flags in _STUDIES.items():
     flags = [script, "--target=target", *flags]
     runs += [
-        _run(*flags, "--batch=1", "--output_dir=alone"),
-        _run(*flags, "--batch=4", "--output_dir=together", "--mesh=data:2",
-             hook="two"),
+        _run(*flags, "--batch=1", f"--output_dir=alone/{script}"),
+        _run(*flags, "--batch=4", f"--output_dir=together/{script}",
+             "--mesh=data:2", hook="two"),
         _run(*flags, "--batch=3", "--output_dir=none", "--mesh=data:2")]
   joined = flags + ["--batch=2", "--output_dir=joined"]  # verification_study.py
   killed = _start_two(tmp_path, [_run(*joined, hook="killed")],
                       mesh="--mesh=data:2")
-  found, _ = _answer(_start(tmp_path, 2, runs, []))
+  found, _ = _answer(_start(tmp_path, 2, runs, []), timeout=500)
   for i, script in enumerate(_STUDIES):
     alone, together, odd = found[3 * i:3 * i + 3]
     assert "--mesh=data:2" in odd["code"] and "3" in odd["code"], script

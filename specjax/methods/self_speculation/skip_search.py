@@ -42,6 +42,7 @@ from specjax.models.shortened import mask
 from specjax.models.shortened import Shortened
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
+from specjax.utils import processes
 
 PARTS = ("attention", "mlp")
 Skipped = frozenset[tuple[int, int]]  # pairs of a layer and a place in PARTS
@@ -68,7 +69,8 @@ class Scored:
 
 
 def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
-           gamma: int, *, temperature: float = 1.0, first: int = 0
+           gamma: int, *, temperature: float = 1.0, first: int = 0,
+           batch: int = 1, rows: jax.sharding.Sharding | None = None
            ) -> Callable[[Sublayers], Scored]:
   """Returns a function that scores a choice of sublayers to run.
 
@@ -83,12 +85,15 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
     temperature: temperature, 0 or 1.
     first: index of the first generated token in a window. Earlier tokens, such
       as the prompt, are not scored.
+    batch: windows per pass of the target.
+    rows: placement of the windows of a pass on a mesh, if `params` are on one.
 
   Raises:
     ValueError: the rows have too few tokens for a draft, or the temperature is
       neither 0 nor 1.
   """
-  tokens = jnp.asarray(tokens, jnp.int32)
+  tokens = np.asarray(tokens, np.int32)
+  total = len(tokens)
   count, start = tokens.shape[1] - max(first, 1), max(first, 1) - 1
   if temperature not in (0.0, 1.0):
     raise ValueError(f"temperature is {temperature}; it must be 0 or 1")
@@ -102,12 +107,12 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
     return out.logits[0, start:]
 
   @jax.jit
-  def laws(params):
+  def laws(params, tokens):
     ones = mask(every, model.config.layers)
-    return jax.lax.map(lambda row: logits(params, row, ones), tokens)
+    return jax.vmap(lambda row: logits(params, row, ones))(tokens)
 
   @jax.jit
-  def measure(params, laws, keep):
+  def measure(params, tokens, laws, keep):
     def score_row(x):
       row, p = x
       q = logits(params, row, keep)
@@ -118,11 +123,21 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
         passed = last = same.astype(jnp.float32)
       return jnp.mean(same), survival(passed, last, gamma)
 
-    return jax.lax.map(score_row, (tokens, laws))
+    return jax.vmap(score_row)((tokens, laws))
 
-  p = laws(params)
-  return lambda sublayers: Scored(*map(np.asarray, measure(
-      params, p, mask(sublayers, model.config.layers))))
+  # All passes have equally many windows, so they share one program.
+  padded = np.pad(tokens, ((0, -total % batch), (0, 0)), "edge")
+  parts = [processes.placed(part, rows) if rows else jnp.asarray(part)
+           for part in np.split(padded, len(padded) // batch)]
+  parts = [(part, laws(params, part)) for part in parts]
+
+  def score(sublayers):
+    keep = mask(sublayers, model.config.layers)
+    scored = processes.gathered([
+        measure(params, *part, keep) for part in parts])
+    return Scored(*(np.concatenate(x)[:total] for x in zip(*scored)))
+
+  return score
 
 
 def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
