@@ -32,9 +32,11 @@ import pathlib
 import sys
 from typing import Any
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
 from lib import progress

@@ -94,7 +94,7 @@ def test_heads_that_were_trained_again_are_measured_again(
                         lambda: {"torch": "9.9"})
     fingerprint = lambda compared: _error(
         study, f"--drafter={heads}", f"--prompts={tmp_path / 'mine.txt'}",
-        "--max_new_tokens=8", f"--transformers={compared}",
+        "--max_new_tokens=8", "--nocontroller", f"--transformers={compared}",
         f"--output_dir={tmp_path / 'out'}")
     first, again, with_theirs = map(fingerprint, ("no", "no", "yes"))
     weights = load_file(heads / "heads.safetensors")

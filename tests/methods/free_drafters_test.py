@@ -165,7 +165,7 @@ def test_reference_texts_of_one_width():
   found = sj.drafters.reference_texts(texts, columns=6)
   assert found.tolist() == [[5, 6, -1, 7, -1, -1], [-1] * 6]
   assert sj.drafters.reference_texts(texts).shape == (2, 128)
-  for columns, words in ((4, "columns is 4 and .* need 5"),
+  for columns, words in ((4, "columns is 4, .* need 5"),
                          (0, "columns is 0"), (8.0, "columns is 8.0.*whole")):
     with pytest.raises(ValueError, match=words):
       sj.drafters.reference_texts(texts, columns=columns)

@@ -337,7 +337,7 @@ def test_a_rule_learns_of_its_own_chains():
   model = testing.MarkovModel(_V)
   merge = lambda *drafters: sj.drafters.Merge(drafters=drafters)
   for drafters in ((oracle, lm(model)), (oracle, fallback(model))):
-    with pytest.raises(ValueError, match="Adaptive learns .* Confidence"):
+    with pytest.raises(ValueError, match="stop is Adaptive, .* Confidence"):
       merge(*drafters)
   merge(oracle, DraftModel(model=model, gamma=2,
                            stop=stop_rules.Confidence(threshold=0.5)))

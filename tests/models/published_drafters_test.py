@@ -324,7 +324,7 @@ def test_embeddings_beside_a_drafter(changed):
   norm = {"verifier_norm.weight": np.ones(16, np.float32)}  # of older files
   assert changed("eagle3_speculators", norm)[0] == (
       _loaded("eagle3_speculators")[0])
-  with pytest.raises(ValueError, match="embed_tokens.weight that is not the"):
+  with pytest.raises(ValueError, match="embed_tokens.weight that differs from"):
     changed("dspark", known=other)
 
 
@@ -390,7 +390,7 @@ def test_block_drafters_of_few_tokens(changed):
   held = safetensors.numpy.load_file(file)
   assert heads.ids == tuple(np.flatnonzero(held["t2d"]))
   assert len(heads.ids) == 20 < _TARGET.vocab_size
-  with pytest.raises(ValueError, match="lm_head.weight that is not the target"):
+  with pytest.raises(ValueError, match="lm_head.weight that differs from the target"):
     changed(name, {"lm_head.weight": held["lm_head.weight"][::-1].copy()},
             known=_of_target(_expected(name)))
 
