@@ -87,7 +87,7 @@ class LogitsTransform:
     for name in ("banned", "constraints"):
       if not isinstance(getattr(self, name), Iterable):
         raise ValueError(f"{name} is {getattr(self, name)!r}; give a tuple, "
-                         "which may hold one alone")
+                         "also for a single value")
     for token in self.banned:
       fields.check_at_least("a token that is banned", token, 0)
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))

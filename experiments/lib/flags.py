@@ -352,7 +352,7 @@ class MeshFlags(NamedTuple):
 
 
 def mesh():
-  """Device mesh and its processes; studies split prompts over processes."""
+  """Defines the flags of a device mesh and of the processes that share it."""
   return MeshFlags(
       mesh=flags.DEFINE_string(
           "mesh", None, "Number of devices per mesh axis, such as "

@@ -31,7 +31,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # number of missing tokens that a pass reads
+PASS = 4  # number of committed tokens that one catch-up pass of the draft model reads
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
@@ -65,7 +65,8 @@ def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
       row.
     since: number `[B]` int32 of cached tokens.
   """
-  # `catch_up` omits the last two tokens. Here only the root may be missing.
+  # `catch_up` leaves the last two tokens out of the cache. Here only the last
+  # one, the root, may be missing, so the length is one larger.
   longer = state.replace(lengths=state.lengths + 1)
   cache = _common.catch_up(model, params, longer, cache, since, size=PASS)
   return cache.rollback(state.lengths - 1)

@@ -60,7 +60,7 @@ class Skipped:
   score: jax.Array
 
   def sublayers(self, row: int) -> Sublayers:
-    """Returns the sublayers that run in a row, for `models.Shortened`."""
+    """Returns the sublayers that the drafter runs for one row of the batch."""
     attention, mlp = np.asarray(self.keep[row]).T
     return Sublayers(attention=np.flatnonzero(attention),
                      mlp=np.flatnonzero(mlp))
