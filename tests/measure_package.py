@@ -184,8 +184,9 @@ def _validation_lines(trees):
 def _trace(root):
   """Returns the files and frames of one round, as text."""
   done = subprocess.run(
-      [sys.executable, "-c", _TRACED], text=True, capture_output=True,
-      env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"})
+      [sys.executable, "-c", _TRACED], cwd=root, text=True,
+      capture_output=True, env={
+          **os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"})
   if done.returncode:
     sys.exit(f"{root} does not decode:\n{done.stderr[-2000:]}")
   return done.stdout.split()

@@ -65,8 +65,8 @@ class Drafter:
       draft alone, so a controller refuses the drafter.
     reads_cache: True if it reads the target's cache. All committed tokens must
       then be written to that cache.
-    tells: True if `lacking`, the rows for which its second drafter will draft, is
-      known before random numbers are drawn. A controller then has separate
+    tells: True if `lacking`, the rows for which its second drafter will draft,
+      is known before random numbers are drawn. A controller then has separate
       costs for rounds with and without the second drafter.
     proposal: name of the sampling method of its tokens, for tables.
     parts: components of a combination such as `Merge`.

@@ -31,7 +31,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # number of committed tokens that one catch-up pass of the draft model reads
+PASS = 4  # committed tokens that one catch-up pass of the draft model reads
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:

@@ -343,7 +343,8 @@ def _tables(acceptance: np.ndarray, nodes: int, depth: int
     subtree = values[d - 1].max(-1)
     some = np.isfinite(subtree)
     for children in range(1, most + 1):
-      first = values[d, :, 0]  # expected accepted tokens of a node with its first b children; b is 0 here
+      # Expected accepted tokens of a node with its first b children; b is 0.
+      first = values[d, :, 0]
       for b, probability in enumerate(acceptance[children - 1, :children], 1):
         gain = np.where(some, probability * np.where(some, subtree, 0), -np.inf)
         sums = first[others] + gain
