@@ -359,14 +359,13 @@ def _decoded(read: prompts_lib.Prompts, temperatures: list[float],
              fingerprint: str, make_variants: Callable[[float], dict[str, Any]],
              path: pathlib.Path, batch: decoders.Batch | None):
   """Returns `{unit: {variant: run}}` of all prompts and temperatures."""
-  units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(rows[i]))
+  units = [(fingerprint, t, name, i, _SEED.value, resumable.digest(row))
            for t in temperatures
-           for i in range(max(map(len, read.sets.values())))
-           for name, rows in read.sets.items() if i < len(rows)]
-  return batches.run(
-      batch, _NEW_TOKENS.value, units,
-      lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
-      functools.cache(make_variants), path)
+           for name, i, row in prompts_lib.alternating(read.sets)]
+  return resumable.run(
+      units, lambda unit: (read.sets[unit[2]][unit[3]], unit[4], unit[3]),
+      make_variants, path, window=batches.window(batch),
+      new_tokens=_NEW_TOKENS.value)
 
 
 def main():

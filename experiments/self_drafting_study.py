@@ -387,11 +387,11 @@ def _decoded(groups: dict[tuple, Any], prompts: list[list[int]],
   """Returns the runs of all prompts, `{group: [{variant: run}]}`."""
   units = {group: [(*group, i, resumable.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
-  runs = batches.run(
-      batch, _NEW_TOKENS.value,
+  runs = resumable.run(
       [unit for some in units.values() for unit in some],
       lambda unit: (prompts[unit[2]], _SEED.value, unit[2]),
-      lambda group: groups[group][1], path, group_of=lambda unit: unit[:2])
+      lambda group: groups[group][1], path, group_of=lambda unit: unit[:2],
+      window=batches.window(batch), new_tokens=_NEW_TOKENS.value)
   return {group: [runs[unit] for unit in some]
           for group, some in units.items()}
 

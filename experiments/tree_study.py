@@ -210,9 +210,9 @@ class _Setting:
   def acceptance(self, temperature: float, name: str):
     """Returns the acceptance rates of a method, for `trees.sequoia_tree`.
 
-  The result is `[K]`, one rate per child of a node; or `[K, K]` if the rates
-  depend on the number of siblings, with one row per number of children.
-  """
+    The result is `[K]`, one rate per child of a node; or `[K, K]` if the rates
+    depend on the number of siblings, with one row per number of children.
+    """
     progress.say(f"measuring {name} at temperature {temperature:g}")
     if name not in _BY_CHILDREN:
       return self._below_root(temperature, name,
@@ -253,8 +253,8 @@ class _Setting:
                     parents: tuple[int, ...]):
     """Returns the seconds of a round minus those of its model passes.
 
-  It is the median over calibration prompts, and at least 0.
-  """
+    It is the median over calibration prompts, and at least 0.
+    """
     rollout = decoders.DecoderRows(
         self.decoder(temperature, name, parents), self.params,
         _NEW_TOKENS.value, self.capacity)
@@ -464,11 +464,11 @@ def main():
            for n in budgets for i, row in enumerate(prompts)]
   plans = _plans(setting, temperatures, budgets,
                  output_dir / f"plan-{fingerprint}.json")
-  runs = batches.run(
-      setting.batch, _NEW_TOKENS.value, units,
-      lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
+  runs = resumable.run(
+      units, lambda unit: (prompts[unit[3]], _SEED.value, unit[3]),
       lambda group: _variants(setting, plans, *group),
-      output_dir / "runs.jsonl", group_of=lambda unit: unit[1:3])
+      output_dir / "runs.jsonl", group_of=lambda unit: unit[1:3],
+      window=batches.window(setting.batch), new_tokens=_NEW_TOKENS.value)
   bounds = _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
       f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")

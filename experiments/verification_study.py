@@ -243,11 +243,11 @@ class _Setting:
       make: function from a temperature to `{name: DecoderRows}`.
       costs: passes that are compiled together with the decoders, or None.
     """
-    return batches.run(
-        self.batch, _NEW_TOKENS.value,
+    return resumable.run(
         _units(self.fingerprint, self.temperatures, prompts),
         lambda unit: (prompts[unit[3]][unit[4]], unit[2], unit[4]), make, path,
-        beside=costs.compiled if costs else ())
+        beside=costs.compiled if costs else (),
+        window=batches.window(self.batch), new_tokens=_NEW_TOKENS.value)
 
   def study(self, runs: dict[tuple, Any], costs: dict[str, Any] | None = None):
     """Returns the `cells.Study` of runs; see there for the costs."""
@@ -267,12 +267,17 @@ def _load(temperatures: list[float], gammas: Sequence[int],
   drafters = {name: models.narrowed(
       member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
               for name, member in drafters.items()}
-  chains = {name: models.chain(target, member, name)
-            for name, member in drafters.items()}
+  target = batches.with_placed_params(batch, target)
+  chains = {}
+  for name, member in drafters.items():
+    chain, params = models.chain(target, member, name)
+    chains[name] = chain, batches.placed(
+        batch, chain(max(gammas)).decoder(target.model),
+        {"target": target.params, "drafter": params})
   return _Setting(
       target=target, drafters=drafters, read=read, temperatures=temperatures,
       gammas=gammas, verifiers=verifiers, batch=batch,
-      chains=_placed(target, chains, max(gammas), batch),
+      chains=chains,
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
 
 
@@ -283,26 +288,6 @@ def _batch_of_flags():
     raise ValueError(f"--timing={timing_} requires --own_rollouts; give "
                      "--timing=none")
   return batches.settings(_BATCH, timed=_OWN_ROLLOUTS.value)
-
-
-def _placed(target: Pretrained, chains: dict[str, Any], gamma: int,
-            batch: decoders.Batch | None):
-  """Returns `{drafter: (gamma -> Strategy, parameters)}`, on the mesh if any.
-
-  Args:
-    target: the target model.
-    chains: result of `models.chain` for every drafter, by name.
-    gamma: a draft length.
-    batch: `decoders.Batch` or None.
-  """
-  placed, target_params = {}, target.params
-  for name, (chain, drafter_params) in chains.items():
-    params = batches.placed(
-        batch, chain(gamma).decoder(target.model),
-        {"target": target_params, "drafter": drafter_params})
-    target_params = params["target"]  # placed once for all drafters
-    placed[name] = chain, params
-  return placed
 
 
 def _acting(rules: one_of.OneOf, verifier: str, gamma: int):

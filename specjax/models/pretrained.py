@@ -312,15 +312,11 @@ def _drafts(name: str, config: Mapping[str, Any]) -> bool:
       int(layer[1]) >= config.get("num_hidden_layers", 0))
 
 
-def _read_if_there(path: pathlib.Path) -> dict[str, Any]:
-  return read_json(path, "download it again") if path.is_file() else {}
-
-
 def _generation(directory: pathlib.Path, config: Mapping[str, Any],
                 vocab_size: int) -> GenerationDefaults | None:
   """Reads generation_config.json, or the configuration itself."""
   path = directory / "generation_config.json"
-  given = _read_if_there(path)
+  given = read_json(path, "download it again") if path.is_file() else {}
   end = given.get("eos_token_id", config.get("eos_token_id"))
   if not given and end is None:
     return None

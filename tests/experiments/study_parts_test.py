@@ -82,14 +82,14 @@ def test_heads_that_were_trained_again_are_measured_again(
     tmp_path, monkeypatch):
   # Broken: the texts that other weights wrote are taken for theirs, or what
   # was found without transformers stays without when it is installed.
-  def run(batch, new_tokens, units, *_):
+  def run(units, *_, **__):
     raise ValueError(units[0][0])
 
   (tmp_path / "mine.txt").write_text("a = 1\n\nimport os")
   heads = tmp_path / "heads"
   shutil.copytree(sj.zoo.heads_path("medusa"), heads)
   with imported("free_drafts_study.py") as study:
-    monkeypatch.setattr(study.batches, "run", run)
+    monkeypatch.setattr(study.resumable, "run", run)
     monkeypatch.setattr(study.generation, "prepare_torch",
                         lambda: {"torch": "9.9"})
     fingerprint = lambda compared: _error(

@@ -5,11 +5,7 @@
   batch = batches.settings(_BATCH)  # before models are loaded
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
-import pathlib
-import sys
 from typing import Any
 from typing import NamedTuple
 
@@ -19,7 +15,6 @@ from lib import common
 from lib import flags as shared
 from lib import meshes
 from lib.configurations.decoders import Batch
-from lib.rollouts import resumable
 import specjax as sj
 
 
@@ -107,36 +102,3 @@ def window(batch: Batch | None) -> int | None:
   A larger window leaves fewer rows idle, but stores more prefilled states.
   """
   return None if batch is None else 4 * batch.size
-
-
-def run(batch: Batch | None, new_tokens: int, units: list[tuple],
-        prompt_of: Callable[[tuple], tuple],
-        make_configurations: Callable[[Any], dict[str, Any]],
-        path: pathlib.Path,
-        group_of: Callable[[tuple], Any] = lambda unit: unit[1],
-        beside: Sequence[Callable] = ()) -> dict[tuple, dict[str, Any]]:
-  """Prints the size of a study, and decodes it with `resumable.run`.
-
-  Args:
-    batch: result of `settings`.
-    new_tokens: tokens per rollout.
-    units: units of the study. Their entries from the fourth name the prompt.
-    prompt_of: see `resumable.run`, as are the arguments below.
-    make_configurations: function from a group to its configurations.
-    path: JSONL file of the runs.
-    group_of: function from a unit to its group.
-    beside: functions that are compiled together with the decoders.
-
-  Returns:
-    `{unit: {name: run}}`.
-  """
-  made = {group: make_configurations(group)
-          for group in dict.fromkeys(map(group_of, units))}
-  prompts = len({unit[3:] for unit in units})
-  programs = len({variant.program for variants in made.values()
-                  for variant in variants.values()})
-  rollouts = sum(len(made[group_of(unit)]) for unit in units)
-  print(f"{prompts} prompts, {programs} programs, {rollouts:,} rollouts of at "
-        f"most {rollouts * new_tokens:,} tokens in all", file=sys.stderr)
-  return resumable.run(units, prompt_of, make_configurations, path, group_of,
-                       beside=beside, window=window(batch))

@@ -38,7 +38,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
         make_configurations: Callable[[Any], dict[str, Any]],
         path: pathlib.Path,
         group_of: Callable[[tuple], Any] = lambda unit: unit[1], *,
-        beside: Sequence[Callable] = (), window: int | None = None):
+        beside: Sequence[Callable] = (), window: int | None = None,
+        new_tokens: int | None = None):
   """Decodes the units that are missing in `path`, and appends them.
 
   With a window, several processes share the units, and all of them return all
@@ -57,6 +58,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
     window: number of units per turn of a configuration, for batched decoding.
       Units are sorted by length. Default: all configurations decode a unit
       before the next unit, so that they are measured under the same conditions.
+    new_tokens: maximum number of tokens per rollout, to print the size of the
+      missing part before it is decoded. Default: nothing is printed.
 
   Returns:
     `{unit: {name: run}}`.
@@ -65,13 +68,13 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   groups = {}
   for unit in units:
     groups.setdefault(group_of(unit), []).append(unit)
-  names_of = make_configurations if window else lambda group: ()
-  left = {group: record.missing(some, names_of(group))
-          for group, some in groups.items()}
+  left, made = _missing(record, groups, make_configurations, window)
   missing = sum(map(len, left.values()))
   if missing < len(units):
     print(f"{len(units) - missing} of {len(units)} prompts are in {path}; "
           "delete it to measure them again", file=sys.stderr)
+  if missing and new_tokens is not None:
+    _print_size(left, made, new_tokens)
   own = {group: _share(some, prompt_of) if window else some
          for group, some in left.items()}
   missing = sum(map(len, own.values()))
@@ -80,7 +83,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
   ) as bar:
     programs = _Programs(beside, bar)
     for group in filter(own.get, groups):
-      configurations, some = make_configurations(group), own[group]
+      # The states of a group are freed when the next one is decoded.
+      configurations, some = made.pop(group), own[group]
       programs.compile(configurations, _longest(groups[group], prompt_of),
                        1 + len(some) // 2)
       for unit, found in _decode(configurations, some, prompt_of, bar, window,
@@ -91,6 +95,42 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
     bar.refresh()
   record.merge()
   return {unit: record.runs[unit] for unit in units}
+
+
+def _missing(record: records.Record, groups: dict[Any, list[tuple]],
+             make_configurations: Callable[[Any], dict[str, Any]],
+             window: int | None):
+  """Returns missing units by group, and the configurations that decode them.
+
+  With a window, runs are stored by configuration. So the configurations of all
+  groups are made for their names. Otherwise complete groups need none.
+  """
+  left, made = {}, {}
+  for group, units in groups.items():
+    if window:
+      made[group] = make_configurations(group)
+    left[group] = record.missing(units, made.get(group, ()))
+    if left[group] and not window:
+      made[group] = make_configurations(group)
+  return left, made
+
+
+def _print_size(left: dict[Any, list[tuple]],
+                made: dict[Any, dict[str, Any]], new_tokens: int):
+  """Prints the numbers of prompts, programs and tokens that will be decoded.
+
+  Args:
+    left: units by group, whose entries from the fourth name the prompt.
+    made: configurations by group.
+    new_tokens: maximum number of tokens per rollout.
+  """
+  groups = [group for group, units in left.items() if units]
+  prompts = len({unit[3:] for group in groups for unit in left[group]})
+  programs = len({variant.program for group in groups
+                  for variant in made[group].values()})
+  rollouts = sum(len(left[group]) * len(made[group]) for group in groups)
+  print(f"{prompts} prompts, {programs} programs, {rollouts:,} rollouts of at "
+        f"most {rollouts * new_tokens:,} tokens in all", file=sys.stderr)
 
 
 def _share(units: list[tuple], prompt_of: Callable[[tuple], tuple]
