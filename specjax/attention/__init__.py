@@ -153,7 +153,7 @@ def _cudnn_attention(query: jax.Array, k: jax.Array, v: jax.Array,
               *(plain.in_order(x, table, lengths) for x in (k, v)), lengths)
   try:
     out, log = tpu.split_over_mesh(_cudnn, operands)(*operands)
-  except RuntimeError:  # this machine has no cuDNN
+  except RuntimeError:  # no cuDNN, or an unsupported number of slots
     return plain.whole(query, k, v, lengths, positions, table)
   return plain.unfolded(out, size), plain.unfolded(log, size)
 
@@ -165,8 +165,10 @@ def _cudnn(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
   The function returns log-sum-exps only in the dtype of the query. In bfloat16
   they would give weights that are wrong by a percent, so the float32 array is
   taken from the residuals of the derivative, which has the same forward pass.
+  The derivative requires an even number of queries.
   """
   batch, heads, rows, dim = query.shape
+  query = jnp.pad(query, ((0, 0), (0, 0), (0, rows % 2), (0, 0)))
   # The function expects the axes (row, slot, head, channel). Each head becomes
   # a row with one head, which needs no transposition.
   query, k, v = (x.reshape(-1, x.shape[2], 1, dim) for x in (query, k, v))
@@ -178,8 +180,9 @@ def _cudnn(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
       query)
   [log] = [x for x in jax.tree.leaves(derivative) if x.dtype == jnp.float32]
   log = jnp.where((lengths > 0)[:, None, None],
-                  log.reshape(batch, heads, rows), plain.MASKED)
-  return out.astype(jnp.float32).reshape(batch, heads, rows, dim), log
+                  log.reshape(batch, heads, -1), plain.MASKED)
+  out = out.astype(jnp.float32).reshape(batch, heads, -1, dim)
+  return out[:, :, :rows], log[:, :, :rows]
 
 
 def _transformable(attend: Callable[..., Any], by_plain: Callable[..., Any]

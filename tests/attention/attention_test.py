@@ -233,10 +233,11 @@ def test_a_gpu_attends_by_cudnn(monkeypatch):
   # is not told them, and nothing runs on a GPU.
   monkeypatch.setattr(cudnn, "cuda_versions", types.SimpleNamespace(
       cudnn_get_version=lambda: 91200))
-  for dtype, window, fits in ((jnp.bfloat16, 0, True), (jnp.float32, 0, False),
-                              (jnp.bfloat16, 8, False)):
+  for dtype, window, size, fits in (
+      (jnp.bfloat16, 0, 2, True), (jnp.bfloat16, 0, 1, True),
+      (jnp.float32, 0, 2, False), (jnp.bfloat16, 8, 2, False)):
     *operands, positions = _operands(
-        (3, 16), size=2, heads=1, group=2, slots=16, dim=8, dtype=dtype)
+        (3, 16), size=size, heads=1, group=3, slots=16, dim=8, dtype=dtype)
     text = _lowered(functools.partial(
         attention.past_attention, positions=positions, window=window),
                     *operands)
