@@ -329,7 +329,7 @@ def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
                      f"({e.msg})") from None
   except RecursionError:
     raise ValueError(f"{path} line {line} has JSON that is nested deeper than "
-                     "Python reads (about 900 levels); take it out") from None
+                     "Python reads; take it out") from None
   except ValueError:  # int() refuses long numbers
     raise ValueError(f"{path} line {line} has a number with more digits than "
                      "Python reads (4300); take it out") from None

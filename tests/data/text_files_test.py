@@ -81,7 +81,8 @@ def test_bytes_that_are_no_text(tmp_path, reader):
 
 
 @pytest.mark.parametrize("value, words", [
-    ("[" * 3000 + "]" * 3000, "nested deeper"), ("9" * 5000, "more digits")])
+    ("[" * 200_000 + "]" * 200_000, "nested deeper"),
+    ("9" * 5000, "more digits")], ids=["deep", "huge"])
 @pytest.mark.parametrize("reader", [
     name for name, (file, *_) in _READERS.items() if "json" in file])
 def test_deep_and_huge_json(tmp_path, reader, value, words):
