@@ -81,10 +81,14 @@ def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
       params, rows, capacity).rollback(filled)
   own = () if isinstance(decoder.drafter, sj.drafters.Empty) else cache(
       decoder.drafter.model, params["drafter"])
+  verifier = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))),
+      decoder.verifier.init(decoder.num_nodes - 1))
   return sj.types.DecodeState(
       tokens=jnp.zeros((rows, capacity), jnp.int32), lengths=filled + 1,
       limits=jnp.full((rows,), capacity, jnp.int32),
       done=jnp.zeros((rows,), bool), keys=keys, rounds=jnp.ones_like(filled),
       temperature=jnp.ones((rows,), jnp.float32),
       eos=jnp.full((rows, 1), -1, jnp.int32),
-      target_cache=cache(decoder.target, params["target"]), drafter=own)
+      target_cache=cache(decoder.target, params["target"]), drafter=own,
+      verifier=verifier)

@@ -28,9 +28,14 @@ _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # the models are split over all of them
 
 
-def placed(setting: llama.Setting):
-  """Returns `(params, state)` of a round, as shapes with shardings."""
-  decoder, rows = setting.decoder(), setting.batch
+def placed(setting: llama.Setting, decoder: sj.Decoder | None = None):
+  """Returns `(params, state)` of a round, as shapes with shardings.
+
+  Args:
+    setting: models, batch size and chips.
+    decoder: decoder of the same models. Default: that of the setting.
+  """
+  decoder, rows = decoder or setting.decoder(), setting.batch
   weights = lambda model: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
       jax.eval_shape(model.init, jax.random.key(0)))

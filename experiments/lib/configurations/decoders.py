@@ -19,7 +19,7 @@ import specjax as sj
 from specjax.decoding import row_batches
 from specjax.utils import fingerprints
 
-_ROUNDS = 4  # rounds per call; finished rows are refilled between calls
+ROUNDS = 4  # rounds per call; finished rows are refilled between calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class DecoderRows(base.Configuration):
     starts = [functools.partial(self._state, *request, new_tokens)
               for request in requests]
     for index, row in row_batches.decode_rows(
-        self.decoder, self._params, state, starts, rounds=_ROUNDS):
+        self.decoder, self._params, state, starts, rounds=ROUNDS):
       sums = lambda x: x.sum(0, dtype=np.float64).tolist()
       yield index, {
           "tokens": int(row.stats.emitted.sum()),

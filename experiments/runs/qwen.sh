@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Block verification on a published pair, for docs/results/qwen.md. Resumes if
+# started again. Requires: pip install -e '.[experiments,chat,gguf]'
+# DATA is the directory of chatgpt_prompts.csv, webquestions_test.json,
+# piqa_valid.jsonl, gsm8k_test.jsonl, mt_bench.jsonl, HumanEval.jsonl.gz and
+# spec_bench.jsonl. TARGET and DRAFTER are names on the Hugging Face hub,
+# directories or GGUF files.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+data=${DATA:?give the directory of the published prompt sets}
+tasks=$(mktemp -d)
+trap 'rm -r "$tasks"' EXIT
+for task in translation summarization; do
+  grep "\"category\": \"$task\"" "$data/spec_bench.jsonl" > "$tasks/$task.jsonl"
+done
+prompts=gpt_prompts=$data/chatgpt_prompts.csv
+prompts+=,webquestions=$data/webquestions_test.json,piqa=$data/piqa_valid.jsonl
+prompts+=,gsm8k=$data/gsm8k_test.jsonl,mt_bench=$data/mt_bench.jsonl
+prompts+=,humaneval=$data/HumanEval.jsonl.gz
+prompts+=,$tasks/translation.jsonl,$tasks/summarization.jsonl
+python experiments/verification_study.py \
+  --target="${TARGET:-Qwen/Qwen2.5-Coder-1.5B-Instruct}" \
+  --drafter="${DRAFTER:-Qwen/Qwen2.5-Coder-0.5B-Instruct}" \
+  --chat --prompts="$prompts" --field=turns --gamma=2,4,8,16 \
+  --temperature=1,0.6,0 --num_prompts=12 --prompt_tokens=512 \
+  --max_new_tokens=64 --error=0 --noown_rollouts --batch=8 \
+  --output_dir=results/qwen "$@"
