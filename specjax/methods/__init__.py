@@ -1,14 +1,16 @@
 """Drafting methods, one folder for each family.
 
-A family contains networks, drafters, losses and strategies. Its `__init__.py`
-lists them in a `Family`. `specjax.drafters`, `specjax.strategies` and
-`specjax.objectives` are built from these lists. To add a method, add a file to
-the folder of its family and its names to the list.
+A family, for example `heads` or `features` (EAGLE, MTP), contains draft
+networks, drafters, training losses and strategies (pairs of a drafter and a
+verifier). The `__init__.py` of a family lists its public classes in a `Family`.
+The modules `specjax.drafters`, `specjax.strategies` and `specjax.objectives`
+export the classes of all families. To add a method, add a file to the folder of
+its family, and list its classes in the `Family`.
 
-`Method` is the record of a trained method: its class of `Heads` (the networks
-that it trains), its objective, its strategies and its options. Scripts use only
-the record. This module also exports the classes of heads, such as
-`methods.MedusaHeads`.
+`Method` is the record of a trained method. It names the class of the trained
+networks (`Heads`), the training objective, the strategies and the options.
+Scripts use only this record. This module also exports all classes of heads,
+such as `methods.MedusaHeads`.
 
 Modules with a leading underscore contain helpers shared by several methods.
 """
@@ -58,12 +60,12 @@ __all__ = [
 
 
 def by_name(name: str) -> Method:
-  """Returns the method with this name in flags and files."""
+  """Returns the trained method with this name, for example "medusa"."""
   return next(method for method in METHODS if method.name == name)
 
 
 def of(heads: Heads) -> Method:
-  """Returns the first method in `METHODS` that has this kind of heads."""
+  """Returns the first method in `METHODS` that trains this class of heads."""
   return next(m for m in METHODS if m.heads.kind == heads.kind)
 
 
@@ -71,21 +73,24 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
                dtype: jax.typing.DTypeLike | None = None,
                target_params: chex.ArrayTree | None = None
                ) -> tuple[Heads, dict[str, Any]]:
-  """Loads heads of `save_heads`, or a published drafter.
+  """Loads draft heads written by `save_heads`, or a published drafter.
 
   Args:
-    directory: directory of `save_heads`, or a directory or repository for
-      `load_drafter`.
+    directory: directory written by `save_heads`. For a published drafter: a
+      local directory, or a repository of the Hugging Face Hub such as
+      "organisation/name".
     target: target model.
-    dtype: type of the parameters; None is `default_dtype()`.
-    target_params: parameters of the target. With them, `load_drafter` can
-      recognise and drop the drafter's copies of the target's matrices.
+    dtype: dtype of the loaded parameters; None is `default_dtype()`.
+    target_params: parameters of the target, or None. They are used only for
+      published drafters, whose files may repeat matrices of the target: such
+      copies are dropped, and a copy that differs raises an error.
 
   Returns:
-    `(heads, params)`.
+    `(heads, params)`: the configuration of the heads and their parameters.
 
   Raises:
-    ValueError: see `files.load_heads` and `load_drafter`.
+    ValueError: a file is missing or damaged, or the heads do not fit the
+      target.
   """
   path = pathlib.Path(directory)
   ours = any((path / f"heads.{kind}").exists() for kind in (

@@ -29,21 +29,29 @@ _T = TypeVar("_T")
 
 
 class Replicated(Drafter):
-  """Base of drafters whose parameters are copied to every device."""
+  """Base class of drafters whose parameters are replicated on every device."""
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification."""
+    """Returns an empty `PartitionSpec`, which replicates all parameters."""
     del axis, size
     return PartitionSpec()
 
 
 class ModelFree(Replicated):
-  """Base of drafters without a model; `bind` sets the field `vocab_size`."""
+  """Base class of drafters without a draft model.
+
+  Attributes:
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
+  """
 
   vocab_size: int | None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the target's vocabulary size.
+
+    Raises:
+      ValueError: the drafter was made for another vocabulary size.
+    """
     del transform
     if self.vocab_size is not None:
       check_target_size(self.vocab_size, target)
@@ -51,7 +59,10 @@ class ModelFree(Replicated):
 
 
 class OneModel(Drafter):
-  """Base of drafters with one `model` over the target's vocabulary."""
+  """Base class of drafters with one draft model, the field `model`.
+
+  The draft model must have the same vocabulary as the target.
+  """
 
   model: Model
 
@@ -60,17 +71,27 @@ class OneModel(Drafter):
     return self.model.context_length
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter, after comparing vocabulary sizes.
+
+    Raises:
+      ValueError: the draft model and the target differ in vocabulary size.
+    """
     check_vocabulary(self.model, target)
     return super().bind(target, transform)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the model."""
+    """Returns the partition specifications of the draft model's parameters."""
     return self.model.param_specs(axis, size)
 
 
 class DrawnChain(Drafter):
-  """Base of drafters that sample a chain of `gamma` tokens in order."""
+  """Base class of drafters that sample a chain of `gamma` tokens in order.
+
+  Attributes:
+    gamma: draft length.
+    transform: transform from logits to draft probabilities. If it is None,
+      `bind` uses the target's transform.
+  """
 
   gamma: int
   transform: LogitsTransform | None
@@ -85,20 +106,22 @@ class DrawnChain(Drafter):
     return UNIFORMS_A_DRAW * self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with its transform, see `with_transform`."""
     del target
     return with_transform(self, transform)
 
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                 probs: jax.Array) -> Draft:
-  """Returns drafts with the same tree below the root of every row.
+  """Returns B drafts whose trees have the same shape but different tokens.
 
   Args:
-    state: decoding state.
-    parents: draft tree of N nodes.
+    state: decoding state of the B batch rows. The root of each tree is the last
+      committed token of its row.
+    parents: parent index of each of the N nodes; -1 for the root, node 0.
     tokens: tokens `[B, N - 1]` int32 of the nodes below the root.
-    probs: distributions `[B, N - 1, V]` of the tokens.
+    probs: draft distributions `[B, N - 1, V]` of these nodes over the V tokens
+      of the vocabulary.
   """
   parents = jnp.array(parents, jnp.int32)
   tree = lambda root, tokens, probs: Draft.tree(root, parents, tokens, probs)
@@ -107,11 +130,11 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                   vocab_size: int) -> Draft:
-  """Returns deterministic drafts with the same tree in every row.
+  """Returns B drafts with one-hot draft distributions and trees of one shape.
 
   Args:
-    state: decoding state.
-    parents: draft tree of N nodes.
+    state: decoding state of the B batch rows.
+    parents: parent index of each of the N nodes; -1 for the root, node 0.
     tokens: tokens `[B, N - 1]` int32 of the nodes below the root; an id outside
       [0, V) is padding.
     vocab_size: vocabulary size V.
@@ -126,17 +149,22 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
                logits: jax.Array, uniforms: jax.Array, state: DecodeState,
                transform: LogitsTransform, vocab_size: int
                ) -> tuple[Draft, _T]:
-  """Samples a chain of gamma tokens per row and reads all except the last.
+  """Samples a chain of gamma draft tokens in each of B batch rows.
+
+  The draft model runs on every drafted token except the last, because no draft
+  token follows the last one.
 
   Args:
-    law: function `(logits, memory of the constraints, k)` that returns the
-      distribution `[B, V]` of token k = 1..gamma.
-    read: function `(tokens [B, 1], carry) -> (logits, carry)`.
-    carry: initial carry of `read`.
-    logits: logits of the first token.
+    law: function `(logits, memory, k)` that returns the draft distribution
+      `[B, V]` of token k = 1..gamma. `memory` is the state of the constraints,
+      such as a grammar's automaton, after the tokens before k.
+    read: function `(tokens [B, 1], carry) -> (logits, carry)` that runs the
+      draft model on one token per row.
+    carry: initial carry of `read`, such as the draft model's cache.
+    logits: draft model's logits of the first drafted token.
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
-    state: decoding state.
-    transform: transform with the constraints that the tokens advance.
+    state: decoding state of the B rows.
+    transform: transform whose `constraints` are updated after every token.
     vocab_size: vocabulary size V.
 
   Returns:
@@ -173,23 +201,26 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
 
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
-  """Returns the drafter with the transform for its draft distributions.
+  """Returns a copy of the drafter whose field `transform` is set.
 
-  If the drafter's transform is None, the target's is used. The constraints are
-  always the target's, because the decoding state has memory only for them. If
-  the target has constraints, its banned tokens are also banned in drafts.
+  The transform converts logits to probabilities (temperature, top-k, banned
+  tokens, constraints such as a grammar). If the drafter's transform is None,
+  the target's transform is used. Otherwise only its constraints are replaced by
+  those of the target, because the decoding state stores only the target's
+  constraints. If the target has constraints, its banned tokens are also banned
+  in drafts.
 
   Args:
     drafter: drafter, a frozen dataclass with a field `transform`.
     transform: transform of the target.
-    **changes: other fields that `bind` sets.
+    **changes: new values of other fields of the drafter.
   """
   transform = (drafter.transform or transform).under(transform)
   return dataclasses.replace(drafter, transform=transform, **changes)
 
 
 def check_vocabulary(model: Model, target: Model) -> None:
-  """Raises `ValueError` if a model has another vocabulary than the target."""
+  """Raises `ValueError` if the two models differ in vocabulary size."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(
         f"the drafter has {model.vocab_size} tokens and the target "
@@ -208,7 +239,7 @@ def check_target_size(size: int, target: Model) -> None:
 
 
 def check_siblings(children: int, target: Model) -> None:
-  """Raises `ValueError` if a node has more children than there are tokens."""
+  """Raises `ValueError` if `children` exceeds the target's vocabulary size."""
   if children > target.vocab_size:
     raise ValueError(
         f"a node has {children} children, but the vocabulary has "
@@ -218,10 +249,16 @@ def check_siblings(children: int, target: Model) -> None:
 
 def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,
                cache: Cache) -> tuple[ModelOutput, Any]:
-  """Runs the model on one token `[B, 1]` per row.
+  """Runs the model on one token for each of B batch rows.
+
+  Args:
+    model: language model.
+    params: parameters of the model.
+    token: token ids `[B, 1]` int32.
+    cache: cache of the model.
 
   Returns:
-    The output and the cache.
+    The model's output, and the cache that contains the token.
   """
   out = model(params, token, jnp.zeros_like(token),
               jnp.ones((len(token), 1, 1), bool), cache)
@@ -230,7 +267,11 @@ def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,
 
 def model_step(model: Model, params: chex.ArrayTree
                ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a step of `_trees` that runs a model; its carry is the cache."""
+  """Returns a function that runs a language model on one level of a draft tree.
+
+  The function has the arguments and results of a step, as described in
+  `_trees`. Its carry is the model's cache.
+  """
   def step(tokens, depths, ancestors, above, cache):
     del above
     out = model(params, tokens, depths, ancestors, cache)
@@ -241,24 +282,26 @@ def model_step(model: Model, params: chex.ArrayTree
 
 def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, size: int, more: int = 0) -> tuple[jax.Array, Any]:
-  """Completes a cache by reading the last `size` committed tokens again.
+  """Runs a draft model on the last `size` committed tokens of every row.
 
-  Rows lack different numbers of tokens. Reading a cached token again does not
-  change the cache. So one pass of a fixed size completes every row.
+  The draft model's cache may lack some committed tokens, and a different number
+  in each row. Running the model on a token that is already cached writes the
+  same keys and values again. So one pass of a fixed size completes the cache of
+  every row.
 
   Args:
     model: draft model.
     params: parameters of the model.
-    state: decoding state.
+    state: decoding state of the B rows.
     cache: cache of the model; it may lack up to `size` committed tokens.
-    size: number of tokens to read.
-    more: number of drafted tokens that the model reads afterwards in this
-      round. If it is not 0, the cache reserves a block for them, and `propose`
-      has to return `cache.settle()`.
+    size: number of committed tokens that the pass reads.
+    more: number of drafted tokens that the model reads after this pass in the
+      same round. If it is not 0, space for them is reserved in the cache, and
+      the caller has to call `cache.settle()` after reading them.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
-    committed tokens, including the root.
+    committed tokens. The root is the last committed token.
   """
   logits, _, cache = read_last(model, params, state, cache, size, more)
   return logits, cache
@@ -267,14 +310,20 @@ def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
 def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, size: int, more: int = 0
               ) -> tuple[jax.Array, jax.Array, Any]:
-  """Completes a cache like `feed_last`, and returns the root's hidden state.
+  """Runs a draft model on the last committed tokens, as `feed_last` does.
+
+  The arguments are those of `feed_last`. This function also returns a hidden
+  state.
 
   Returns:
-    Logits `[B, V]`, the root's hidden state `[B, width]`, and the cache.
+    The logits `[B, V]` of the token after the root, the hidden state
+    `[B, width]` at the root, and the cache with all committed tokens. The root
+    is the last committed token.
   """
   start = jnp.maximum(state.lengths - size, 0)
-  # If a row has fewer than `size` committed tokens, the pass also reads
-  # arbitrary tokens after them. The next pass overwrites their cache entries.
+  # If a row has fewer than `size` committed tokens, the pass of fixed size also
+  # reads arbitrary tokens after the committed ones. This does no harm, because
+  # the next pass overwrites the cache entries of these arbitrary tokens.
   last = (state.lengths - 1 - start)[:, None]
   cache = cache.rollback(start)
   cache = cache.reserve(size + more) if more else cache
@@ -287,26 +336,30 @@ def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
 def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
              cache: Cache, since: jax.Array, size: int = rounds.CATCH_UP
              ) -> Any:
-  """Reads the tokens committed in rounds without drafts, a block at a time.
+  """Adds committed tokens that the draft model has not read to its cache.
+
+  Such tokens were committed in rounds in which nothing was drafted. The model
+  reads them in passes of `size` tokens per row.
 
   Args:
     model: draft model.
     params: parameters of the model.
-    state: decoding state; finished rows are ignored.
+    state: decoding state of the B rows; finished rows do not cause passes.
     cache: cache of the model with the first `since` committed tokens.
-    since: number `[B]` int32 of cached tokens.
-    size: number of tokens of a block.
+    since: number `[B]` int32 of tokens in the cache.
+    size: number of tokens that one pass reads per row.
 
   Returns:
-    The cache. It lacks at most the last two committed tokens, which `feed_last`
-    with `size=2` reads.
+    The cache. It lacks at most the last two committed tokens of a row, which
+    the next draft reads with `feed_last(..., size=2)`.
   """
   missing = jnp.where(state.done, 0, state.lengths - 2 - since)
 
   def read(carry):
     i, cache = carry
-    # A last block that exceeds the sequence could exceed the cache's capacity.
-    # So it is moved back, and ends with the sequence.
+    # A block of `size` tokens that begins near the end of the sequence could
+    # exceed the cache's capacity. So such a block begins earlier and ends at
+    # the end of the sequence; it reads some cached tokens again.
     start = jnp.minimum(since + i * size, state.lengths - size)
     start = jnp.maximum(start, 0)
     out = _feed(model, params, state, cache.rollback(start), start, size)
@@ -319,7 +372,7 @@ def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
 
 def _feed(model: Model, params: chex.ArrayTree, state: DecodeState,
           cache: Cache, start: jax.Array, size: int) -> ModelOutput:
-  """Runs the model on `size` committed tokens from `start [B]`."""
+  """Runs the model on `size` tokens per row, from position `start [B]`."""
   batch = state.lengths.shape[0]
   tokens = jnp.take_along_axis(
       state.tokens, start[:, None] + jnp.arange(size), axis=1)
@@ -328,19 +381,22 @@ def _feed(model: Model, params: chex.ArrayTree, state: DecodeState,
 
 def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
               count: jax.Array) -> Any:
-  """Returns the cache with the keys and values of the accepted path only.
+  """Removes rejected draft tokens from a draft model's cache.
 
-  The deepest accepted token and the bonus token may be missing, because the
-  draft model did not read them. `feed_last` with `size=2` reads them in the
-  next round.
+  The returned cache contains the accepted path of the draft tree. The draft
+  model never ran on the bonus token, and possibly not on the deepest accepted
+  token. Their entries are not valid until `feed_last(..., size=2)` runs the
+  model on these two tokens in the next round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.
-    slots: slot of each node in that block, `[B, N]` int32; arbitrary for the
-      root and for nodes that were not read.
-    path: accepted nodes `[B, N]` int32, see `Verdict.path`.
+    slots: index of each of the N tree nodes in that block, `[B, N]` int32 for B
+      rows; arbitrary for the root and for nodes that the model did not read.
+    path: accepted nodes `[B, N]` int32, beginning with the root, see
+      `Verdict.path`.
     size: number of tokens of the block.
-    count: number `[B]` int32 of committed tokens.
+    count: number `[B]` int32 of tokens committed in this round, including the
+      bonus token.
   """
   accepted = jnp.take_along_axis(slots, path[:, 1:size + 1], axis=1)
   accepted = jnp.pad(accepted, ((0, 0), (0, size - accepted.shape[1])))

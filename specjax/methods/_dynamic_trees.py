@@ -1,11 +1,17 @@
-"""Trees whose shape follows the confidence of the draft model.
+"""Draft trees whose shape depends on the draft model's probabilities.
 
-`expand` is EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any draft
-model with a step as in `_trees`. The value of a node is the product of the
-draft probabilities on its path. Every level expands its `top_k` best nodes by
-`top_k` children each. All children are candidates. The draft of N nodes
-consists of the root and the N - 1 best candidates. `grow` samples the children
-instead, and removes no node.
+`expand` implements EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4). The
+value of a node is the product of the draft probabilities on its path. At every
+level, the `top_k` nodes with the largest values get `top_k` children each, the
+most likely next tokens. All nodes generated in this way are candidates. The
+draft tree of N nodes consists of the root and the N - 1 candidates with the
+largest values.
+
+`grow` samples the children of a node from the draft distribution instead of
+taking the most likely tokens. It keeps all nodes that it generates.
+
+Both functions run the draft model through a *step*, a function that computes
+logits for the nodes of one level, see `_trees`.
 """
 
 import chex
@@ -20,11 +26,13 @@ from specjax.utils import fields
 
 
 class ExpandedTree(Drafter):
-  """Base of deterministic drafters whose tree is grown by `expand`.
+  """Base class of drafters with EAGLE-2 trees, see `expand`.
 
-  Subclasses are frozen dataclasses with three fields: `depth`, the number of
-  levels below the root; `top_k`, the number of expanded nodes per level and of
-  children of each; and `num_nodes`, the number N of nodes including the root.
+  The tokens are not sampled, so all draft distributions are one-hot. Subclasses
+  are frozen dataclasses with three fields: `depth`, the number of levels below
+  the root; `top_k`, the number of nodes per level that get children, and the
+  number of children of each; and `num_nodes`, the number of nodes including the
+  root.
   """
 
   deterministic = True
@@ -46,16 +54,17 @@ class ExpandedTree(Drafter):
 
 @struct.dataclass
 class _Frontier:
-  """The K = `top_k` expanded nodes of a level.
+  """The K = `top_k` nodes of a tree level that get children, for B batch rows.
 
   Attributes:
-    candidates: indices of the nodes among all candidates, `[B, K]` int32.
-    tokens: token ids `[B, K]` int32.
-    values: log of the product of confidences on the path, `[B, K]`.
-    ancestors: mask `[B, K, T]` bool over the T expanded nodes so far, with this
-      level last.
-    above: index of each node's parent among the expanded nodes of the previous
-      level, `[B, K]` int32.
+    candidates: indices of the nodes among all generated nodes, `[B, K]` int32.
+    tokens: token ids of the nodes, `[B, K]` int32.
+    values: sum of the log probabilities on the path to each node, `[B, K]`.
+    ancestors: attention mask `[B, K, T]` bool: True where one of the T nodes
+      that got children so far is an ancestor of the node, or the node itself.
+      The K nodes of this level are the last of the T nodes.
+    above: index of each node's parent among the K nodes of the previous level,
+      `[B, K]` int32.
   """
 
   candidates: jax.Array
@@ -66,12 +75,22 @@ class _Frontier:
 
 
 def most_nodes(depth: int, top_k: int) -> int:
-  """Returns the number of candidates of `depth` levels, including the root."""
+  """Returns the number of nodes that `expand` generates, including the root.
+
+  The root has `top_k` children. On each of the other `depth - 1` levels,
+  `top_k` nodes have `top_k` children each.
+  """
   return 1 + top_k + (depth - 1) * top_k**2
 
 
 def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
-  """Raises `ValueError` if `expand` cannot grow a tree of this size."""
+  """Raises `ValueError` if `expand` cannot return a tree of `num_nodes` nodes.
+
+  Args:
+    depth: number of levels below the root.
+    top_k: number of nodes per level that get children, and of children of each.
+    num_nodes: number of nodes of the tree, including the root.
+  """
   for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
                              ("num_nodes", num_nodes, 2)):
     fields.check_at_least(name, value, least)
@@ -83,41 +102,53 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
 
 
 def check_top_k(top_k: int, vocab_size: int) -> None:
-  """Raises `ValueError` if `top_k` exceeds the vocabulary."""
+  """Raises `ValueError` if `top_k` exceeds the vocabulary size."""
   if top_k > vocab_size:
     raise ValueError(f"top_k is {top_k}; it must be at most the vocabulary "
                      f"size, {vocab_size}")
 
 
 def fed_nodes(depth: int, top_k: int) -> int:
-  """Returns the number of nodes that the step of `expand` reads."""
+  """Returns the number of nodes on which `expand` runs the draft model.
+
+  These are `top_k` nodes on every level except the root and the last level.
+  """
   return top_k * (depth - 1)
 
 
 def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
            num_nodes: int):
-  """Grows a deterministic tree for each row.
+  """Builds an EAGLE-2 draft tree of likely tokens for each of B batch rows.
 
   Args:
-    step: function that reads the nodes of a level, see `_trees`.
-    carry: initial carry of the step.
-    logits: logits `[B, V]` of the token after the root.
+    step: function that runs the draft model on the nodes of a level, see the
+      docstring of `_trees`.
+    carry: initial carry of the step, such as the draft model's cache.
+    logits: draft model's logits `[B, V]` of the token after the root.
     roots: last committed tokens `[B]` int32.
-    transform: transform of logits to confidences.
-    depth: number of levels below the root, one step each except the last.
-    top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N.
+    transform: function from logits to probabilities. The value of a node is the
+      product of these probabilities on its path.
+    depth: number of levels below the root. The step runs on all of these levels
+      except the last.
+    top_k: number of nodes per level that get children, and of children of each.
+    num_nodes: number N of nodes of the returned tree, including the root.
 
   Returns:
-    The batched `Draft`; the index of each node in the block of nodes that the
-    step read, `[B, N]` int32, arbitrary for the root and for nodes that it did
-    not read; and the carry.
+    Three values. First, the batched `Draft`. Second, `[B, N]` int32, the index
+    of each node in the sequence of nodes that the draft model read; it is
+    arbitrary for the root and for nodes that the model did not read. Third, the
+    last carry.
   """
   chex.assert_rank([logits, roots], [2, 1])
   batch, vocab_size = logits.shape
 
   def children(logits, values):
-    """Returns tokens and values `[B, F * top_k]` of the children of F nodes."""
+    """Returns the most likely children of F nodes, `top_k` each.
+
+    Returns:
+      Tokens `[B, F * top_k]`, and values of the same shape: sums of the log
+      probabilities on the path to each child.
+    """
     probs, tokens = jax.lax.top_k(transform(logits), top_k)
     values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
     return tokens.reshape(batch, -1), values.reshape(batch, -1)
@@ -148,13 +179,13 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
 
 
 def _best(frontier, tokens, values, first):
-  """Returns the expanded nodes of the next level, the K best children.
+  """Returns the K children with the largest values, as the next `_Frontier`.
 
   Args:
-    frontier: expanded nodes of this level.
-    tokens: tokens `[B, K * K]` of the children of these nodes.
-    values: values of the children, see `_Frontier`.
-    first: index of the first child among all candidates.
+    frontier: the K nodes of this level that have children, for B rows.
+    tokens: token ids `[B, K * K]` of their children.
+    values: log probabilities of the paths to the children, `[B, K * K]`.
+    first: index of the first child among all generated nodes.
   """
   top_k = frontier.tokens.shape[1]
   values, chosen = jax.lax.top_k(values, top_k)
@@ -169,15 +200,24 @@ def _best(frontier, tokens, values, first):
 
 
 def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
-  """Returns the best candidates of a row as a draft.
+  """Returns the draft tree of one row: the root and the N - 1 best candidates.
+
+  Args:
+    root: last committed token.
+    tokens: token ids of all M generated nodes except the root, `[M]`.
+    values: log probabilities of the paths to these nodes, `[M]`.
+    parents: indices of the parents of these nodes, `[M]`; 0 is the root.
+    fed: indices of the nodes that the draft model read, in order.
+    num_nodes: number N of nodes of the draft tree.
+    vocab_size: number of tokens of the vocabulary.
 
   Returns:
-    The `Draft` of N nodes, and the slot `[N]` int32 of each node in the block
-    of read nodes `fed`; see `expand`.
+    The `Draft` of N nodes, and `[N]` int32, the position of each node in `fed`.
   """
-  # Among equal values, `top_k` prefers lower indices. A parent has a lower
-  # index than its children and at least their value. So the parent of a
-  # selected node is selected.
+  # The selected nodes must form a tree, so the parent of a selected node must
+  # be selected as well. It is: a parent has a lower index than its children and
+  # a value that is not smaller, and `jax.lax.top_k` prefers the lower index
+  # among equal values.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
   values, best = values[order], best[order]
@@ -186,8 +226,9 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # `probs` is one-hot, also if the logits are NaN. NaN is copied to it, so that
-  # the decoding loop reports the error.
+  # `one_hot` returns finite probabilities even if the draft model's logits are
+  # NaN. So NaN is copied from `values` to `probs`: the decoding loop tests
+  # `probs` and reports the error.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
@@ -195,7 +236,13 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
 
 
 def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
-  """Returns the number of expanded nodes of each level, from the root."""
+  """Returns the number of nodes with children on each level, from the root.
+
+  Args:
+    depth: number of levels below the root.
+    expanded: maximum number of nodes per level that get children.
+    children: number of children of each such node.
+  """
   found = [1]
   for _ in range(depth - 1):
     found.append(min(expanded, found[-1] * children))
@@ -203,14 +250,26 @@ def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
 
 
 def num_nodes(depth: int, expanded: int, children: int) -> int:
-  """Returns the number N of nodes, including the root."""
+  """Returns the number of nodes of a tree from `grow`, including the root.
+
+  Args:
+    depth: number of levels below the root.
+    expanded: maximum number of nodes per level that get children.
+    children: number of children of each such node.
+  """
   return 1 + children * sum(level_sizes(depth, expanded, children))
 
 
 def most_expanded(nodes: int, depth: int, children: int) -> int:
   """Returns the largest `expanded` for which a tree has at most `nodes` nodes.
 
-  The result is at least 1, although such a tree may have more nodes.
+  If no value satisfies the limit, the result is 1, and the tree has more than
+  `nodes` nodes.
+
+  Args:
+    nodes: maximum number of nodes, including the root.
+    depth: number of levels below the root.
+    children: number of children of each of the `expanded` nodes of a level.
   """
   fits = (expanded for expanded in range((nodes - 1) // children, 0, -1)
           if num_nodes(depth, expanded, children) <= nodes)
@@ -219,20 +278,26 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
 
 def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
-  """Samples a tree for each row.
+  """Samples a draft tree for each of B batch rows.
+
+  The tokens are sampled from the draft distributions. The draft model's
+  probabilities also determine the shape of the tree: on every level, only the
+  nodes with the largest scores get children.
 
   Args:
-    step: function that reads the nodes of a level, see `_trees`.
-    carry: initial carry of the step.
-    logits: logits `[B, V]` of the token after the root.
-    uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
+    step: function that runs the draft model on the nodes of a level, see the
+      docstring of `_trees`.
+    carry: initial carry of the step, such as the draft model's cache.
+    logits: draft model's logits `[B, V]` of the token after the root.
+    uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]` for the
+      N - 1 nodes below the root.
     roots: last committed tokens `[B]` int32.
-    draw: function that samples children, see `_trees.grow`.
-    confidence: transform of logits to confidences. A node's score is the
-      product of the confidences on its path.
+    draw: function that samples the children of nodes, see `_trees.grow`.
+    confidence: function from logits to probabilities. A node's score is the
+      product of these probabilities on its path.
     depth: number of levels below the root.
-    expanded: number of nodes per level, of the best scores, that get children.
-    children: number of children of each expanded node.
+    expanded: maximum number of nodes per level that get children.
+    children: number of children of each of these nodes.
 
   Returns:
     The batched `Draft` and the carry after the last step.
@@ -243,7 +308,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
   take = jax.vmap(lambda row, at: row[at])
   parents, scores = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, 1))
   ancestors = jnp.zeros((batch, 1, 0), bool)
-  # `start` is the number of the first node of the level.
+  # `start` is the index of the first node of the level among all nodes.
   found, logits, start = [], logits[:, None], 0
   for level, size in enumerate(level_sizes(depth, expanded, children)):
     if level:

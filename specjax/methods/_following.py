@@ -1,13 +1,15 @@
-"""Adapter for drafters of sequences to which other drafters also add tokens.
+"""Adapter that keeps a drafter's cache correct when drafters are combined.
 
 If a drafter is used alone, each round commits a prefix of its last draft and
-one more token. In a combination of drafters this is not so. A cascade removes
-tokens that its target rejects. In a merge, another drafter's tokens may be
-committed. Some rounds do not call the drafter.
+one more token, so its cache is updated by removing the rejected tokens. In a
+combination of drafters this is not sufficient. A cascade removes tokens that
+its target rejects. A merge may commit the tokens of another drafter. In some
+rounds the drafter is not called.
 
 So `Following` records which tokens are in the drafter's cache. A comparison
-with the committed tokens finds the part of the cache that is still valid.
-Missing tokens are then read, a few per pass; usually none is missing.
+with the committed tokens finds the part of the cache that is still valid. The
+draft model then reads the missing tokens, `PASS` tokens per pass. Usually no
+token is missing.
 """
 
 import dataclasses
@@ -31,17 +33,18 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # committed tokens that one catch-up pass of the draft model reads
+PASS = 4  # missing committed tokens that one pass of the draft model reads
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
-  """Returns the length of the prefix that equals the committed tokens.
+  """Returns the length of the common prefix of cached and committed tokens.
 
   Args:
-    tokens: token ids `[B, T]` int32. T is at least the number of columns of
-      `state.tokens`.
-    fed: number of valid tokens, `[B]` int32.
-    state: decoding state.
+    tokens: tokens in the drafter's cache, `[B, T]` int32 for B batch rows. T is
+      at least the number of columns of `state.tokens`.
+    fed: number of tokens in the cache, `[B]` int32; later columns of `tokens`
+      are ignored.
+    state: decoding state with the committed tokens.
 
   Returns:
     `[B]` int32.
@@ -55,32 +58,40 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
 
 def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, since: jax.Array) -> Any:
-  """Returns the cache of all committed tokens except the root.
+  """Runs the model on the committed tokens that are missing in its cache.
 
   Args:
     model: language model, a `Model`.
     params: parameters of the model.
-    state: decoding state.
+    state: decoding state of the B rows.
     cache: cache of the model with the first `since` committed tokens of every
       row.
-    since: number `[B]` int32 of cached tokens.
+    since: number `[B]` int32 of tokens in the cache.
+
+  Returns:
+    The cache with all committed tokens except the last one, which is the root
+    of the next draft.
   """
-  # `catch_up` leaves the last two tokens out of the cache. Here only the last
-  # one, the root, may be missing, so the length is one larger.
+  # `_common.catch_up` does not read the last two tokens of a sequence. Here
+  # only the last token, the root, may be missing. So `catch_up` is called with
+  # a length that is one larger.
   longer = state.replace(lengths=state.lengths + 1)
   cache = _common.catch_up(model, params, longer, cache, since, size=PASS)
   return cache.rollback(state.lengths - 1)
 
 
 def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
-  """Raises `ValueError` if a drafter has a state and cannot follow.
+  """Checks that a drafter can be combined with other drafters.
+
+  A drafter with a state, such as a cache, must implement `Drafter.follow`,
+  which adapts it to sequences that contain tokens of other drafters.
 
   Args:
     drafter: result of `Drafter.follow`.
-    state: initial state of the drafter.
+    state: initial state of the drafter; None if it has no state.
 
   Raises:
-    ValueError: the drafter has a state and no `follow`.
+    ValueError: the drafter has a state and does not implement `follow`.
   """
   if jax.tree.leaves(state) and not drafter.can_follow:
     raise ValueError(
@@ -91,12 +102,16 @@ def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
 
 @struct.dataclass
 class Followed:
-  """State of a `Following`; the first axis of every leaf is the batch B.
+  """State of `Following`, an adapter of a drafter for use in combinations.
+
+  The first axis of every leaf is the batch.
 
   Attributes:
-    tokens: tokens in the drafter's cache, `[B, C]` int32.
-    fed: number of valid tokens, `[B]` int32.
-    drafter: state of the drafter.
+    tokens: tokens in the drafter's cache, `[B, C]` int32 for B rows with C
+      slots each.
+    fed: number of slots that contain a token, `[B]` int32; later slots are
+      unused.
+    drafter: state of the adapted drafter, including its cache.
   """
 
   tokens: jax.Array
@@ -106,11 +121,14 @@ class Followed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Following(Drafter):
-  """Chain drafter whose cache is compared with the sequence in every round.
+  """Adapter of a chain drafter for use in combinations with other drafters.
+
+  Before every draft, the tokens in the drafter's cache are compared with the
+  committed sequence, because other drafters also add tokens to the sequence.
 
   Attributes:
-    drafter: chain drafter with `catch_up`. Its `propose` must read the root and
-      all drafted tokens except the last.
+    drafter: chain drafter that implements `catch_up`. Its draft model must run
+      on the root and on all drafted tokens except the last.
   """
 
   drafter: Drafter
@@ -148,17 +166,18 @@ class Following(Drafter):
     return drafter and dataclasses.replace(self, drafter=drafter)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Following":
-    """Returns the drafter specialised to a target."""
+    """Returns the adapter with its drafter bound to a target."""
     return dataclasses.replace(
         self, drafter=interfaces.bind(self.drafter, target, transform))
 
   def follow(self) -> "Following":
-    """Returns the adapter unchanged."""
+    """Returns the adapter unchanged, because it already supports combinations.
+    """
     return self
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Followed:
-    """Returns the drafter's state and the tokens of the prompt."""
+    """Returns the state after the prompt was read, a `Followed`."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
         tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
@@ -167,7 +186,7 @@ class Following(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Followed]:
-    """Drafts chains with the drafter, after catching up."""
+    """Returns draft chains, after the drafter has read missing tokens."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)
@@ -181,14 +200,14 @@ class Following(Drafter):
   def commit(self, params: chex.ArrayTree, drafter: Followed, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Followed:
-    """Commits the drafter's state.
+    """Returns the state after the adapted drafter's `commit`.
 
-    The recorded tokens do not change here, because the next `propose` compares
-    them with the committed tokens.
+    The list of cached tokens is not changed here. Rejected tokens may remain in
+    it, because the next `propose` compares the list with the committed tokens.
     """
     return drafter.replace(drafter=self.drafter.commit(
         params, drafter.drafter, draft, verdict, target_output, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the drafter."""
+    """Returns the partition specifications of the drafter's parameters."""
     return self.drafter.param_specs(axis, size)

@@ -1,17 +1,21 @@
-"""Static draft trees, sampled level by level, and the sampling of children.
+"""Draft trees of fixed shape, whose tokens are sampled level by level.
 
-A drafter provides its predictions as a *step*, a function that reads the S
-nodes of a level:
+`grow` samples such a tree. It runs the draft model through a *step*, a function
+that computes logits for the S nodes of one level in B batch rows:
 
   step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
     -> (logits [B, S, V] of the token after each node, carry)
 
-`depths` are 0 for the root's children. `ancestors` is a mask over the T nodes
-read so far, with this level last. `above` is the index of each node's parent
-among the nodes of the previous step, and 0 at depth 0. A drafter that passes
-features from parents to children, such as EAGLE, gathers them from its carry
-with `above`. A language model ignores `above`, and its carry is its cache
-(`_common.model_step`).
+`depths` is 0 for the children of the root. `ancestors` is an attention mask
+over the T nodes that the steps have read so far; the S nodes of this level are
+the last of them. `above` is the index of each node's parent among the nodes of
+the previous step, and 0 for the children of the root. If the draft network
+passes features from parents to children, as EAGLE does, the carry contains the
+parents' features, and `above` selects them. If the draft model is a language
+model, the carry is its cache, and `above` is ignored (`_common.model_step`).
+
+`iid`, `without_replacement`, `top_k` and `hybrid` are the methods to choose the
+children of a node.
 """
 
 import functools
@@ -35,15 +39,17 @@ from specjax.types import DecodeState
 
 
 class Level(NamedTuple):
-  """Nodes of one depth that have children.
+  """The S nodes of one depth of a breadth-first tree that have children.
 
   Attributes:
-    nodes: numbers of the nodes `[S]`.
+    nodes: indices `[S]` of the nodes in the tree.
     counts: number of children of each node, S numbers.
-    first: number of the first child; the others follow.
-    ancestors: mask `[S, T]` bool over the T nodes read so far, with this level
-      last. The root is a committed token and not among them.
-    above: index `[S]` of each node's parent in the previous level.
+    first: index of the first child in the tree. The other children of the level
+      have the indices after it.
+    ancestors: attention mask `[S, T]` bool. T counts the nodes with children on
+      this and all earlier levels, this level last. The root is not among them,
+      because it is a committed token.
+    above: index `[S]` of each node's parent in `nodes` of the previous level.
   """
 
   nodes: np.ndarray
@@ -54,13 +60,17 @@ class Level(NamedTuple):
 
   @property
   def below(self) -> slice:
-    """Slice of the level's children among the nodes below the root."""
+    """Slice that selects the level's children from the nodes below the root."""
     return slice(self.first - 1, self.first - 1 + sum(self.counts))
 
 
 @functools.cache
 def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
-  """Returns the levels with children of a breadth-first tree, from the root."""
+  """Returns the levels of a tree that have children, beginning with the root.
+
+  Args:
+    parents: parent index of each node in breadth-first order; -1 for the root.
+  """
   size = len(parents)
   counts = np.bincount(np.array(parents[1:], np.int64), minlength=size)
   reach, depths = np.eye(size, dtype=bool), np.array(shapes.depths(parents))
@@ -81,10 +91,12 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
 
 
 class StaticTree(Drafter):
-  """Base of drafters with the same tree in every round.
+  """Base class of drafters whose tree has the same shape in every round.
 
-  Subclasses are frozen dataclasses with `parents` (breadth-first), `proposal`
-  and `transform`.
+  Subclasses are frozen dataclasses with three fields: `parents`, the parent
+  index of each node in breadth-first order; `proposal`, the sampling method of
+  children, a key of `DRAWS`; and `transform`, the transform from logits to
+  draft probabilities, or None for the target's.
   """
 
   conditional = True
@@ -119,26 +131,34 @@ class StaticTree(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with its transform, see `_common.with_transform`.
+
+    Raises:
+      ValueError: siblings must differ, but a node has more children than the
+        vocabulary has tokens.
+    """
     if not self.iid:
       _common.check_siblings(self._most_children, target)
     return _common.with_transform(self, transform)
 
   def draw(self, step, carry, logits, uniforms, state: DecodeState):
-    """Samples this tree at the temperatures of the rows."""
+    """Samples a tree per row, at the row's temperature; see `grow`."""
     return grow(step, carry, logits, uniforms, self.parents, drawer(
         self.proposal, self.transform, state.temperature))
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
-  """Returns the index of each node in the block of tokens that `grow` reads.
+  """Returns the position of each tree node in the draft model's cache block.
+
+  `grow` runs the draft model on all nodes except the root and the leaves, level
+  by level. The keys and values of these nodes form a block in this order.
 
   Args:
-    parents: breadth-first tree of N nodes.
+    parents: parent index of each of the N nodes, breadth-first.
 
   Returns:
-    Index of each node in the block, `[N]` int32, and the size of the block. The
-    root and the leaves are not in the block; their index is 0.
+    Position of each node in the block, `[N]` int32, and the size of the block.
+    The root and the leaves are not in the block; their entry is 0.
   """
   fed = [node for level in levels(parents)[1:] for node in level.nodes]
   slots = np.zeros(len(parents), np.int32)
@@ -147,22 +167,23 @@ def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
 
 
 def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
-  """Samples a tree of N nodes level by level.
+  """Samples a draft tree of N nodes for each of B batch rows, level by level.
 
   Args:
-    step: function that reads the nodes of a level, see `_trees`.
+    step: function that runs the draft model on the nodes of a level, see the
+      docstring of `_trees`.
     carry: initial carry of the step, such as a cache with all committed tokens.
-    logits: logits `[B, V]` of the token after the root.
+    logits: draft model's logits `[B, V]` of the token after the root.
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
-    parents: breadth-first tree of at least 2 nodes.
+    parents: parent index of each of the N >= 2 nodes, breadth-first.
     draw: function `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW])
       -> (tokens [B, M], probs [B, M, V])` that samples the M children of n
       nodes, see `drawer`.
 
   Returns:
-    Tokens `[B, N - 1]` and probs `[B, N - 1, V]` of the nodes below the root,
-    and the carry after the last step. If the carry is a model's cache, its
-    block contains the nodes in the order of `fed_slots`.
+    Tokens `[B, N - 1]` and draft distributions `[B, N - 1, V]` of the nodes
+    below the root, and the carry after the last step. If the carry is a draft
+    model's cache, it contains the nodes in the order given by `fed_slots`.
   """
   chex.assert_rank([logits, uniforms], 2)
   batch = logits.shape[0]
@@ -184,20 +205,17 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
 
 def iid(logits, counts, uniforms, transform):
-  """Samples the children of each node independently.
-
-  This and the next three functions sample the children of n nodes of one row.
-  They have the same arguments and results.
+  """Samples the children of n nodes independently; siblings may be equal.
 
   Args:
-    logits: logits `[n, V]` of the token after each node.
-    counts: number of children of each node, n numbers; M in total.
+    logits: draft model's logits `[n, V]` of the token after each node.
+    counts: number of children of each node, n numbers with sum M.
     uniforms: uniform samples in [0, 1), `[M, UNIFORMS_A_DRAW]`.
     transform: transform of logits to probabilities.
 
   Returns:
-    Tokens `[M]` of the children, and their distributions `[M, V]`. Siblings may
-    have the same token.
+    Tokens `[M]` of the children, and the distributions `[M, V]` from which they
+    were sampled.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -206,13 +224,14 @@ def iid(logits, counts, uniforms, transform):
 
 
 def without_replacement(logits, counts, uniforms, transform):
-  """Samples distinct children of a node, one after another; see `iid`.
+  """Samples distinct children of a node, one after another.
 
-  A child's distribution is the node's distribution without the tokens of
-  earlier siblings, renormalised. Jeon et al. 2024 (RSD, arXiv:2402.14160) and
-  Chen et al. 2024 (Sequoia, arXiv:2402.12374). RSD adds Gumbel noise to all
-  logits and takes the top k. Here one inverse CDF per child is used, which is
-  cheaper and has the same distribution.
+  Arguments and results are those of `iid`. A child's distribution is the draft
+  distribution after its parent without the tokens of earlier siblings,
+  renormalised, as in RSD (Jeon et al. 2024, arXiv:2402.14160) and Sequoia (Chen
+  et al. 2024, arXiv:2402.12374). RSD adds Gumbel noise to all logits and takes
+  the top k. This function inverts the CDF once per child. The resulting
+  distribution is the same, and the function needs fewer random numbers.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -235,7 +254,10 @@ def without_replacement(logits, counts, uniforms, transform):
 
 
 def top_k(logits, counts, uniforms, transform):
-  """Returns the most likely tokens as deterministic children; see `iid`."""
+  """Returns the most likely tokens as children; their `probs` are one-hot.
+
+  Arguments and results are those of `iid`; `uniforms` is not used.
+  """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
   del uniforms
@@ -243,21 +265,23 @@ def top_k(logits, counts, uniforms, transform):
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
-  # `top_k` also returns tokens for logits that are not finite. The
-  # probabilities are then set to NaN, so that the decoding loop reports the
-  # error.
+  # `jax.lax.top_k` also returns tokens if the logits are NaN. The one-hot
+  # probabilities would hide this error. So they are replaced by NaN, which the
+  # decoding loop reports.
   finite = jnp.isfinite(best[:, :1])[nodes]
   return tokens, jnp.where(finite, probs, jnp.nan)
 
 
 def hybrid(logits, counts, uniforms, transform):
-  """Drafts the most likely tokens and one sampled token; see `iid`.
+  """Returns the most likely tokens and one sampled token as children.
 
-  Hu et al. 2025 (arXiv:2502.18779, "greedy" drafts). Of K children, K - 1 are
-  the set S of the most likely tokens. One is sampled from the distribution q'
-  of the tokens outside of S, and comes first. With the target's distribution p
-  the acceptance probability is p(S) + sum_{x not in S} min(p(x), q'(x)). No
-  verification accepts more of such drafts.
+  These are the "greedy" drafts of Hu et al. 2025 (arXiv:2502.18779). Arguments
+  and results are those of `iid`. Of the K children of a node, K - 1 are the set
+  S of the most likely tokens. The remaining child is sampled from q', the draft
+  distribution restricted to the tokens outside of S and renormalised. It is
+  the first child. If p is the target's distribution, a child is accepted with
+  probability at most p(S) + sum_{x not in S} min(p(x), q'(x)), and an optimal
+  verification rule attains this bound.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -278,36 +302,55 @@ _drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
-  """Returns the index of each child's parent, `[M]`."""
+  """Returns `[M]`, the index of each child's parent among the n nodes.
+
+  Args:
+    counts: number of children of each node, n numbers with sum M.
+  """
   return np.repeat(np.arange(len(counts)), counts)
 
 
 def _first_children(counts):
-  """Returns the index of each node's first child, `[n]`."""
+  """Returns `[n]`, the index of each node's first child among all M children.
+
+  Args:
+    counts: number of children of each node, n numbers with sum M.
+  """
   return np.cumsum([0, *counts[:-1]])
 
 
 def _ranks(counts):
-  """Returns the number of earlier siblings of each child, `[M]`."""
+  """Returns `[M]`, the number of earlier siblings of each of the M children.
+
+  Args:
+    counts: number of children of each node, n numbers with sum M.
+  """
   return np.arange(sum(counts)) - _first_children(counts)[_parents(counts)]
 
 
 def allowed(logits: jax.Array, transform: LogitsTransform) -> jax.Array:
-  """Returns logits with -inf at tokens that the transform bans."""
+  """Returns `logits [..., V]` with -inf at `transform.banned`."""
   if not transform.banned:
     return logits
   return logits.at[..., np.array(transform.banned)].set(-jnp.inf)
 
 
 def _law(weights, otherwise):
-  """Normalises `weights [n, V]`; rows without mass become `otherwise [n]`."""
+  """Returns `[n, V]` distributions proportional to the rows of `weights`.
+
+  Args:
+    weights: weights `[n, V]`, not negative.
+    otherwise: tokens `[n]`. A row whose sum is 0, up to rounding, becomes the
+      one-hot distribution of its token.
+  """
   total = jnp.sum(weights, axis=-1, keepdims=True)
   empty = total <= smallest_mass(weights.dtype)
   one_hot = jax.nn.one_hot(otherwise, weights.shape[-1], dtype=weights.dtype)
   return jnp.where(empty, one_hot, weights / jnp.where(empty, 1, total))
 
 
-# The keys are the values of `proposal` in drafters.
+# Methods to choose the children of a node. The keys are the allowed values of a
+# drafter's field `proposal`.
 DRAWS = {"iid": iid, "without_replacement": without_replacement,
          "top_k": top_k, "hybrid": hybrid}
 
@@ -320,16 +363,18 @@ def check_proposal(proposal: str) -> None:
 
 
 def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
-  """Returns a function that samples the children of a level for a batch.
+  """Returns a function that samples children of draft nodes, for a batch.
 
   Args:
     proposal: sampling method, a key of `DRAWS`.
     transform: transform of logits to probabilities.
-    temperature: temperatures `[B]`, used if the transform has none.
+    temperature: temperature `[B]` of each of the B rows, used if the transform
+      has no temperature.
 
   Returns:
     Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
-    probs [B, M, V])` for the M children of n nodes, see `iid`.
+    probs [B, M, V])` that samples the M children of n nodes per row. `counts`
+    are the numbers of children of the nodes. See `iid` for one row.
   """
   def draw(logits, counts, uniforms):
     one = lambda logits, uniforms, temperature: DRAWS[proposal](

@@ -1,4 +1,8 @@
-"""Saves and loads heads, and checks that they fit their target."""
+"""Saves and loads trained draft heads, and checks that they fit their target.
+
+Heads are networks that draft from the target's hidden states, for example
+Medusa heads or an EAGLE layer.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -29,14 +33,19 @@ _CONFIG, _WEIGHTS = "heads.json", "heads.safetensors"
 def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
                target: Transformer, dtype: jax.typing.DTypeLike | None = None
                ) -> None:
-  """Writes `heads.json` and `heads.safetensors`, each atomically.
+  """Writes the configuration and the parameters of draft heads to two files.
+
+  The configuration is stored in `heads.json`, the parameters are stored in
+  `heads.safetensors`. Each file is written atomically.
 
   Args:
     directory: output directory, created if needed; it may also contain the
       target's checkpoint.
-    heads: heads of any kind.
-    params: parameters of the heads; names of nested trees are joined by dots.
-    target: target of the heads.
+    heads: draft heads of any class in `METHODS`.
+    params: parameters of the heads, a nested dictionary. The keys on the path
+      to an array, joined by dots, are its name in the file.
+    target: target model of the heads. Its width, vocabulary size and number of
+      layers are stored, and are compared when the heads are loaded.
     dtype: dtype of the stored weights; None: unchanged.
 
   Raises:
@@ -59,16 +68,16 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
                dtype: jax.typing.DTypeLike, kinds: Sequence[type[Heads]]
                ) -> tuple[Heads, dict[str, Any]]:
-  """Loads heads of `save_heads`.
+  """Loads draft heads that `save_heads` wrote.
 
   Args:
-    directory: directory of the files.
+    directory: directory with `heads.json` and `heads.safetensors`.
     target: target model.
-    dtype: type of the parameters; None is `default_dtype()`.
+    dtype: dtype of the loaded parameters; None is `default_dtype()`.
     kinds: classes of heads that the directory may contain.
 
   Returns:
-    `(heads, params)`.
+    `(heads, params)`: the configuration of the heads and their parameters.
 
   Raises:
     ValueError: a file is missing or damaged, the configuration does not match

@@ -1,4 +1,9 @@
-"""Files of published drafters, and the records of their layouts."""
+"""Helpers that read and write the files of published drafters.
+
+A layout is the file format of one project, for example the names of the tensors
+and the configuration keys of an EAGLE-3 drafter of SpecForge. `Layout` is its
+record, and `Found` contains the opened files of one drafter.
+"""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -21,8 +26,9 @@ from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
-_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # architectures of drafters
-# Keys that training tools write and that do not change the computation.
+# Supported architectures of a drafter's transformer layers.
+_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
+# Configuration keys that training tools write and that drafting does not need.
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
@@ -31,11 +37,12 @@ _NOTES = """
     step_loss_decay target_model_name_or_path target_model_type
     target_vocab_size ttt_length
 """.split()
-DEPTH = 5  # draft length if the file has none
-# Copies of the target's tensors; training tools read them, drafting does not.
+DEPTH = 5  # draft length if the drafter's configuration does not contain one
+# Copies of the target's final norm and LM head in a drafter's files. Training
+# tools need them. They are not loaded, because drafting uses the target's.
 OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 WEIGHTS = "model.safetensors"
-_NEAR = dict(rtol=2.0**-7, atol=1e-4)  # rounding to bfloat16
+_NEAR = dict(rtol=2.0**-7, atol=1e-4)  # tolerance for rounding to bfloat16
 
 
 @dataclasses.dataclass
@@ -43,14 +50,15 @@ class Found:
   """Opened files of a published drafter, and the drafter's target.
 
   Attributes:
-    source: name of the directory in errors.
-    config: configuration of the drafter.
+    source: directory of the files, named in error messages.
+    config: contents of the drafter's config.json.
     tensors: tensors of the drafter by name.
     target: target model.
     target_params: parameters of the target, or None.
-    layout: name of the layout.
-    used: names of tensors that were read although no parameter of the heads is
-      stored in them, such as a map of token ids.
+    layout: name of the file layout, a key of `published.LAYOUTS`.
+    used: names of tensors that are accepted although they do not become
+      parameters of the drafter, such as a map of token ids. Any other unused
+      tensor is an error.
   """
 
   source: str
@@ -62,11 +70,16 @@ class Found:
   used: set[str] = dataclasses.field(default_factory=set)
 
   def keys(self, outer: Keys | None = None, place: str = "") -> Keys:
-    """Returns the configuration, or a part of it, with defaults.
+    """Returns a reader of the configuration, or of a nested part of it.
+
+    The reader supplies the defaults of the architecture for missing keys. Sizes
+    of the target that the configuration contains are checked.
 
     Args:
-      outer: keys around a part, which may also contain keys of the part.
-      place: key of the part in `outer`.
+      outer: reader of the configuration that contains the nested part; None for
+        the configuration itself. Some files have keys of the part on this outer
+        level, so a key is searched on both levels.
+      place: key of the nested part in `outer`.
     """
     config = self.config if outer is None else outer.mapping(place)
     model_type = config.get("model_type")
@@ -75,8 +88,8 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    # The model type of an enclosing configuration names a project's drafter,
-    # not an architecture.
+    # Both levels may have the key model_type. On the outer level it names the
+    # drafter's project; only the nested one names an architecture.
     if outer is not None:
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
@@ -85,15 +98,17 @@ class Found:
     return keys
 
   def layer(self, keys: Keys, layers: int | None = None) -> dict[str, Any]:
-    """Returns the fields of `TransformerConfig` of the drafter's layers.
+    """Returns the `TransformerConfig` fields of the drafter's own layers.
 
     Args:
-      keys: keys of the configuration.
-      layers: number of layers in the tensors. It replaces the configuration's
-        number, which may be the target's. None: the configuration's number.
+      keys: reader of the drafter's configuration.
+      layers: number of layers for which the files have tensors. It replaces the
+        number in the configuration, because some files have the target's number
+        there. None: the number in the configuration is used.
 
     Raises:
-      ValueError: the layers are unsupported, or belong to another target.
+      ValueError: the layers are of an unsupported kind, or the drafter was made
+        for another target.
     """
     self._check_dense()
     model_type = keys("model_type", "llama")
@@ -114,8 +129,9 @@ class Found:
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
     fields.pop("windows", None)
-    # Unscaled rotary embeddings work at any position, so the drafter does not
-    # limit the length of a sequence.
+    # A drafter's configuration may have a shorter context length than its
+    # target. Without RoPE scaling, rotary embeddings are defined at every
+    # position, so the target's length is used if it is longer.
     if config.rope_scaling is None:
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
@@ -123,7 +139,11 @@ class Found:
     return fields
 
   def _check_dense(self) -> None:
-    """Raises a `ValueError` if a tensor is of an unsupported kind of layer."""
+    """Raises `ValueError` if the drafter has layers of an unsupported kind.
+
+    Mixtures of experts and latent attention (MLA) are recognised by the names
+    of their tensors.
+    """
     for part, kind in (("mlp.experts.", "a mixture of experts"),
                        ("mlp.gate.", "a mixture of experts"),
                        ("kv_a_proj", "latent attention (MLA)")):
@@ -133,44 +153,61 @@ class Found:
                     "support; take a drafter with dense layers")
 
   def check_target(self, keys: Keys) -> None:
-    """Checks a configuration that must equal the target's.
+    """Checks that a copy of the target's configuration fits the target.
+
+    Args:
+      keys: reader of the copy, which is stored with the drafter.
 
     Raises:
-      ValueError: the architecture is not supported, or the target differs.
+      ValueError: the architecture is not supported, or the copy has another
+        width, vocabulary size or number of layers than the target.
     """
     self.check_sizes(keys.choice("model_type", ARCHITECTURES).read(keys))
 
   def check_sizes(self, fields: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if these fields differ from the target's."""
+    """Raises `ValueError` if layers, width or vocab_size are not the target's.
+
+    Args:
+      fields: fields of a `TransformerConfig`.
+    """
     for name in ("layers", "width", "vocab_size"):
       self.check(name, fields[name], getattr(self.target.config, name))
 
   def check(self, name: str, value: int, wanted: int) -> None:
-    """Raises a `ValueError` if a size differs from the target's."""
+    """Raises `ValueError` if the drafter's size `value` is not `wanted`.
+
+    Args:
+      name: name of the size in the error message.
+      value: size in the drafter's files.
+      wanted: size of the target.
+    """
     if value != wanted:
       self.fail(f"has {name} {value} and the target {wanted}; give the target "
                 "for which the drafter was made")
 
   def fail(self, what: str) -> None:
-    """Raises a `ValueError` whose message is the directory's name and `what`.
-    """
+    """Raises a `ValueError` with the message "{directory name} {what}"."""
     raise ValueError(f"{self.source} {what}")
 
   def count(self, pattern: str) -> int:
-    """Returns 1 + the largest number in the tensors' names; 0 without one.
+    """Returns the number of layers or heads that the tensor names contain.
+
+    This is 1 plus the largest index in the names, or 0 if no name matches.
 
     Args:
-      pattern: regular expression whose first group matches the number.
+      pattern: regular expression of tensor names. Its first group matches the
+        index, as in `layers.(3).weight`.
     """
     return 1 + max((int(match[1]) for match in (
         re.match(pattern, name) for name in self.tensors) if match), default=-1)
 
   def columns(self, name: str) -> int:
-    """Returns the number of columns of a required tensor."""
+    """Returns the size of the last axis of a tensor that must exist."""
     return self.shape(name)[-1]
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """Returns the shape of a required tensor."""
+    """Returns the shape of a tensor, or raises `ValueError` if it is missing.
+    """
     if name not in self.tensors:
       self.fail(f"has no tensor {name}, which the layout {self.layout!r} "
                 "requires; give another layout, or download the drafter again")
@@ -178,15 +215,19 @@ class Found:
 
   def own(self, name: str, part: str, ids: Sequence[int] = (),
           more: int = 0) -> bool:
-    """Returns True if a tensor exists and is not a copy of the target's.
+    """Returns True if the drafter has a matrix that differs from the target's.
 
-    Without the target's parameters an existing tensor is assumed to differ.
+    The result is False if the tensor is missing, or equals the target's matrix
+    up to rounding. If `target_params` is None, an existing tensor is assumed to
+    differ.
 
     Args:
-      name: name of the tensor.
-      part: target's matrix, "embedding" or "head".
-      ids: tokens of the tensor's rows; (): all.
-      more: number of additional rows after these.
+      name: name of the drafter's tensor.
+      part: matrix of the target, "embedding" or "head" (the LM head).
+      ids: token ids of the tensor's rows, for a reduced vocabulary; (): all
+        tokens in order.
+      more: number of additional rows at the end of the tensor, which are not
+        compared.
     """
     if name not in self.tensors:
       return False
@@ -206,12 +247,19 @@ class Found:
 
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
-    """Drops a tensor that must be a copy of the target's.
+    """Marks a tensor as a copy of the target's matrix, which is not loaded.
 
-    The arguments are as in `own`.
+    If `target_params` is None, the tensor is not compared.
+
+    Args:
+      name: name of the drafter's tensor.
+      part: matrix of the target, "embedding" or "head" (the LM head).
+      ids: token ids of the tensor's rows; (): all tokens in order.
+      more: number of additional rows at the end of the tensor, which are not
+        compared.
 
     Raises:
-      ValueError: the tensor differs from the target's.
+      ValueError: the tensor differs from the target's matrix.
     """
     if self.target_params is not None and self.own(name, part, ids, more):
       self.fail(f"has a tensor {name} that differs from the target's, so it "
@@ -221,7 +269,15 @@ class Found:
 
 
 def _trust_layers(keys: Keys, layers: int) -> None:
-  """Replaces the number of layers, and a list of equal types of layers."""
+  """Sets the number of layers in a drafter's configuration.
+
+  If the configuration lists a type per layer and all types are equal, the list
+  is changed to this length.
+
+  Args:
+    keys: reader of the configuration.
+    layers: number of layers for which the files have tensors.
+  """
   keys.trust("num_hidden_layers", layers)
   types = keys("layer_types")
   if isinstance(types, list) and len(types) != layers and (
@@ -241,23 +297,27 @@ def _same_params(form: Heads, heads: Heads, params: chex.ArrayTree,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Writer:
-  """Conversion of heads to a layout that servers read.
+  """Conversion of draft heads to a file layout of inference servers.
 
-  A writer does not check that the layout can store the heads. `export_drafter`
-  reads the written configuration again, and raises an error if a field of the
-  heads is lost.
+  A writer does not check that the layout can store every field of the heads.
+  `export_drafter` makes this check: it converts the written configuration back
+  to heads, and raises an error if a field differs.
 
   Attributes:
-    config: function of the converted heads; returns the keys of config.json.
-    form: function of the heads; returns them as the layout stores them, with
-      defaults for unused fields.
-    params: function `(form, heads, params, target_params)` that returns the
-      parameters of `form`.
-    ids: function of the heads; returns the ids of a reduced vocabulary, or ().
-    input_size: function of the heads; returns the size of the tensor `t2d`, a
-      mask over the target's tokens.
-    stores_head: True if a drafter with a reduced vocabulary stores its columns
-      of the target's head, because vLLM can share only a complete head.
+    config: function `heads -> dict` that returns the contents of config.json.
+      Its argument is the result of `form`.
+    form: function `heads -> heads` that returns the heads with the fields that
+      the layout stores. Fields that are not stored get their defaults.
+    params: function `(form, heads, params, target_params) -> params` that
+      converts the parameters of `heads` to those of `form`, the result of the
+      function `form`.
+    ids: function `heads -> ids` that returns the token ids of a reduced draft
+      vocabulary, or () for the target's complete vocabulary.
+    input_size: function `heads -> int` that returns the size of the tensor
+      `t2d`, a mask of the target's tokens that are in the draft vocabulary.
+    stores_head: True if the layout stores the LM head of a reduced vocabulary
+      although it is a part of the target's head, because vLLM can share only a
+      complete head.
   """
 
   config: Callable[[Any], dict[str, Any]]
@@ -273,21 +333,25 @@ class Layout:
   """Format of the files of a published drafter.
 
   Attributes:
-    kind: kind of the heads.
-    read: function of the files; returns the heads.
-    names: names of the tensors.
-    write: inverse of `read`. None: specjax only reads this layout.
-    sizes: function `(heads, target)` that returns the values of the words in
-      braces in `names`.
+    kind: name of the class of draft heads, for example "eagle3".
+    read: function that returns the heads' configuration from the opened files.
+    names: table from parameters to names of tensors.
+    write: conversion of heads to this layout. None: specjax only reads it.
+    sizes: function `(heads, target) -> dict` with the numbers that replace the
+      words in braces in `names`, such as the `{first}` of a layer number.
     file: name of the file with the weights.
     algorithm: value of the key `speculators_model_type` in configurations of
-      this layout; "": none.
-    architectures: possible first entries of the key `architectures`.
-    sign: pattern at the start of a tensor name that identifies this layout.
-    prefix: prefix of the drafter's tensor names, which `names` omits. Tensors
-      without the prefix are the target's.
-    within: pattern at the start of the drafter's tensor names, which `names`
-      includes. Tensors that do not match are the target's.
+      this layout; "": the key does not exist.
+    architectures: possible first entries of the configuration's list
+      `architectures`.
+    sign: regular expression. If it matches the start of a tensor name, the
+      files have this layout.
+    prefix: prefix of the drafter's tensor names, if the target is in the same
+      files. Tensors without the prefix belong to the target. `names` has the
+      names without the prefix.
+    within: regular expression for the start of the drafter's tensor names, if
+      the target is in the same files. Other tensors belong to the target.
+      `names` has the complete names.
   """
 
   kind: str
@@ -305,12 +369,17 @@ class Layout:
 
   @property
   def in_target(self) -> bool:
-    """True if the drafter is in the files of its target."""
+    """True if the drafter and its target are stored in the same files."""
     return bool(self.prefix or self.within)
 
   def known_by(self, config: Mapping[str, Any], tensors: Mapping[str, Any]
                ) -> bool:
-    """Returns True if a configuration or names of tensors have this layout."""
+    """Returns True if files have this layout.
+
+    Args:
+      config: contents of config.json.
+      tensors: tensors of the files by name.
+    """
     algorithm = config.get("speculators_model_type")
     if algorithm or self.algorithm:
       return algorithm == self.algorithm
@@ -321,14 +390,35 @@ class Layout:
 
 
 def check_target(found: Found, heads: Any) -> None:
-  """Raises `ValueError` unless heads have the target's width and vocabulary."""
+  """Checks that draft heads have the target's width and vocabulary size.
+
+  Args:
+    found: opened files of the drafter, and its target.
+    heads: heads with the fields `width` and `vocab_size`.
+
+  Raises:
+    ValueError: a size differs.
+  """
   found.check("width", heads.width, found.target.config.width)
   found.check("vocab_size", heads.vocab_size, found.target.vocab_size)
 
 
 def reduced_vocabulary(found: Found, keys: Keys, size: int
                        ) -> tuple[int, ...]:
-  """Returns the token ids of a reduced vocabulary; () if it is complete."""
+  """Returns the target's token ids of a drafter's reduced vocabulary.
+
+  Args:
+    found: opened files of the drafter, and its target.
+    keys: reader of the drafter's configuration.
+    size: number of rows of the drafter's LM head.
+
+  Returns:
+    `size` token ids in ascending order; () if the drafter has the complete
+    vocabulary of the target.
+
+  Raises:
+    ValueError: the map of token ids is missing or damaged.
+  """
   complete = found.target.vocab_size
   if keys.size("draft_vocab_size", size) != size:
     found.fail(f"has draft_vocab_size {keys('draft_vocab_size')}, but {size} "
@@ -351,20 +441,24 @@ def reduced_vocabulary(found: Found, keys: Keys, size: int
 
 
 def _stored_ids(found: Found) -> np.ndarray:
-  """Returns the target's id of every token of a reduced vocabulary.
+  """Returns the target's id of every token of a reduced draft vocabulary.
 
-  The tensor `d2t` stores each id minus its row number. The tensor `t2d`, a mask
-  over the target's tokens, must agree with it if it exists.
+  The tensor `d2t` ("draft to target") stores each id minus its row number. The
+  optional tensor `t2d` ("target to draft") is a mask over the target's tokens,
+  True for the tokens in the draft vocabulary. If both tensors exist, they must
+  contain the same tokens.
   """
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
   ids = np.arange(len(offsets)) + offsets
   if "t2d" not in found.tensors:
     return ids
   known = found.tensors["t2d"].read()
-  # In one project `t2d` is not a mask: it has the token's row number in `d2t`,
-  # or -1 for a token outside of the reduced vocabulary.
+  # Usually `t2d` is a mask over the target's tokens. In one project it has the
+  # token's row number in `d2t` instead, or -1 for a token outside of the draft
+  # vocabulary.
   known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
-  # Some tools store the ids in `d2t` without subtracting row numbers.
+  # `d2t` stores each id minus its row number, but some tools store the ids
+  # themselves. `t2d` shows which of the two is the case.
   if not (np.array_equal(known, ids) or np.array_equal(known, offsets)):
     found.fail("has tensors d2t and t2d with different tokens; download it "
                "again")
@@ -372,7 +466,14 @@ def _stored_ids(found: Found) -> np.ndarray:
 
 
 def _check_complete(found: Found) -> None:
-  """Raises `ValueError` if `d2t` of a complete vocabulary changes an id."""
+  """Checks that a drafter with a complete vocabulary uses the target's ids.
+
+  The tensor `d2t`, which maps draft ids to target ids, must be the identity if
+  it exists. It is stored either as ids or as ids minus row numbers (all 0).
+
+  Raises:
+    ValueError: `d2t` is not the identity.
+  """
   if "d2t" not in found.tensors:
     return
   offsets = np.asarray(found.tensors["d2t"].read(), np.int64)
@@ -382,7 +483,10 @@ def _check_complete(found: Found) -> None:
 
 
 def num_steps(keys: Keys) -> int:
-  """Returns the draft length in a configuration of the project speculators."""
+  """Returns the draft length in a configuration of the project speculators.
+
+  The result is `DEPTH` if the configuration does not contain a draft length.
+  """
   name = "proposal_methods"
   methods = keys.mapping("speculators_config").get(name) or [{}]
   if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
@@ -393,11 +497,11 @@ def num_steps(keys: Keys) -> int:
 
 
 def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
-  """Returns the keys of config.json for the draft layers.
+  """Returns the config.json entries that describe a drafter's layers.
 
   Args:
-    heads: heads with the fields of `TransformerConfig`.
-    **changed: fields that replace those of the heads.
+    heads: draft heads that have all fields of `TransformerConfig`.
+    **changed: values of fields that replace the values of the heads.
   """
   fields = {field.name: getattr(heads, field.name)
             for field in dataclasses.fields(TransformerConfig)}
@@ -408,7 +512,17 @@ def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
 
 def speculators_keys(heads: Heads, algorithm: str, architecture: str,
                      layers: dict[str, Any], **keys: Any) -> dict[str, Any]:
-  """Returns the keys of a speculators configuration, without the target's."""
+  """Returns a drafter's config.json for the project speculators.
+
+  The entries about the target are not included.
+
+  Args:
+    heads: draft heads.
+    algorithm: name of the method in speculators, such as "eagle3".
+    architecture: name of the drafter's class in speculators.
+    layers: entries that describe the draft layers, from `layer_keys`.
+    **keys: further entries.
+  """
   return {
       "speculators_model_type": algorithm, "architectures": [architecture],
       "transformer_layer_config": layers, **keys,
@@ -421,9 +535,10 @@ def speculators_keys(heads: Heads, algorithm: str, architecture: str,
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
-# Keys that list hidden states of the target: (True if the key is in a nested
-# part of the configuration, name, offset). A number in the list plus the offset
-# is the number of the layer that reads the hidden state.
+# Configuration keys that list the hidden states of the target that a drafter
+# reads: (True if the key is nested in another key, name, offset).
+# Projects number hidden states differently. A listed number plus the offset is
+# the number of the layer whose input is the hidden state.
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -433,20 +548,23 @@ _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
 
 def named_taps(found: Found, keys: Keys, inner: Keys, place: str
           ) -> tuple[int, ...] | None:
-  """Returns the hidden states that a configuration lists; None without a list.
+  """Returns the numbers of the target's hidden states that a drafter reads.
 
-  A state is numbered here by the layer that reads it, as in vLLM and
-  speculators. SpecForge, SGLang and DeepSpec number it by the layer that
-  returns it, which is one less. Some files have the list in two places.
+  Number i is the input of layer i of the target, as in vLLM and speculators.
+  SpecForge, SGLang and DeepSpec give the same hidden state the number i - 1,
+  because it is the output of layer i - 1. Such numbers are converted.
 
   Args:
-    found: files of the drafter.
-    keys: keys of the configuration.
-    inner: keys of a part of the configuration.
-    place: key of this part.
+    found: opened files of the drafter.
+    keys: reader of the drafter's configuration.
+    inner: reader of the nested part of the configuration.
+    place: key of the nested part.
+
+  Returns:
+    The numbers in the order of the configuration; None if it has no list.
 
   Raises:
-    ValueError: the two places differ.
+    ValueError: the configuration has several lists that differ.
   """
   given = {}
   for within, name, shift in _TAPS:
@@ -466,7 +584,18 @@ def named_taps(found: Found, keys: Keys, inner: Keys, place: str
 
 
 def check_taps(found: Found, taps: Sequence[int], normed: bool = False) -> None:
-  """Raises a `ValueError` if the target does not have these hidden states."""
+  """Checks that the target has the hidden states that a drafter reads.
+
+  Args:
+    found: opened files of the drafter, and its target.
+    taps: numbers of hidden states; i is the input of layer i, and the number of
+      layers is the output of the last layer.
+    normed: True if the drafter reads the output of the last layer after the
+      final norm. specjax has this output only before the norm.
+
+  Raises:
+    ValueError: the target does not have one of these hidden states.
+  """
   layers = found.target.config.layers
   for tap in taps:
     if tap not in range(layers + 1):

@@ -1,4 +1,8 @@
-"""Protocol of draft heads, their common base, and checks of their sizes."""
+"""Protocol of draft heads, a base class, and checks of their sizes.
+
+Draft heads are networks that predict tokens from the target's hidden states,
+for example Medusa heads or an EAGLE layer.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -29,9 +33,9 @@ class Heads(Protocol):
   Their fields can be stored as JSON.
 
   Attributes:
-    kind: name of the class in files.
-    num_forecasts: number K of tokens predicted after the next one, which the
-      target predicts.
+    kind: name of the class in files, for example "medusa".
+    num_forecasts: number K of draft tokens, the maximum draft length. They
+      follow the next token, which the target predicts.
   """
 
   kind: ClassVar[str]
@@ -42,28 +46,40 @@ class Heads(Protocol):
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """Returns heads of the target's sizes that predict `count` tokens."""
+    """Returns heads for this target, with `num_forecasts` equal to `count`."""
 
   def init(self, key: jax.Array, target_params: Params) -> Params:
-    """Returns initial float32 parameters for a target's parameters."""
+    """Returns initial float32 parameters of the heads.
+
+    Some classes initialise them with copies of the target's parameters.
+    """
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})` for a decoder.
+    """Returns the target and the parameters for a decoder with these heads.
 
-    The target outputs the hidden states that the heads read.
+    Returns:
+      `(target, {"target": ..., "drafter": ...})`. The returned target is
+      configured to output the hidden states that the heads read.
     """
 
 
 def lm_head(params: Params) -> jax.Array:
-  """Returns a `Transformer`'s output matrix `[width, vocab_size]`."""
+  """Returns the LM head `[width, vocab_size]` of a `Transformer`.
+
+  If the parameters contain no separate LM head, it is the transposed embedding.
+  """
   return params["head"] if "head" in params else params["embedding"].T
 
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-  """Multiplies hidden states `[..., D]` by a matrix `[D, V]`.
+  """Returns the logits `[..., V]`, hidden states multiplied by an LM head.
 
-  Products are summed in float32, or in a wider type of `hidden`.
+  Products are summed in float32, or in the dtype of `hidden` if it is wider.
+
+  Args:
+    hidden: hidden states `[..., D]` of width D.
+    matrix: LM head `[D, V]`.
   """
   chex.assert_rank(matrix, 2)
   chex.assert_axis_dimension(hidden, -1, matrix.shape[0])
@@ -80,8 +96,8 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 
   Args:
     logits: logits `[..., len(ids)]` of the tokens `ids`.
-    ids: token ids of the reduced vocabulary; (): `logits` is complete and is
-      returned unchanged.
+    ids: token ids of the reduced vocabulary. If empty, `logits` already covers
+      all V tokens and is returned unchanged.
     vocab_size: size V of the target's vocabulary.
 
   Returns:
@@ -93,22 +109,22 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 
 
 class HiddenStateHeads:
-  """Base of K heads that read the same hidden state.
+  """Base class of K independent heads that read the same hidden state.
 
-  The parameters of the heads are stacked along a first axis of size K.
-  Subclasses are frozen dataclasses with the fields `width`, `vocab_size` and
-  `heads` (K), and a method `head(params, hidden, lm_head)` that returns the
-  logits of one head.
+  Head k predicts draft token k, as in Medusa. The parameters of the heads are
+  stacked along a first axis of size K. Subclasses are frozen dataclasses with
+  the fields `width`, `vocab_size` and `heads` (K), and a method `head(params,
+  hidden, lm_head)` that returns the logits of one head.
   """
 
   @property
   def num_forecasts(self) -> int:
-    """Number K of tokens predicted after the next one."""
+    """Number K of heads, which is the maximum draft length."""
     return self.heads
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """Returns `count` heads of the target's width and vocabulary.
+    """Returns `count` heads with the width and vocabulary size of the target.
 
     Args:
       target: target model.
@@ -120,21 +136,23 @@ class HiddenStateHeads:
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})`."""
+    """Returns `(target, {"target": target_params, "drafter": params})`."""
     return target, {"target": target_params, "drafter": params}
 
   def __call__(self, params: Params, hidden: jax.Array, lm_head: jax.Array
                ) -> jax.Array:
-    """Returns the logits `[..., K, V]` of all heads."""
+    """Returns the logits `[..., K, V]` of all K heads for V tokens."""
     return jax.vmap(self.head, (0, None, None), -2)(params, hidden, lm_head)
 
 
 def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
-  """Returns the target's configuration after a check of width and vocabulary.
+  """Checks that heads and target have the same width and vocabulary size.
+
+  Returns:
+    The configuration of the target.
 
   Raises:
-    ValueError: the target is not a `Transformer`, or the width or the
-      vocabulary differs.
+    ValueError: the target is not a `Transformer`, or a size differs.
   """
   config = getattr(target, "config", None)
   if config is None:
@@ -149,11 +167,11 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
 
 
 def check_fits(heads: Heads, target: Model) -> None:
-  """Checks that heads fit a target and its hidden states.
+  """Checks that heads that read the input of the LM head fit a target.
 
   Raises:
-    ValueError: the width or the vocabulary differs, or the target returns other
-      hidden states than the input of its LM head (`features` is set).
+    ValueError: the width or the vocabulary size differs, or the target is
+      configured to return other hidden states (`TransformerConfig.features`).
   """
   config = check_sizes_match(heads, target)
   if config.features:

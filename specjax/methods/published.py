@@ -1,4 +1,8 @@
-"""Readers and writers of published drafters."""
+"""Reads drafters that other projects published, and writes their formats.
+
+A layout is the file format of one project: the names of the tensors and the
+keys of config.json.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -40,8 +44,8 @@ from specjax.models.weights import places
 from specjax.utils.files import read_json
 from specjax.utils.files import write_json
 
-# The keys are the values of the argument `layout`. If files match several
-# layouts, the first one is chosen.
+# All layouts by name. The names are the allowed values of the argument `layout`
+# of `load_drafter`. If files match several layouts, the first one is chosen.
 LAYOUTS = heads.LAYOUTS | blocks.LAYOUTS | features.LAYOUTS
 _AGAIN = "download it again"
 _COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -52,27 +56,29 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  target_params: chex.ArrayTree | None = None, *,
                  dtype: jax.typing.DTypeLike | None = None,
                  layout: str | None = None) -> tuple[Heads, Any]:
-  """Loads a published drafter of a target.
+  """Loads a drafter that another project trained and published.
 
-  It reads Medusa, Hydra, EAGLE-1 and 3, modules for multi-token prediction,
-  DFlash and DSpark, in the layouts of `LAYOUTS`. Hidden states of the target
-  are numbered as in `TransformerConfig.features`.
+  Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, multi-token prediction
+  (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`.
 
   Args:
-    path: directory with config.json and safetensors, or a name on the Hugging
-      Face hub. For modules in the target's own files, use the target's
-      directory.
+    path: directory with config.json and safetensors files, or the name of a
+      repository on the Hugging Face hub. If the drafter is stored in the
+      target's files, as MTP modules are, give the directory of the target.
     target: target model.
-    target_params: parameters of the target. If given, copies of the target's
-      matrices are dropped, and a wrong copy raises an error.
+    target_params: parameters of the target, or None. With them, copies of the
+      target's matrices in the drafter's files are dropped, and a copy that
+      differs raises an error.
     dtype: dtype of the parameters; None is `default_dtype()`.
     layout: key of `LAYOUTS`; None: recognised from the files. EAGLE-3 files of
-      other tools may be recognised as SpecForge's, although they number the
-      target's layers differently. Then set `taps` of the heads with
-      `dataclasses.replace`.
+      other tools may be recognised as SpecForge's, although the tools number
+      the target's layers differently. In this case, replace the field `taps` of
+      the returned heads, which lists the hidden states of the target that the
+      drafter reads (numbered as in `TransformerConfig.features`).
 
   Returns:
-    `(heads, params)`, as `methods.load_heads` does.
+    `(heads, params)`: the configuration of the draft heads, and their
+    parameters.
 
   Raises:
     ValueError: the drafter or a file is missing, a file is damaged, a key is
@@ -104,7 +110,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
 
 
 def shapes(drafter: Heads, target: Transformer) -> Any:
-  """Returns the tree of shapes of a drafter's parameters."""
+  """Returns the drafter's parameters as a tree of `jax.ShapeDtypeStruct`."""
   size = target.vocab_size, target.config.width
   read = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in (
       ("embedding", size), ("head", size[::-1]))}
@@ -112,7 +118,10 @@ def shapes(drafter: Heads, target: Transformer) -> Any:
 
 
 def drafter_layout(path: str | os.PathLike[str]) -> str | None:
-  """Returns the key of `LAYOUTS` of a directory; None without a drafter."""
+  """Returns the file layout of a directory, a key of `LAYOUTS`.
+
+  The result is None if the directory contains no drafter.
+  """
   directory = pathlib.Path(path)
   config_path = directory / "config.json"
   try:
@@ -162,10 +171,14 @@ def _recognised(directory: pathlib.Path, config: Mapping[str, Any],
 
 def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
          target: Transformer) -> dict[str, StoredTensor]:
-  """Returns the drafter's tensors without the target's, by name."""
+  """Returns the tensors that belong to the drafter, by name.
+
+  Some layouts store the drafter in the target's files. The target's tensors are
+  omitted.
+  """
   layers = target.config.layers
-  # In the target's files, tensors with a layer number beyond the target's
-  # layers belong to the drafter.
+  # A drafter stored in the target's files continues the target's layer numbers.
+  # So tensors whose layer number is not one of the target's are the drafter's.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
   return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
@@ -174,19 +187,20 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
 
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
-# Fields that may change when a written configuration is read again, because
-# they have no effect on a drafter.
+# A written configuration is read again and compared with the heads. These
+# fields may differ, because they have no effect on a drafter.
 _MAY_DIFFER = {"tie_embeddings"}
 
 
 class _Plan(NamedTuple):
-  """Heads in the form of a layout, with configuration and tensors.
+  """Contents of the files that `export_drafter` will write in one layout.
 
   Attributes:
-    heads: heads in the form of the layout, see `Writer.form`.
-    config: keys of config.json.
-    stored: places of the parameters of `heads`.
-    writer: writer of the layout.
+    heads: draft heads with the fields that the layout stores, see
+      `Writer.form`.
+    config: contents of config.json.
+    stored: tensor names and shapes for every parameter of `heads`.
+    writer: conversion of heads to the layout.
   """
 
   heads: Heads
@@ -196,10 +210,12 @@ class _Plan(NamedTuple):
 
 
 def layouts_for(heads: Heads, target: Transformer) -> tuple[str, ...]:
-  """Returns the layouts that can store these heads, the default first.
+  """Returns the names of the file layouts that can store these draft heads.
+
+  The first is the default of `export_drafter`.
 
   Args:
-    heads: heads of any kind.
+    heads: draft heads of any class.
     target: target model.
   """
   return tuple(name for name in WRITTEN
@@ -212,31 +228,34 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
                    dtype: jax.typing.DTypeLike | None = None,
                    layout: str | None = None, verifier: str | None = None
                    ) -> str:
-  """Writes a drafter as a directory that servers and `load_drafter` read.
+  """Writes draft heads in a file format of inference servers such as vLLM.
 
-  Files are written atomically. Matrices that heads share with their target are
-  written with the drafter if the layout cannot share them: the outputs of
-  Medusa heads (`MedusaHeads.merged`) and a `narrow_head`. A trained mask
-  embedding is stored as a row after a copy of the target's embeddings.
+  `load_drafter` reads the files as well. They are written atomically.
+
+  Some heads share a matrix with their target, for example the LM head of Medusa
+  heads, or its columns for a reduced draft vocabulary (`narrow_head`). If the
+  format does not support sharing, a copy of the matrix is written. A trained
+  embedding of the mask token is stored as an additional row after a copy of the
+  target's embeddings.
 
   Args:
     directory: output directory, created if needed.
-    heads: heads of any kind.
+    heads: draft heads of any class that servers support.
     params: parameters of the heads.
     target: target model.
     target_params: parameters of the target.
     dtype: dtype of the stored weights; None: unchanged.
-    layout: entry of `WRITTEN`, or its project, such as "speculators"; None: the
-      first layout that can store these heads.
-    verifier: name of the target on the Hugging Face hub, or its directory. The
-      layouts of speculators store it for vLLM.
+    layout: name in `WRITTEN`, or only the project, such as "speculators"; None:
+      the first layout that can store these heads.
+    verifier: name of the target on the Hugging Face hub, or its directory. It
+      is written only in the layouts of the project speculators, for vLLM.
 
   Returns:
-    The layout.
+    The name of the layout.
 
   Raises:
     ValueError: the layout cannot store these heads, `dtype` cannot store their
-      weights, or the directory contains a model or another layout.
+      weights, or the directory contains a model or a drafter in another layout.
   """
   name, plan = _chosen(layout, heads, target)
   record, directory = LAYOUTS[name], pathlib.Path(directory)
@@ -268,7 +287,16 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
 
 def _chosen(layout: str | None, heads: Heads, target: Transformer
             ) -> tuple[str, _Plan]:
-  """Returns the name of the layout to write, and the files' contents."""
+  """Returns the first suitable layout, and the contents of its files.
+
+  Args:
+    layout: requested layout or project, see `export_drafter`, or None.
+    heads: draft heads.
+    target: target model.
+
+  Raises:
+    ValueError: no requested layout can store these heads.
+  """
   candidates = _candidates(layout, heads)
   reason = ""
   for name in candidates:
@@ -281,7 +309,12 @@ def _chosen(layout: str | None, heads: Heads, target: Transformer
 
 
 def _candidates(layout: str | None, heads: Heads) -> list[str]:
-  """Returns the layouts of this kind of heads that `layout` selects."""
+  """Returns the layouts that match a request and store this class of heads.
+
+  Args:
+    layout: requested layout or project, see `export_drafter`, or None.
+    heads: draft heads.
+  """
   selected = [name for name in WRITTEN
               if layout in (None, name, name.partition(" of ")[2])]
   if not selected:
@@ -301,9 +334,15 @@ def _candidates(layout: str | None, heads: Heads) -> list[str]:
 
 
 def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
-  """Returns the contents to write, or the reason why it is not possible.
+  """Returns the contents of the files in one layout, or an error message.
 
-  The configuration is read again, to check that no field of the heads is lost.
+  To check that the layout can store all fields of the heads, the configuration
+  is converted back to heads, and the fields are compared.
+
+  Args:
+    name: name of the layout.
+    heads: draft heads.
+    target: target model.
   """
   record = LAYOUTS[name]
   if record.kind != heads.kind:
@@ -326,7 +365,10 @@ def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
 
 
 def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
-  """Returns all tensors by name; only the maps of token ids have data."""
+  """Returns names, shapes and dtypes of all tensors that will be written.
+
+  Only the maps of token ids (`_vocabulary`) also have data.
+  """
   tensors = {
       name: StoredTensor(tuple(shape), np.dtype(np.float32), load=None)
       for place in plan.stored
@@ -342,16 +384,22 @@ def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
 
 def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
             ) -> Iterator[np.ndarray]:
-  """Yields the tensors, and copies one parameter at a time from the device."""
+  """Yields the tensors in the order in which they are written.
+
+  One parameter at a time is copied from the device, so the host's memory
+  contains only one.
+  """
   for place, x in zip(plan.stored, leaves, strict=True):
     yield from place.stored.split(plan.heads, converted(np.asarray(x), dtype))
 
 
 def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
-  """Returns the tensors that map a reduced vocabulary; {} if it is complete.
+  """Returns the tensors that describe a reduced draft vocabulary.
 
-  `d2t` has each token's id in the target's vocabulary minus its row number.
-  `t2d` is a mask over the target's tokens.
+  `d2t` ("draft to target") has, for each row of the drafter's LM head, the
+  target's token id minus the row number. `t2d` ("target to draft") is a mask
+  over the target's tokens, True for tokens in the draft vocabulary. The result
+  is {} if the drafter has the target's complete vocabulary.
   """
   ids = np.array(plan.writer.ids(plan.heads), np.int64)
   if not ids.size:
@@ -362,7 +410,10 @@ def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
 
 
 def _architectures(target: Transformer) -> list[str]:
-  """Returns the target's class in transformers, in a list; [] without one."""
+  """Returns a list with the class name of the target in transformers.
+
+  The list is empty if transformers does not have the target's architecture.
+  """
   try:
     return [ARCHITECTURES[express(target.config)[0]].transformers]
   except ValueError:

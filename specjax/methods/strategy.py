@@ -1,4 +1,4 @@
-"""The pair of drafter and verifier, and the default verification rules."""
+"""`Strategy`, a drafter with its verifier, and default verification rules."""
 
 from typing import Any
 from typing import NamedTuple
@@ -23,10 +23,10 @@ class Strategy(NamedTuple):
   verifier: Verifier
 
   def decoder(self, target: Model, **options: Any) -> Decoder:
-    """Returns a decoder of a target with this strategy.
+    """Returns a decoder with this drafter and verifier.
 
     Args:
-      target: target model, without parameters.
+      target: target model; its parameters are passed when decoding.
       **options: other attributes of `Decoder`, such as `transform` and `eos`.
     """
     return Decoder(target=target, drafter=self.drafter, verifier=self.verifier,

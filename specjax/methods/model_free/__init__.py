@@ -1,4 +1,8 @@
-"""Drafting without a model: from the sequence itself, or from a datastore."""
+"""Drafting without a draft model.
+
+The drafts are copied or counted from the sequence itself, from reference
+documents or from a datastore, or are earlier predictions of the target.
+"""
 
 from specjax.methods.model_free import empty
 from specjax.methods.model_free import ngram

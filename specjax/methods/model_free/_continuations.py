@@ -1,17 +1,21 @@
-"""Drafting from counts of continuations.
+"""Drafting from counts of continuations, without storing a suffix tree.
 
-A node of a suffix tree represents the matches (see `_matches`) whose following
-tokens begin with the path to the node. Its children are the next tokens of
-these matches. So no tree is stored: a node is a mask over K matches. To count
-its children, the K next tokens are compared with each other. A step down the
-tree removes matches from the mask.
+A match is an earlier occurrence of the last tokens of a sequence, and its
+continuation is the tokens that follow it (see `_matches`). A suffix tree counts
+the continuations: a node stands for all matches whose continuation begins with
+the path to the node, and its children are their next tokens.
+
+Here no tree is stored. The continuations of up to K matches are collected in an
+array, and a node is a mask over these K matches. To count a node's children,
+the K next tokens are compared with each other. To move to a child, the matches
+with other next tokens are removed from the mask.
 
   walk              the most frequent path, for many sets of matches
   draw              a path sampled from the counts, with its distributions
   frequent_paths    the most frequent prefixes, as a tree
   draw_tree         a tree sampled from the counts
 
-`CountDrafter` is the base of `Suffix` and `Retrieval`.
+`CountDrafter` is the base class of the drafters `Suffix` and `Retrieval`.
 """
 
 from collections.abc import Callable
@@ -39,28 +43,32 @@ from specjax.utils import fields
 
 _NO_TOKEN = -1
 _PROPOSALS = ("deterministic", "sampled")
-_MOST_MATCHES = 4095  # K (K + 2) < 2^24, see `walk`
+# Largest number K of matches. `walk` packs a count and an index into a float32,
+# which is exact only for integers below 2^24, and K (K + 2) must be below that.
+_MOST_MATCHES = 4095
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountDrafter(_common.ModelFree):
-  """Base of drafters that count continuations of the last tokens.
+  """Base class of drafters that draft frequent continuations.
 
-  Subclasses implement `propose`. They have no state: a draft is a function of
-  the row's tokens, `params["drafter"]` and the uniforms.
+  They find earlier occurrences (matches) of the last tokens of a sequence and
+  count the tokens that follow them. Subclasses implement `propose`. They have
+  no state: a draft depends only on the sequence, `params["drafter"]` and
+  uniform samples.
 
   Attributes:
-    gamma: largest number S of tokens of a path, at least 1.
+    gamma: maximum draft length (depth of a tree), at least 1.
     proposal: "deterministic", the most frequent tokens, or "sampled", tokens
-      drawn from the distribution of the counts.
-    parents: sampled tree with different siblings, at most gamma deep, see
-      `specjax.trees`; stored breadth-first. None: a chain.
-    max_matches: number K of counted matches of a row, 1 to 4095. A drafted
-      token costs K^2 comparisons.
-    transform: transform of the log counts; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-      Deterministic drafts do not use it.
-    vocab_size: V; `bind` sets it.
+      sampled in proportion to their counts.
+    parents: shape of a sampled draft tree: parent index of each node, at most
+      gamma levels. Siblings have different tokens. None: a chain.
+    max_matches: maximum number K of counted matches per row, 1 to 4095. Each
+      drafted token needs K^2 comparisons.
+    transform: transform from log counts to draft probabilities; None: the
+      target's transform. Every transform is lossless, because the verifier gets
+      the transformed probabilities. Deterministic drafts do not use it.
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
 
   gamma: int
@@ -71,8 +79,9 @@ class CountDrafter(_common.ModelFree):
   vocab_size: int | None = None
 
   conditional = True
-  # The tokens before the draft determine the matches. So a token's distribution
-  # depends on the position where the draft began.
+  # The matches are those of the tokens before the draft, also for its later
+  # tokens. So the distribution of a token depends on the position where its
+  # draft began.
   autoregressive = False
 
   def __post_init__(self):
@@ -121,14 +130,24 @@ class CountDrafter(_common.ModelFree):
     return UNIFORMS_A_DRAW * (self.num_nodes - 1) if drawn else 0
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the target's vocabulary size and transform.
+
+    A transform that the drafter already has is not replaced.
+
+    Raises:
+      ValueError: a node of the tree has more children than the vocabulary has
+        tokens, or the drafter was made for another vocabulary size.
+    """
     if self.parents is not None:
       _common.check_siblings(self._most_children, target)
     return dataclasses.replace(super().bind(target, transform),
                                transform=self.transform or transform)
 
   def _check(self, store: Datastore | None) -> None:
-    """Raises `ValueError` unless it is a datastore with the target's ids."""
+    """Raises `ValueError` unless `store` is a datastore that fits the target.
+
+    Its token ids must be in the target's vocabulary.
+    """
     if not isinstance(store, Datastore):
       raise ValueError(
           f"params['drafter'] is a {type(store).__name__}, but "
@@ -141,7 +160,13 @@ class CountDrafter(_common.ModelFree):
 
   def _deterministic(self, state: DecodeState, tokens: jax.Array,
                      real: jax.Array) -> Draft:
-    """Returns chains of `tokens [B, S]`, padding unless `real [B, S]`."""
+    """Returns a batch of deterministic draft chains.
+
+    Args:
+      state: decoding state of the B rows.
+      tokens: token ids `[B, S]` int32 of the chains.
+      real: `[B, S]` bool, False for padding.
+    """
     return _common.deterministic(
         state, range(-1, self.gamma), jnp.where(real, tokens, _NO_TOKEN),
         self.vocab_size)
@@ -150,10 +175,11 @@ class CountDrafter(_common.ModelFree):
              following: jax.Array, alive: jax.Array,
              ended: jax.Array, steps: jax.Array,
              least: float) -> Draft:
-    """Samples a draft from one set of matches per row.
+    """Samples a draft for each row from the continuations of its matches.
 
-    The draft is a chain of `draw`, or a tree of `draw_tree`, which ignores
-    `ended` and `least`.
+    If `parents` is None, the draft is a chain from `draw`. Otherwise it is a
+    tree from `draw_tree`, and `ended` and `least` are not used. Both functions
+    describe the arguments.
     """
     if self.parents is not None:
       return _common.tree_drafts(state, self.parents, *draw_tree(
@@ -174,24 +200,29 @@ class CountDrafter(_common.ModelFree):
 
 def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
          steps: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
-  """Returns the most frequent path from each of M sets of matches.
+  """Returns the most frequent continuation of each of M sets of matches.
 
-  SuffixDecoding's draft (Oliaro et al. 2024, arXiv:2411.04975, chain mode): a
-  token's probability is count(child) / count(node), times the probability of
-  the token before it. The path ends before a token whose probability is below
-  `least`. Among equally frequent tokens the token of the first match is taken.
+  This is the chain draft of SuffixDecoding (Oliaro et al. 2024,
+  arXiv:2411.04975). The path begins at the root of the tree of continuations
+  and always moves to the child with the largest count. A token's probability is
+  count(child) / count(node), times the probability of the token before it. The
+  path ends before a token whose probability is below `least`. Of several
+  children with the largest count, the one with the first match is taken.
 
   Args:
-    following: tokens `[K, S]` int32 after the matches.
-    alive: `[M, K]` bool, the matches of each set.
-    ended: `[M]` float32, number of occurrences of each set at the end of the
-      sequence. They count as matches of the first node.
-    steps: `[M]` int32, maximal length of a path.
-    least: minimal probability of a token.
+    following: the S tokens after each of the K matches, `[K, S]` int32; -1
+      after the end of a sequence.
+    alive: `[M, K]` bool, True for the matches in each set.
+    ended: `[M]` float32, added to the count of the root of each tree. It is 1
+      if the end of the sequence, which has no next token, is counted as a
+      match, else 0.
+    steps: `[M]` int32, maximum length of each path.
+    least: minimum probability of a token.
 
   Returns:
     tokens: `[M, S]` int32.
-    probs: `[M, S]` float32, probabilities of the tokens; 0 if there is none.
+    probs: `[M, S]` float32, probabilities of the tokens; 0 after the end of a
+      path.
   """
   chex.assert_rank([following, alive, ended, steps], [2, 2, 1, 1])
   matches = following.shape[0]
@@ -203,11 +234,12 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # Count and index of a match are packed into one number, so one maximum
-    # returns both. The numbers are below 2^24, where float32 is exact.
+    # The most frequent token is needed, and the index of its first match. Count
+    # and index are packed into one number, so one maximum returns both. The
+    # numbers are below 2^24, where float32 is exact.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
-    # XLA may compile a float division as a product with the reciprocal, which
-    # rounds twice. So the numbers are unpacked as integers.
+    # The packed number is divided as an integer, because XLA may compile a
+    # float division as a product with the reciprocal, which rounds twice.
     best = best.astype(jnp.int32)
     count, at = best // (matches + 1), matches - best % (matches + 1)
     chosen = token.at[at].get(mode="clip")
@@ -226,17 +258,21 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
 
 def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the set whose path has the highest score, the last if equal.
+  """Returns the index of the best of M draft paths.
+
+  The score of a path is the sum of its tokens' probabilities, an estimate of
+  the number of accepted tokens. Of several paths with the highest score, the
+  last one is chosen.
 
   Args:
-    probs: probabilities `[..., M, S]` of `walk`.
+    probs: probabilities `[..., M, S]` of the S tokens of each path, from
+      `walk`.
 
   Returns:
-    `[...]` int32, index of the set, and `[...]` float32, its score: the sum of
-    the path's probabilities, an estimate of the number of accepted tokens.
+    Index of the path `[...]` int32, and its score `[...]` float32.
   """
-  # Rounding can decide between equal scores. So the sum has the order of the
-  # published code.
+  # If two scores are equal, rounding decides between them. So the terms are
+  # added in the same order as in the published code of SuffixDecoding.
   score = sum(probs[..., k] for k in range(probs.shape[-1]))
   last = score.shape[-1] - 1
   return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
@@ -247,27 +283,31 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
          steps: jax.Array, least: float, uniforms: jax.Array,
          law: Callable[[jax.Array], jax.Array], banned: Sequence[int],
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
-  """Samples a path from the counts of the children.
+  """Samples a path through the tree of continuations of K matches.
 
-  The probability of the most frequent children along the path decides where it
-  ends: before this probability falls below `least`. So the end depends only on
-  the matches and on earlier tokens, not on the sampled child.
+  A child is sampled in proportion to its count. The path ends as follows: at
+  each node on it, the ratio count(most frequent child) / count(node) is
+  computed, and the path ends where the product of these ratios falls below
+  `least`. So a token's existence depends on the tokens before it, but not on
+  the token itself, as verification requires.
 
   Args:
-    following: tokens `[K, S]` int32 after the matches.
-    alive: matches `[K]` bool.
-    ended: `[]` float32, see `walk`.
-    steps: `[]` int32, see `walk`.
-    least: minimal probability of a token, see `walk`.
-    uniforms: `[S, 2]`, uniform in [0, 1).
-    law: function of the log counts `[K]` to probabilities. At temperature 1
-      they are the relative counts.
-    banned: token ids that are never drawn.
+    following: the S tokens after each match, `[K, S]` int32; -1 after the end
+      of a sequence.
+    alive: `[K]` bool, False for entries that are not a match.
+    ended: `[]` float32, added to the count of the root, see `walk`.
+    steps: `[]` int32, maximum length of the path.
+    least: minimum of the product of ratios.
+    uniforms: uniform samples in [0, 1), `[S, 2]`.
+    law: function from log counts `[K]` to probabilities. At temperature 1 they
+      are the relative counts.
+    banned: token ids that are never sampled.
     vocab_size: vocabulary size V.
 
   Returns:
     tokens: `[S]` int32.
-    probs: `[S, V]`, distribution of each token; 0 if there is none.
+    probs: `[S, V]`, distribution from which each token was sampled; 0 after the
+      end of the path.
   """
   chex.assert_rank([following, alive, ended, steps], [2, 1, 0, 0])
   earlier = np.tril(np.ones((following.shape[0],) * 2, bool), -1)
@@ -280,7 +320,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     counts = jnp.sum(same, axis=-1, dtype=jnp.float32)
     total = jnp.sum(alive, dtype=jnp.float32) + ended
     share *= jnp.max(jnp.where(goes, counts, 0)) / jnp.maximum(total, 1)
-    # Each token can be drawn only at its first match.
+    # Several matches may have the same next token. Its count is used only at
+    # the first of them, so that the token's probability is not counted twice.
     drawable = goes & ~jnp.any(same & earlier, axis=-1)
     if banned:
       drawable &= ~jnp.isin(token, jnp.array(banned))
@@ -295,8 +336,9 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   start = alive, ended, jnp.ones(()), jnp.ones((), bool)
   _, (tokens, q) = jax.lax.scan(
       step, start, (following.T, jnp.arange(size), uniforms))
-  # A token's probability is at its first match, and 0 at its other matches. So
-  # the sum over matches is the probability of the token.
+  # q is a distribution over the K matches. It is 0 at a match whose next token
+  # also follows an earlier match. So adding q at the token ids of the matches
+  # gives the distribution over the vocabulary.
   probs = jnp.zeros((size, vocab_size)).at[
       jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)
   return tokens, probs
@@ -304,28 +346,30 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
 def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the most frequent prefixes of continuations as a tree.
+  """Returns the draft tree of REST, the most frequent continuations.
 
-  REST's draft (He et al. 2023, arXiv:2311.08252, section 3.2). Prefixes are
-  ranked by count, shorter ones first among equal counts. A prefix is at least
-  as frequent as its extensions, so the first N - 1 prefixes and the root are a
-  tree.
+  See He et al. 2023 (arXiv:2311.08252, section 3.2). All prefixes of the
+  continuations are ranked by their count, and among equal counts by their
+  length, short before long. A prefix is at least as frequent as its extensions.
+  So the first N - 1 prefixes in this ranking form a tree below the root.
 
   Args:
-    following: `[K, S]` int32, -1 after an end.
-    alive: matches `[K]` bool.
-    nodes: number of nodes N, the root included.
+    following: continuations, the S tokens after each of the K matches,
+      `[K, S]` int32; -1 after the end of a sequence.
+    alive: `[K]` bool, False for entries that are not a match.
+    nodes: number N of nodes of the tree, including the root.
 
   Returns:
-    tokens: `[N - 1]` int32, tokens of the nodes below the root, parents first.
-    parents: `[N]` int32, parents of all nodes, -1 for the root.
+    tokens: `[N - 1]` int32, last token of each chosen prefix, parents first.
+    parents: `[N]` int32, parent index of each node, -1 for the root.
     real: `[N - 1]` bool, False for padding.
   """
   chex.assert_rank([following, alive], [2, 1])
   matches, size = following.shape
   following = jnp.where(alive[:, None], following, _NO_TOKEN)
   same = (following[:, None] == following) & (following >= 0)
-  same = jnp.cumprod(same, axis=-1, dtype=jnp.int32)  # [K, K, S] of prefixes
+  # [K, K, S]: 1 where the prefixes of two continuations are equal.
+  same = jnp.cumprod(same, axis=-1, dtype=jnp.int32)
   counts = jnp.sum(same, axis=1)
   first = jnp.argmax(same, axis=1).astype(jnp.int32)
   match = jnp.arange(matches, dtype=jnp.int32)[:, None]
@@ -336,7 +380,7 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   key, chosen = jax.lax.top_k(key, nodes - 1)
   real = key > 0
   chosen = jnp.where(real, chosen, 0)
-  places = jnp.where(real, chosen, matches * size)  # padding: out of range
+  places = jnp.where(real, chosen, matches * size)  # padding is out of range
   number = jnp.zeros((matches * size,), jnp.int32).at[places].set(
       jnp.arange(1, nodes, dtype=jnp.int32), mode="drop")
   of, d = chosen // size, chosen % size
@@ -350,27 +394,36 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
               uniforms: jax.Array, parents: tuple[int, ...],
               transform: LogitsTransform, temperature: jax.Array,
               vocab_size: int) -> tuple[jax.Array, jax.Array]:
-  """Samples a tree of N nodes per row.
+  """Samples a draft tree of N nodes per row from counts of continuations.
+
+  The children of a node are sampled without replacement, in proportion to their
+  counts after the transform.
 
   Args:
-    following: `[B, K, S]` int32, tokens after the matches, -1 after an end.
-    alive: `[B, K]` bool, matches that count.
-    steps: `[B]` int32, maximal length of a path.
-    uniforms: `[B, (N - 1) UNIFORMS_A_DRAW]` uniforms in [0, 1).
-    parents: breadth-first tree, at most S deep.
-    transform: transform of the log counts.
-    temperature: temperatures `[B]`.
+    following: the S tokens after each of the K matches of a row, `[B, K, S]`
+      int32 for B rows; -1 after the end of a sequence.
+    alive: `[B, K]` bool, False for entries that are not a match.
+    steps: `[B]` int32, maximum length of a path.
+    uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
+    parents: parent index of each node, breadth-first, at most S levels.
+    transform: transform from log counts to probabilities.
+    temperature: temperature `[B]` of each row.
     vocab_size: vocabulary size V.
 
   Returns:
-    Tokens `[B, N - 1]` and probabilities `[B, N - 1, V]` of the nodes below the
-    root. Padding is token 0 with a row of 0.
+    Tokens `[B, N - 1]` and draft distributions `[B, N - 1, V]` of the nodes
+    below the root. Padding has token 0 and an all-zero distribution.
   """
   chex.assert_rank([following, alive, steps], [3, 2, 1])
   drawn = _trees.drawer("without_replacement", transform, temperature)
 
   def counted(alive, depth):
-    """Returns logits `[B, n, V]` of the continuations of `alive [B, n, K]`."""
+    """Returns `[B, n, V]`, the log counts of the tokens that follow n nodes.
+
+    Args:
+      alive: `[B, n, K]` bool, the matches of each node.
+      depth: `[]` int32, depth of the children.
+    """
     column = jnp.take(following, depth, axis=2)[:, None]
     counts = alive & (column >= 0) & (depth < steps)[:, None, None]
     batch, size, _ = alive.shape
@@ -381,13 +434,17 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
 
   def step(tokens, depths, ancestors, above, alive):
     del ancestors
-    depth = depths[0, 0]  # all nodes of a step have the same depth
+    depth = depths[0, 0]  # all nodes of one call have the same depth
     alive = jax.vmap(lambda row, at: row[at])(alive, above)
     alive &= jnp.take(following, depth, axis=2)[:, None] == tokens[..., None]
     return counted(alive, depth + 1), alive
 
   def some(logits, counts, uniforms):
-    """Samples children, and makes children without a token padding."""
+    """Samples children of nodes.
+
+    If fewer distinct tokens follow a node than it has children, the remaining
+    children are padding.
+    """
     distinct = jnp.sum(jnp.isfinite(_trees.allowed(logits, transform)), -1)
     tokens, probs = drawn(
         jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)

@@ -1,12 +1,14 @@
-"""Search for earlier occurrences of the last tokens of a row, on the device.
+"""Search for earlier occurrences of the last tokens of a sequence.
 
-A *match* is a position in a sequence before which there are the same m tokens
-as at the end of a row. Its *following* tokens are the S next tokens, or -1
+The search runs on the device, for all rows of a batch. A *match* of length m is
+an earlier position of the same m tokens with which the row's sequence ends. Its
+*following* tokens are the S tokens after this position; -1 stands for tokens
 after the end of the sequence.
 
-  own_matches       in the row's own tokens, for all m together
-  find, spread      in a datastore: two binary searches for each m, and up to K
-                    matches from the range between their results
+  own_matches       searches the row's own tokens, for all m in one pass
+  find              searches a datastore (a corpus with a suffix array): for
+                    each m, two binary searches find the range of matches
+  spread            selects up to K matches from this range
 
 `_continuations` counts the following tokens.
 """
@@ -21,25 +23,30 @@ import numpy as np
 from specjax.data.datastores import Datastore
 
 _NO_TOKEN = -1
-NOWHERE = -2  # id at positions before a row's first token; differs from all ids
+# Id that stands for positions before the first token of a row. It differs from
+# all token ids and from the padding -1, so it never matches.
+NOWHERE = -2
 
 
 def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
                 count: int, size: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the matches in the rows' own tokens.
+  """Finds earlier occurrences of the last tokens of B rows in these rows.
+
+  Each earlier position of a row is a match. Its length is the number of tokens
+  up to this position that equal the last tokens of the row.
 
   Args:
-    tokens: token ids `[B, C]` int32.
-    lengths: number `[B]` int32 of valid tokens.
-    longest: largest length of a match.
+    tokens: token ids `[B, C]` int32, with C columns.
+    lengths: number `[B]` int32 of valid tokens per row.
+    longest: maximum length of a match; longer matches are cut to it.
     count: number K of returned matches per row. The longest matches are
-      returned first, and the latest first among equally long ones.
-    size: number S of tokens after a match.
+      returned first; of equally long matches, the latest is first.
+    size: number S of returned tokens after each match.
 
   Returns:
-    following: `[B, K, S]` int32, tokens after each match.
-    common: `[B, K]` int32, length of each match, at most `longest`; 0 for
-      entries without a match.
+    following: `[B, K, S]` int32, tokens after each match; -1 after the end of
+      the row.
+    common: `[B, K]` int32, length of each match; 0 if the entry is not a match.
   """
   chex.assert_rank([tokens, lengths], [2, 1])
   slots = tokens.shape[1]
@@ -58,8 +65,8 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
       lambda carry: (carry[0] < longest) & jnp.any(carry[1]), extend,
       (jnp.zeros((), jnp.int32), earlier, jnp.zeros_like(tokens)))
   rank = common * slots + jnp.arange(slots, dtype=jnp.int32)
-  # `top_k` is fast only for floats. float32 is exact for integers up to 2^24,
-  # so larger numbers remain integers.
+  # `jax.lax.top_k` is fast only for floats. So the ranks are converted, unless
+  # they can exceed 2^24: float32 represents all integers only up to there.
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
@@ -74,20 +81,24 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
 
 def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
          sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-  """Finds the rows' last tokens in a datastore by binary search.
+  """Finds the last tokens of B rows in a datastore by binary search.
+
+  The datastore has a suffix array: the start positions of all suffixes of a
+  corpus, sorted by their first tokens. The suffixes that begin with a pattern
+  form a contiguous range in it.
 
   Args:
     store: datastore.
-    tokens: token ids `[B, C]` int32.
-    lengths: number `[B]` int32 of valid tokens.
-    sizes: the M lengths of the patterns, each at least 1 and at most the
-      store's depth.
+    tokens: token ids `[B, C]` int32, with C columns.
+    lengths: number `[B]` int32 of valid tokens per row.
+    sizes: M pattern lengths. The pattern of length m is the last m tokens of a
+      row; m is at least 1 and at most `store.depth`.
 
   Returns:
-    first: `[B, M]` int32, start of the range of `store.suffixes` that begin
-      with the pattern.
-    found: `[B, M]` int32, size of the range; 0 if the row is shorter than the
+    first: `[B, M]` int32, start of the range in `store.suffixes` for each
       pattern.
+    found: `[B, M]` int32, number of suffixes in the range; 0 if the row is
+      shorter than the pattern.
   """
   chex.assert_rank([tokens, lengths], [2, 1])
   sizes, longest = np.array(sizes), max(sizes)
@@ -97,17 +108,23 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   flat = jnp.maximum(place, 0).reshape(len(tokens), -1)
   pattern = jnp.take_along_axis(tokens, flat, axis=1, mode="clip").reshape(
       place.shape)
-  # An id outside of the store's vocabulary sorts after all stored tokens.
+  # A pattern with an id outside of the store's vocabulary must not match. So
+  # the id is replaced by an id that is larger than all stored ids.
   pattern = jnp.where(pattern < store.vocab_size, pattern, store.vocab_size + 1)
-  # Each column's weight exceeds the sum of all later weights. So the first
-  # difference determines the sign of the weighted sum.
+  # Suffix and pattern are compared lexicographically by the weighted sum of the
+  # signs of their differences. Each column's weight exceeds the sum of all
+  # later weights, so the first difference determines the sign of the sum.
   weights = np.where(column < sizes[:, None], 2 ** (longest - 1 - column), 0)
 
   def order(at):
-    """Returns the signs `[B, 2, M]` of suffix minus pattern.
+    """Compares suffixes of the corpus with the patterns.
 
     Args:
-      at: indices `[B, 2, M]` in `store.suffixes`.
+      at: indices `[B, 2, M]` in `store.suffixes`, two for each pattern.
+
+    Returns:
+      `[B, 2, M]` int32: negative if the suffix sorts before the pattern, 0 if
+      it begins with the pattern, positive if it sorts after the pattern.
     """
     start = suffixes.at[at].get(mode="clip")
     text = corpus.at[start[..., None] + column].get(mode="clip")
@@ -117,8 +134,9 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   def halve(_, bounds):
     low, high = bounds
     middle = low + (high - low) // 2
-    # The lower bound is the first suffix that is not before the pattern. The
-    # upper bound is the first suffix after all suffixes with the pattern.
+    # Two searches run together. The first one finds the first suffix that does
+    # not sort before the pattern. The second one finds the first suffix after
+    # all suffixes that begin with the pattern.
     before = order(middle) < jnp.array([[0], [1]])
     going = low < high
     return (jnp.where(going & before, middle + 1, low),
@@ -135,25 +153,28 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
 def spread(store: Datastore, first: jax.Array, found: jax.Array,
            after: jax.Array, count: int, size: int
            ) -> tuple[jax.Array, jax.Array]:
-  """Returns up to K evenly spaced matches from the range of `find`.
+  """Returns up to K evenly spaced matches from a range of a suffix array.
 
-  The matches in the range are sorted by their following tokens. So evenly
-  spaced matches have nearly the same frequencies of following tokens.
+  The range contains all matches of a pattern, sorted by their following tokens.
+  So an evenly spaced sample has nearly the same frequencies of following tokens
+  as the range.
 
   Args:
-    store: datastore.
-    first: `[...]` int32, start of the range.
-    found: `[...]` int32, size of the range.
+    store: datastore with the suffix array.
+    first: `[...]` int32, start of the range, from `find`.
+    found: `[...]` int32, size of the range, from `find`.
     after: `[...]` int32, length of the pattern.
-    count: maximal number K of matches.
-    size: number S of tokens after a match.
+    count: maximum number K of matches.
+    size: number S of returned tokens after each match.
 
   Returns:
-    following: `[..., K, S]` int32, in sorted order; -1 after a document's end.
-    alive: `[..., K]` bool, True for real matches.
+    following: `[..., K, S]` int32, tokens after each match, in sorted order; -1
+      after the end of a document.
+    alive: `[..., K]` bool, False for entries that are not a match.
   """
   rank, found = jnp.arange(count, dtype=jnp.int32), found[..., None]
-  # rank * found // count, without integer overflow.
+  # The result is rank * found // count. The product could overflow int32, so
+  # `found` is divided first.
   steps = rank * (found // count) + rank * (found % count) // count
   at = first[..., None] + jnp.where(found > count, steps, rank)
   start = jnp.asarray(store.suffixes).at[at].get(mode="clip")

@@ -1,4 +1,4 @@
-"""Autoregressive decoding: a drafter without drafts."""
+"""Autoregressive decoding as a strategy whose drafter proposes no tokens."""
 
 from specjax import verifiers
 from specjax.decoding.rounds_by_length import Empty
@@ -6,7 +6,9 @@ from specjax.methods.strategy import Strategy
 
 
 def autoregressive() -> Strategy:
-  """Decodes with the target alone, one token per pass.
+  """Returns the strategy that decodes one token per pass of the target.
+
+  Its drafts consist of the root, the last committed token.
 
   >>> autoregressive().drafter.num_nodes  # the root alone
   1

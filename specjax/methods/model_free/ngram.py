@@ -1,11 +1,13 @@
-"""Drafts copied from an earlier occurrence of the last tokens.
+"""Drafts that copy the tokens after an earlier occurrence of the last tokens.
 
-`NGram` searches the row's own tokens (prompt lookup, Saxena 2023), `Reference`
-searches documents of the row (LLMA, Yang et al. 2023, arXiv:2304.04487).
+`NGram` searches the sequence itself (prompt lookup, Saxena 2023). `Reference`
+searches documents that are given with the prompt (LLMA, Yang et al. 2023,
+arXiv:2304.04487).
 
-A search in T tokens makes T * max_ngram integer comparisons per row and round.
-Copies are deterministic, so each rule for chains accepts a token with its
-probability under the target, at any temperature.
+A search in T tokens makes T * max_ngram integer comparisons per sequence and
+round. The draft distributions are one-hot, so every verification rule for
+chains accepts a copied token with its probability under the target, at any
+temperature.
 """
 
 from collections.abc import Mapping
@@ -31,17 +33,19 @@ from specjax.types import Prompt
 from specjax.utils import fields
 
 _PREFERENCES = ("latest", "first")
-# Number of which the columns of reference documents are a multiple. So there
-# are few shapes, and few programs are compiled.
+# Arrays of reference documents are padded to a multiple of this number of
+# columns. So arrays of similar lengths have the same shape and share a compiled
+# program.
 _STEP = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lookup(_common.ModelFree):
-  """Base of drafters that copy tokens, with the fields of `NGram`.
+  """Base class of drafters that copy tokens; `NGram` describes the fields.
 
-  Subclasses implement `_copied(state)`, which returns tokens `[B, gamma]`, -1
-  for padding, and the length `[B]` of the match before them.
+  Subclasses implement `_copied(state)`. For each of B rows, it returns the
+  copied tokens `[B, gamma]`, -1 for padding, and the length `[B]` of the match
+  after which they were copied.
   """
 
   gamma: int
@@ -54,8 +58,9 @@ class _Lookup(_common.ModelFree):
   iid = True
   conditional = True
   deterministic = True
-  # All tokens of a draft are copied from the match of the tokens before it. A
-  # draft that begins at a later position could have another match.
+  # All tokens of a draft follow one match, that of the tokens before the draft.
+  # If the draft began later, another match could be chosen. So the draft
+  # distribution of a token does not depend on the sequence alone.
   autoregressive = False
   num_uniforms = 0
   proposal = "deterministic"
@@ -71,7 +76,7 @@ class _Lookup(_common.ModelFree):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts a chain per row, padding in rows without a match."""
+    """Returns a draft chain per row; it is padding if there is no match."""
     del params, uniforms
     tokens, _ = self._copied(state)
     return _common.deterministic(
@@ -80,23 +85,24 @@ class _Lookup(_common.ModelFree):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NGram(_Lookup):
-  """Prompt lookup: copies from the row's own prompt and output.
+  """Prompt lookup: a drafter that copies tokens of the prompt and the output.
 
-  The last n tokens of a row are searched at earlier places, for n from
-  `max_ngram` down to `min_ngram`, until there is a match. A match may overlap
-  these n tokens. After a match that ends d tokens before the end of the row,
-  the d tokens after it are copied, repeatedly up to gamma. So a sequence with
-  period d is continued. Other implementations copy only up to the end of the
-  sequence, and therefore prefer the first match. `params["drafter"]` is not
-  read.
+  It searches for an earlier occurrence of the last n tokens of the sequence,
+  for n from `max_ngram` down to `min_ngram`, until there is a match. A match
+  may overlap the last n tokens. The draft is a copy of the tokens after the
+  match. If the match ends d tokens before the end of the sequence, only d
+  tokens follow it; they are repeated until the draft has gamma tokens. So a
+  sequence with period d is continued. Other implementations copy only up to the
+  end of the sequence, and therefore prefer the first match, which has more
+  tokens after it. `params["drafter"]` is not read.
 
   Attributes:
-    gamma: number of copied tokens, at least 1.
-    max_ngram: maximal length of the searched suffix.
-    min_ngram: minimal length of the searched suffix, 1 by default
-      (`strategies.prompt_lookup`: 2); without a match nothing is drafted.
+    gamma: draft length, at least 1.
+    max_ngram: maximum length n of a match.
+    min_ngram: minimum length n of a match, 1 by default (2 in
+      `strategies.prompt_lookup`). Without a match, nothing is drafted.
     prefer: choice among equally long matches, "latest" or "first".
-    vocab_size: V; `bind` sets it.
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
 
   def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
@@ -106,21 +112,24 @@ class NGram(_Lookup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference(_Lookup):
-  """LLMA: copies from documents of the row, such as retrieved passages.
+  """LLMA: a drafter that copies from documents given with the prompt.
 
-  The documents are `prefill(..., context={"reference": ...})`, `[B, T]` int32,
-  with -1 after each document, see `reference_texts`. Neither a match nor a copy
-  crosses a -1; the remaining draft is padding. `params["drafter"]` is not read.
+  The documents, such as retrieved passages, are passed as `prefill(...,
+  context={"reference": documents})`. This is an array `[B, T]` int32 with one
+  row of token ids for each of B prompts and -1 after each document, see
+  `reference_texts`. The drafter searches the documents for the last tokens of
+  the sequence and copies the tokens after the match. Neither a match nor a copy
+  continues into the next document; the draft is then shorter than gamma.
+  `params["drafter"]` is not read.
 
   Attributes:
-    gamma: number of copied tokens, at least 1.
-    max_ngram: maximal length of the searched suffix.
-    min_ngram: minimal length of the searched suffix; without a match nothing is
-      drafted.
+    gamma: maximum draft length, at least 1.
+    max_ngram: maximum length of a match.
+    min_ngram: minimum length of a match. Without a match, nothing is drafted.
     prefer: choice among equally long matches, "latest" or "first".
-    vocab_size: V; `bind` sets it.
-    own_text: True to search the row's own tokens too, as `NGram` does; the
-      longer match is used.
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
+    own_text: True to search the sequence itself as well, as `NGram` does; the
+      longer of the two matches is used.
   """
 
   prefer: str = "first"
@@ -128,13 +137,14 @@ class Reference(_Lookup):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Checks that the context has documents."""
+    """Raises `ValueError` if no documents were passed to `prefill`."""
     super().init(params, prompt, prefill_output)
     _references(prompt.context)
 
   def _copied(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    # Documents may have 16-bit ids, and the vocabulary size may exceed their
-    # range. So ids are converted before they are compared with it.
+    # The ids of documents may have a dtype of 16 bits, which cannot represent a
+    # large vocabulary size. So the ids are converted to int32 before they are
+    # compared with the vocabulary size.
     text = _references(state.context).astype(jnp.int32)
     text = jnp.where((text >= 0) & (text < self.vocab_size), text, -1)
     after = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
@@ -155,13 +165,17 @@ class Reference(_Lookup):
 
 def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
                     columns: int | None = None) -> np.ndarray:
-  """Returns `context["reference"]`, `[B, T]` int32, with -1 after a document.
+  """Returns the documents of B prompts as one array, for `Reference`.
+
+  The result is `[B, T]` int32, with -1 after each document and as padding. It
+  is passed as `prefill(..., context={"reference": result})`.
 
   Args:
-    rows: token ids of the documents of each of B prompts; a row may have none.
-    columns: number T of columns, equal for rows that `Decoder.insert` adds
-      later. Default: the least sufficient multiple of 128, so that calls of
-      similar lengths share a program.
+    rows: for each prompt, a list of documents, each a list of token ids. The
+      list may be empty.
+    columns: number T of columns. Rows that `Decoder.insert` adds to a batch
+      later need the same number. Default: the smallest sufficient multiple of
+      128, so that arrays of similar lengths share a compiled program.
 
   Raises:
     ValueError: `columns` is too small for the documents of a row.
@@ -182,12 +196,19 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
 
 
 def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
-  """Returns the length of the match that ends at each slot, `[B, T]` int32.
+  """Returns the length of the match that ends at each position of a text.
+
+  This is the number of tokens, up to and including the position, that equal the
+  last tokens of the row's sequence.
 
   Args:
-    text: `[B, T]` int32.
-    last: `[B, n]` int32, the row's last n tokens, the latest first. n is the
-      largest length of a match.
+    text: token ids that are searched, `[B, T]` int32: T tokens for each of B
+      rows.
+    last: last n tokens of each row's sequence, `[B, n]` int32, the latest
+      first.
+
+  Returns:
+    `[B, T]` int32, each at most n.
   """
   chex.assert_rank([text, last], 2)
   same, count = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -201,14 +222,16 @@ def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
 def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
                     min_ngram: int, prefer: str
                     ) -> tuple[jax.Array, jax.Array]:
-  """Returns the draft of `NGram` and the length of its match.
+  """Returns the tokens after an earlier occurrence of the last tokens.
+
+  This is the draft of `NGram` (prompt lookup).
 
   Args:
-    state: decoding state.
-    gamma: number of copied tokens.
-    max_ngram: maximal length of the searched suffix.
-    min_ngram: minimal length of the searched suffix.
-    prefer: choice among equally long matches.
+    state: decoding state of B rows; their own tokens are searched.
+    gamma: draft length.
+    max_ngram: maximum length of a match.
+    min_ngram: minimum length of a match.
+    prefer: choice among equally long matches, "latest" or "first".
 
   Returns:
     Tokens `[B, gamma]` int32, -1 in rows without a match, and the length `[B]`
@@ -225,7 +248,11 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
 
 
 def _last(state: DecodeState, count: jax.Array) -> jax.Array:
-  """Returns the last committed tokens `[B, count]`, the latest first."""
+  """Returns the last `count` committed tokens of B rows, the latest first.
+
+  The result is `[B, count]` int32. Entries before the first token of a row are
+  `NOWHERE`, an id that equals no token.
+  """
   at = state.lengths[:, None] - 1 - jnp.arange(count)
   tokens = jnp.take_along_axis(
       state.tokens, jnp.maximum(at, 0), axis=1)
@@ -234,20 +261,34 @@ def _last(state: DecodeState, count: jax.Array) -> jax.Array:
 
 def _best(count: jax.Array, usable: jax.Array, min_ngram: int, prefer: str
           ) -> tuple[jax.Array, jax.Array]:
-  """Returns the end `[B]` of the longest match, and its length; 0: none."""
+  """Returns the position at which the longest match of each row ends.
+
+  Args:
+    count: `[B, T]` int32, length of the match that ends at each position.
+    usable: `[B, T]` bool, False at positions that must not be chosen.
+    min_ngram: minimum length of a match.
+    prefer: choice among equally long matches, "latest" or "first".
+
+  Returns:
+    Position `[B]`, and length `[B]` of the match; 0 if there is no match.
+  """
   slots = count.shape[1]
   slot = jnp.arange(slots, dtype=jnp.int32)
   order = slot if prefer == "latest" else slots - 1 - slot
   count = jnp.where(usable & (count >= min_ngram), count, 0)
-  # Length and index of a match are packed into one integer, so one maximum
-  # returns both. On a CPU a maximum is much cheaper than an argmax.
+  # Length and position of a match are packed into one integer, so one maximum
+  # returns both. On a CPU a maximum is much faster than an argmax.
   best = jnp.max(count * slots + order, axis=1)
   place = best % slots
   return place if prefer == "latest" else slots - 1 - place, best // slots
 
 
 def _references(context: Any) -> jax.Array:
-  """Returns `context["reference"]`, or raises a `ValueError`."""
+  """Returns the documents in `context["reference"]`, `[B, T]` token ids.
+
+  Raises:
+    ValueError: the documents are missing, or have another shape or dtype.
+  """
   texts = (context.get("reference") if isinstance(context, Mapping) else None)
   if texts is None:
     raise ValueError(
@@ -264,11 +305,12 @@ def _references(context: Any) -> jax.Array:
 
 def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
                   verifier: Verifier = TOKEN) -> Strategy:
-  """Copies the tokens after an earlier occurrence of the row's last tokens.
+  """Returns the strategy of prompt lookup, also called n-gram speculation.
 
-  Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding), also
-  called n-gram speculation. The latest match is used and its tokens are
-  repeated, see `drafters.NGram`.
+  See Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding). The
+  draft copies the tokens that follow an earlier occurrence of the last tokens
+  of the sequence. The latest of the longest matches is used, see
+  `drafters.NGram`.
 
   >>> import jax
   >>> import specjax as sj
@@ -281,11 +323,12 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
   ([1, 2, 3, 0, 1], 2)
 
   Args:
-    gamma: number of copied tokens.
-    max_ngram: maximal length of the searched suffix.
-    min_ngram: minimal length of the searched suffix. With 1, few copied tokens
-      are accepted, and drafts rarely make decoding faster.
-    verifier: rule for chains; all rules treat deterministic chains equally.
+    gamma: draft length.
+    max_ngram: maximum length of a match.
+    min_ngram: minimum length of a match. With 1, few copied tokens are
+      accepted, and drafts rarely make decoding faster.
+    verifier: verification rule for chains. The choice has no effect on the
+      number of accepted tokens, because the drafts are deterministic.
   """
   return Strategy(NGram(
       gamma=gamma, max_ngram=max_ngram, min_ngram=min_ngram), verifier)
@@ -293,10 +336,12 @@ def prompt_lookup(gamma: int, max_ngram: int = 3, min_ngram: int = 2,
 
 def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
          verifier: Verifier = TOKEN) -> Strategy:
-  """Copies from documents of the prompt, such as retrieved passages.
+  """Returns the strategy LLMA, which copies from documents given with a prompt.
 
-  Yang et al. 2023 (arXiv:2304.04487). `prefill` and `generate` take the
-  documents as `context={"reference": reference_texts(...)}`.
+  See Yang et al. 2023 (arXiv:2304.04487). The documents, such as retrieved
+  passages, are passed to `prefill` or `generate` as `context={"reference":
+  reference_texts(...)}`. The draft copies the tokens that follow an occurrence
+  of the sequence's last tokens in a document.
 
   >>> from specjax.drafters import reference_texts
   >>> reference_texts([[[5, 6, 7], [5, 8]], []])[:, :7].tolist()
@@ -305,10 +350,11 @@ def llma(gamma: int, max_ngram: int = 3, own_text: bool = False,
   9
 
   Args:
-    gamma: number of copied tokens.
-    max_ngram: maximal length of the searched suffix.
-    own_text: True to search the row's own tokens too.
-    verifier: rule for chains; all rules treat deterministic chains equally.
+    gamma: maximum draft length.
+    max_ngram: maximum length of a match.
+    own_text: True to search the sequence itself as well as the documents.
+    verifier: verification rule for chains. The choice has no effect on the
+      number of accepted tokens, because the drafts are deterministic.
   """
   return Strategy(Reference(
       gamma=gamma, max_ngram=max_ngram, own_text=own_text), verifier)

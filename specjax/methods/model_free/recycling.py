@@ -1,14 +1,17 @@
 """Token recycling: drafts from the target's earlier predictions.
 
-Luo et al. 2024 (arXiv:2408.08696). Every row has a table M `[V, K]` with K
-likely successors of each token. A draft is a static tree of successors: below a
-node with token x, the child of rank r = 0..K-1 has token M[x, r].
+See Luo et al. 2024 (arXiv:2408.08696). Every sequence of a batch has a table
+M `[V, K]` with K likely successors of each of the V tokens of the vocabulary.
+The draft is a tree of fixed shape: child r = 0..K-1 of a node with token x has
+the token M[x, r].
 
-After every pass of the target, its K likeliest tokens at each node of the
-draft, accepted or not, become the successors of that node's token. A round
-needs one gather per level, one top-K of the target's logits and one scatter.
-Drafts are deterministic. A tree is exact with `verifiers.TargetWalk`, and a
-chain with each rule for chains.
+Every pass of the target computes logits at all nodes of the draft. The K most
+likely next tokens after a node replace the successors of the node's token in
+the table, even if the node was rejected. A round needs one gather per level of
+the tree, one top-K of the target's logits and one scatter.
+
+The draft distributions are one-hot. The output distribution is exact with
+`verifiers.TargetWalk` for trees, and with every verification rule for chains.
 """
 
 from collections.abc import Sequence
@@ -34,50 +37,56 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-# Share of rounds in which the target's next token was the root's successor of
-# rank 0, 1, ... It was measured with SmolLM2-135M-Instruct at temperature 0 and
-# a tree of 40 nodes, on 64 to 96 tokens after eight prompts of
-# data/copy_prompts.py. experiments/free_drafts_study.py uses these prompts too,
-# so its results for this tree are not on unseen prompts.
+# Entry r is the fraction of rounds in which the target's next token was child r
+# of the root. It was measured with SmolLM2-135M-Instruct at temperature 0 and a
+# tree of 40 nodes, on 64 to 96 tokens after eight prompts of
+# data/copy_prompts.py. experiments/free_drafts_study.py uses the same prompts,
+# so its results for the tree below are not results on unseen prompts.
 _ACCEPTANCE = (0.42, 0.15, 0.05, 0.05, 0.015, 0.015, 0.01, 0.01)
 _NODES, _DEPTH = 16, 6
 
 
 @functools.cache
 def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
-  """Returns the tree of N nodes with the most expected accepted tokens.
+  """Returns the default draft tree of token recycling, as parent indices.
 
-  `trees.sequoia_tree` computes it from measured acceptance, with at most 6
-  levels and at most 8 children of a node. The paper uses 80 nodes on a GPU.
-  Fewer nodes are better on devices where the cost of a pass grows with them.
+  Of all trees of this size with at most 6 levels and at most 8 children per
+  node, it has the largest expected number of accepted tokens. It is computed by
+  `trees.sequoia_tree` from measured acceptance rates. The paper uses a tree of
+  80 nodes on a GPU. Fewer nodes are better on devices where the time of a pass
+  grows with the number of nodes, such as CPUs.
 
   Args:
-    nodes: number of nodes N, the root included.
+    nodes: number of nodes, including the root.
   """
   return shapes.sequoia_tree(_ACCEPTANCE, nodes, min(_DEPTH, nodes - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recycling(_common.ModelFree):
-  """Drafts a tree of likely successors of each token.
+  """Token recycling: drafts a tree of likely successors of each token.
 
-  The drafter's state is the table of successors, `[B, V, K]` int32, where V is
-  the vocabulary size and K the largest number of children of a node. The id V
-  is an empty entry, which is padding in a draft. The default tree needs 0.8 MB
-  per row for V = 49,152. The initial table of each row is `params["drafter"]`,
-  `[V, K]` int32, such as the table `state.drafter[row]` of an earlier sequence.
-  Without parameters (None, (), or no entry) all entries are empty.
+  The drafter's state is a table of successors, `[B, V, K]` int32, for B rows
+  and V tokens. K is the largest number of children of a node. An entry with the
+  value V is empty, and is padding in a draft. With the default tree, a row's
+  table needs 0.8 MB for V = 49,152. The initial table of each row is
+  `params["drafter"]`, `[V, K]` int32, for example the table
+  `state.drafter[row]` of an earlier sequence. If `params["drafter"]` is None,
+  () or missing, the initial table is empty.
 
-  If several nodes of a round have the same token, the deepest of them on the
-  accepted path sets its successors. If none is on the path, the last node does.
+  After a pass, the target's most likely tokens after a node become the
+  successors of the node's token. If several nodes have the same token, the
+  deepest accepted one of them is used; if none is accepted, the last one.
 
   Attributes:
-    parents: draft tree, see `specjax.trees`; stored breadth-first.
-      `range(-1, K)` is a chain of K tokens. Default: `recycling_tree()`.
-    from_prompt: True to enter each prompt token's next token as a successor,
-      the latest first. The paper enters the target's likeliest tokens after
-      each prompt token, which the decoder does not compute.
-    vocab_size: V; `bind` sets it.
+    parents: parent index of each node of the draft tree, see `specjax.trees`;
+      stored in breadth-first order. `range(-1, K)` is a chain of K tokens.
+      Default: `recycling_tree()`.
+    from_prompt: True to initialise the table from the prompt: the token after
+      each prompt token becomes one of its successors, the latest first. The
+      paper uses the target's most likely tokens after each prompt token
+      instead. The decoder does not compute these.
+    vocab_size: vocabulary size V. If it is None, `bind` sets it.
   """
 
   parents: tuple[int, ...] | None = None
@@ -103,7 +112,7 @@ class Recycling(_common.ModelFree):
 
   @property
   def num_successors(self) -> int:
-    """K, the columns of the table."""
+    """Number K of successors of each token in the table."""
     return max(max(level.counts) for level in _trees.levels(self.parents))
 
   @property
@@ -115,17 +124,26 @@ class Recycling(_common.ModelFree):
     return self.chain  # siblings differ
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the target's vocabulary size.
+
+    Raises:
+      ValueError: a node has more children than the vocabulary has tokens, or
+        the drafter was made for another vocabulary size.
+    """
     _common.check_siblings(self.num_successors, target)
     return super().bind(target, transform)
 
   def follow(self) -> "Recycling":
-    """Returns the drafter unchanged, because any draft updates its table."""
+    """Returns the drafter unchanged.
+
+    It can be combined with other drafters, because `commit` updates the table
+    from any draft.
+    """
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
-    """Returns the table of each row, `[B, V, K]`."""
+    """Returns the initial table of successors of each row, `[B, V, K]`."""
     del prefill_output
     shape = (self.vocab_size, self.num_successors)
     known = params.get("drafter")
@@ -134,8 +152,9 @@ class Recycling(_common.ModelFree):
     _check_table(known, shape)
     batch = prompt.tokens.shape[0]
     known = jnp.asarray(known, jnp.int32)
-    # A negative id would select a row from the table's end. So ids outside of
-    # the vocabulary become empty entries.
+    # JAX counts a negative index from the end of an array, so a negative id
+    # would read another token's successors. Ids outside of the vocabulary are
+    # replaced by V, the value of an empty entry.
     known = jnp.where((known >= 0) & (known < self.vocab_size), known,
                       self.vocab_size)
     table = jnp.tile(known, (batch, 1, 1))
@@ -143,7 +162,7 @@ class Recycling(_common.ModelFree):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, jax.Array]:
-    """Drafts the tree per row."""
+    """Returns a draft tree per row, and the unchanged table."""
     del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
     tokens = rounds.roots(state)[:, None]
@@ -159,14 +178,15 @@ class Recycling(_common.ModelFree):
   def commit(self, params: Params, drafter: jax.Array, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> jax.Array:
-    """Enters the target's likeliest tokens at all nodes of the round.
+    """Returns the table, updated with the target's most likely tokens.
 
-    Rows without committed tokens, such as finished rows, keep their table.
+    The successors of every token in the draft are replaced. The tables of rows
+    for which no token was committed, such as finished rows, do not change.
     """
     del params
     _, likeliest = jax.lax.top_k(target_output.logits, self.num_successors)
-    # The draft may have another shape than this drafter's: only the root, or
-    # the draft of a merge.
+    # The shape is taken from the draft, because it may come from a round
+    # without drafts (only the root) or from a combination of drafters.
     nodes = draft.tokens.shape[1]
     node = jnp.arange(nodes)
     drafted = jnp.take_along_axis(
@@ -175,8 +195,9 @@ class Recycling(_common.ModelFree):
     accepted = (verdict.path[:, None] == node[:, None]).any(-1)
     order = node + nodes * accepted
     same = draft.tokens[:, :, None] == draft.tokens[:, None]
-    # If several nodes have the same token, the order in which a scatter writes
-    # them is undefined. So only the last of them in `order` writes.
+    # If several nodes have the same token, the scatter below would write the
+    # same table row several times, in undefined order. So only the node with
+    # the highest `order` writes: the deepest accepted node, or the last node.
     later = same & real[:, None] & (order[:, None] > order[:, :, None])
     place = jnp.where(real & ~later.any(-1), draft.tokens, self.vocab_size)
     row = jnp.arange(count.shape[0])[:, None]
@@ -194,15 +215,19 @@ def _check_table(table: jax.Array, shape: tuple[int, int]) -> None:
 
 
 def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
-  """Enters each prompt's pairs of tokens, the latest successors first."""
+  """Returns the table with the successors that occur in each prompt.
+
+  The latest successor of a token becomes the first in the table.
+  """
   size, successors = table.shape[1:]
   row, rank = jnp.arange(table.shape[0]), jnp.arange(successors)
 
   def enter(table, at):
     token, after = prompt.tokens[:, at], prompt.tokens[:, at + 1, None]
     old = table[row, token]
-    # The new successor becomes the first. It is removed from its old rank, or
-    # the last successor is dropped.
+    # The new successor becomes the first, and the others move back by one rank.
+    # If it was in the list already, it is removed from its old rank. Otherwise
+    # the last successor is removed.
     was = jnp.min(jnp.where(old == after, rank, successors - 1), axis=1)
     moved = jnp.roll(old, 1, axis=1).at[:, 0].set(after[:, 0])
     new = jnp.where(rank <= was[:, None], moved, old)
@@ -214,9 +239,10 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
 
 
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
-  """Drafts a tree of tokens that the target predicted earlier.
+  """Returns the strategy of token recycling (Luo et al. 2024).
 
-  Luo et al. 2024 (arXiv:2408.08696), without parameters.
+  It drafts a tree of tokens that the target predicted earlier
+  (arXiv:2408.08696), and needs no parameters.
 
   >>> from specjax import trees
   >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes
@@ -225,7 +251,8 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   TargetWalk()
 
   Args:
-    parents: draft tree of N nodes; default: `drafters.recycling_tree()`.
+    parents: parent index of each node of the draft tree; default:
+      `drafters.recycling_tree()`.
   """
   parents = None if parents is None else tuple(parents)
   return Strategy(

@@ -1,12 +1,13 @@
-"""REST: continuations of the last tokens, retrieved from a corpus.
+"""REST: drafts the continuations of the last tokens that occur in a corpus.
 
-REST, He et al. 2023 (arXiv:2311.08252). The last m tokens of the row are
-searched in a datastore (`data.datastores`), for m from `max_match` down to
-`min_match`, until there is a match. The most frequent continuations are
-drafted, as a tree (as published) or as a chain.
+See He et al. 2023 (arXiv:2311.08252). The last m tokens of the sequence are
+searched in a datastore, a corpus with a suffix array (`data.datastores`), for m
+from `max_match` down to `min_match`, until there is a match. The draft consists
+of the most frequent continuations of the matches, as a tree (as in the paper)
+or as a chain.
 
-A match or a draft never crosses from one document of the datastore into the
-next. In the published code it can.
+Matches and drafts end at the end of a document of the corpus. In the published
+code they can continue into the next document.
 """
 
 import dataclasses
@@ -32,34 +33,39 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval(_continuations.CountDrafter):
-  """Drafts from counts of continuations in a datastore.
+  """REST: drafts from counts of continuations in a datastore.
 
-  `params["drafter"]` is a `data.datastores.Datastore` on the device. A round
-  needs two binary searches for each match length and compares up to
-  `max_matches` continuations with each other. Its cost grows with the logarithm
-  of the corpus' size.
+  `params["drafter"]` is a `data.datastores.Datastore` on the device. A draft
+  needs two binary searches for each match length, and compares up to
+  `max_matches` continuations with each other. Its time grows with the logarithm
+  of the corpus size.
 
-  With `nodes`, the draft is a tree of the most frequent prefixes, for
-  `verifiers.TargetWalk`. Otherwise it is a chain. "deterministic" takes the
-  most frequent next token; "sampled" samples from the counts at the row's
-  temperature, for block verification. With `parents` it is a tree of samples,
-  for traversal verification.
+  There are four forms of drafts:
+
+  * a tree of the most frequent continuations (`nodes`), for
+    `verifiers.TargetWalk`;
+  * a chain of the most frequent tokens (`proposal="deterministic"`);
+  * a chain sampled from the counts at the row's temperature
+    (`proposal="sampled"`), for block verification;
+  * a tree sampled from the counts (`parents`), for traversal verification.
 
   The position where a chain ends depends only on the tokens before it, so
-  drafts are `conditional` (`interfaces.CAPABILITIES`).
+  drafts have the capability "conditional" (`interfaces.CAPABILITIES`).
 
   Attributes:
-    gamma: maximal length of a path, at least 1.
+    gamma: maximum draft length (depth of a tree), at least 1.
     proposal: "deterministic" or "sampled".
-    parents: sampled tree, at most gamma deep, see `specjax.trees`.
-    nodes: number of nodes N of a deterministic tree, the root included, at
-      least 2; None: a chain, or the sampled tree `parents`.
-    min_match: minimal length of a match, at least 1.
-    max_match: maximal length of a match, at most the datastore's depth.
-    max_matches: largest number K of counted matches. If there are more, K
-      evenly spaced ones are counted.
-    transform: transform of the log counts; None: the decoder's.
-    vocab_size: V; `bind` sets it.
+    parents: parent index of each node of a sampled tree with at most gamma
+      levels, see `specjax.trees`; None: a chain.
+    nodes: number of nodes of a deterministic tree, including the root, at least
+      2; None: one of the other forms.
+    min_match: minimum length of a match, at least 1.
+    max_match: maximum length of a match, at most the datastore's depth.
+    max_matches: maximum number K of counted matches. If there are more, K
+      evenly spaced ones in the datastore's sorted order are counted.
+    transform: transform from log counts to draft probabilities; None: the
+      target's transform.
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
 
   nodes: int | None = None
@@ -94,7 +100,8 @@ class Retrieval(_continuations.CountDrafter):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Checks the datastore."""
+    """Raises `ValueError` if `params["drafter"]` is not a suitable datastore.
+    """
     del prompt, prefill_output
     store = params.get("drafter")
     self._check(store)
@@ -106,7 +113,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts a chain or tree per row, padding in rows without a match."""
+    """Returns a draft per row; it is padding if there is no match."""
     following, alive = self._matches(params["drafter"], state)
     batch = alive.shape[0]
     if self.nodes is not None:
@@ -123,7 +130,12 @@ class Retrieval(_continuations.CountDrafter):
 
   def _matches(self, store: Datastore, state: DecodeState
                ) -> tuple[jax.Array, jax.Array]:
-    """Returns continuations `[B, K, S]` of the longest match, and a mask."""
+    """Finds the longest last tokens of each row that occur in the datastore.
+
+    Returns:
+      The S tokens after each of K matches, `[B, K, S]` int32, and a mask
+      `[B, K]` bool, False for entries that are not a match.
+    """
     sizes = np.arange(self.min_match, self.max_match + 1, dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
@@ -135,7 +147,13 @@ class Retrieval(_continuations.CountDrafter):
 
   def _tree(self, state: DecodeState, following: jax.Array, alive: jax.Array
             ) -> Draft:
-    """Returns the most frequent prefixes of every row."""
+    """Returns a deterministic tree per row: the most frequent continuations.
+
+    Args:
+      state: decoding state of B rows.
+      following: the S tokens after each of K matches, `[B, K, S]` int32.
+      alive: `[B, K]` bool, False for entries that are not a match.
+    """
     def one(root, following, alive):
       tokens, parents, real = _continuations.frequent_paths(
           following, alive, self.nodes)
@@ -146,19 +164,20 @@ class Retrieval(_continuations.CountDrafter):
 
 
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
-  """Drafts the frequent continuations of the last tokens in a corpus.
+  """Returns the strategy REST, retrieval from a corpus (He et al. 2023).
 
-  REST, He et al. 2023 (arXiv:2311.08252). `params["drafter"]` is a datastore,
-  see `experiments/build_datastore.py`. At most 64 matches are counted; the
+  It drafts a tree of the most frequent continuations of the last tokens
+  (arXiv:2311.08252). `params["drafter"]` is a datastore, see
+  `experiments/build_datastore.py`. At most 64 matches are counted; the
   published code counts up to 5000.
 
   >>> rest().drafter.num_nodes, rest().verifier
   (64, TargetWalk())
 
   Args:
-    nodes: number of nodes N, the root included.
-    gamma: maximal length of a path.
-    max_match: maximal length of a match, at most the datastore's depth.
+    nodes: number of nodes of the draft tree, including the root.
+    gamma: maximum depth of the tree.
+    max_match: maximum length of a match, at most the datastore's depth.
   """
   return Strategy(
       Retrieval(nodes=nodes, gamma=gamma, max_match=max_match),

@@ -1,27 +1,32 @@
-"""SuffixDecoding: frequent continuations of the longest matches.
+"""SuffixDecoding: drafts frequent continuations of earlier occurrences.
 
-Oliaro et al. 2024 (arXiv:2411.04975), with the scoring of its published code
-(ArcticInference), chain mode. For every match length m a draft is a walk down
-the suffix tree of a sequence from the row's last m tokens:
+See Oliaro et al. 2024 (arXiv:2411.04975); this is its chain mode, with the
+scores of the published code (ArcticInference). A suffix tree counts how often
+each token follows each sequence of tokens. For every match length m, a
+candidate draft begins at the tree node of the last m tokens of the sequence and
+moves down the tree:
 
   tokens       at most min(gamma, m * max_spec_factor + max_spec_offset), and
                match and draft together at most `max_depth`
   next token   the most frequent child; its probability is count(child) /
                count(node), times the probability of the token before it
-  end          before a probability below `min_token_prob`
-  score        the sum of the probabilities
+  end          before the first token whose probability is below
+               `min_token_prob`
+  score        the sum of the probabilities of the tokens
 
-The draft with the highest score is proposed, and among equal scores the draft
-with the longest match. There are two sources: the row's own tokens, and a
-datastore that all rows share. The draft from the row's own tokens is used if
-its score is at least the other draft's. The datastore does not change. (The
-published server adds outputs of earlier requests to its tree. Here the
-datastore must be built again with them.) As in the published tree, the end of
-the row is counted as an occurrence of its last tokens. So after a single
-earlier match the next token has probability 1/2.
+The candidate with the highest score is proposed; if several have it, the one
+with the longest match. Candidates come from two sources: the sequence itself,
+and a datastore that all sequences share. If the best candidates of both sources
+have equal scores, the one from the sequence itself is used.
 
-The published code stores trees on the host. Here a set of matches is a mask
-over K matches on the device, see `_continuations`.
+The datastore does not change during decoding. (The published server adds the
+outputs of earlier requests to its tree. Here a new datastore must be built to
+include them.) As in the published tree, the end of the sequence is counted as
+an occurrence of its last tokens, although no token follows it. So after a
+single earlier match, the next token has probability 1/2.
+
+The published code stores trees on the host. Here no tree is stored; the counts
+are computed from K matches on the device, see `_continuations`.
 """
 
 from collections.abc import Mapping
@@ -51,17 +56,16 @@ from specjax.utils import fields
 
 
 class _Found(NamedTuple):
-  """Best draft of every row from one source.
+  """Best draft of each of B rows from one source: the row, or a datastore.
 
   Attributes:
-    score: `[B]` float32.
-    tokens: `[B, S]` int32, the most frequent path.
+    score: `[B]` float32, sum of the probabilities of the draft's tokens.
+    tokens: `[B, S]` int32, the most frequent continuation.
     real: `[B, S]` bool, False for padding.
-    following: `[B, K, S]` int32, tokens after the draft's matches; see
-      `_continuations.walk` for this and the next three attributes.
-    alive: `[B, K]` bool.
-    ended: `[B]` float32.
-    steps: `[B]` int32.
+    following: `[B, K, S]` int32, the S tokens after each of K matches.
+    alive: `[B, K]` bool, True for the matches that the draft counts.
+    ended: `[B]` float32, 1 if the end of the row is counted as a match, else 0.
+    steps: `[B]` int32, maximum length of the draft.
   """
 
   score: jax.Array
@@ -75,40 +79,47 @@ class _Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suffix(_continuations.CountDrafter):
-  """Drafts from counts of the row's own suffixes and of a datastore's.
+  """SuffixDecoding: drafts from counts in the sequence itself and a datastore.
 
   `params["drafter"]` may be a `data.datastores.Datastore`. If it is None, () or
-  missing, the row's own tokens are the only source.
+  missing, drafts come only from the sequence itself.
 
-  "deterministic" proposes the most frequent path, as published. "sampled"
-  samples each token with probability count(child) / (the counts of all
-  children), at the row's temperature, for block verification. With `parents` it
-  samples a tree of distinct siblings for traversal verification. Its paths end
-  where no match continues, and ignore `min_token_prob`. At temperature 0,
-  deterministic and sampled chains are equal unless the transform bans the most
-  frequent child.
+  There are three forms of drafts:
 
-  A sampled path ends before the probability of the *most frequent* children
-  along it falls below `min_token_prob`, whichever child is drawn. So its end
-  does not depend on the last token, and drafts are `conditional`.
+  * `proposal="deterministic"`: the most frequent continuation, as published;
+  * `proposal="sampled"`: a chain whose tokens are sampled in proportion to the
+    counts of the children, at the row's temperature, for block verification;
+  * `proposal="sampled"` with `parents`: a sampled tree with distinct siblings,
+    for traversal verification. A path ends where no match continues, and
+    `min_token_prob` is not used.
 
-  The counts are exact if a match has at most `max_matches` occurrences.
-  Otherwise, in the row's own tokens the longest and then the latest matches are
-  counted, and in the datastore evenly spaced ones. This order also decides ties
-  in a chain (the published code leaves it open), and ids decide ties in a tree.
-  The longest match in a datastore is its `depth`.
+  A sampled chain ends where the probability of the most frequent children along
+  it falls below `min_token_prob`, no matter which children were sampled. So the
+  end does not depend on the last token, and drafts have the capability
+  "conditional" (`interfaces.CAPABILITIES`). At temperature 0, deterministic and
+  sampled chains are equal, unless the transform bans the most frequent child.
+
+  The counts are exact if there are at most `max_matches` matches. Otherwise
+  only some are counted: in the sequence itself the longest and then the latest
+  ones, in the datastore evenly spaced ones. If children have equal counts, a
+  chain takes the child of the first match in this order (the published code
+  specifies no order), and a tree the child with the lowest id. Matches in a
+  datastore have at most the length `Datastore.depth`.
 
   Attributes:
-    gamma: maximal draft length, at least 1.
+    gamma: maximum draft length, at least 1.
     proposal: "deterministic" or "sampled".
-    parents: sampled tree, at most gamma deep, see `specjax.trees`.
-    max_matches: largest number K of counted matches.
-    max_spec_factor: largest number of drafted tokens per token of a match.
-    max_spec_offset: number of tokens that is added to this limit.
-    min_token_prob: minimal estimated probability of a token, in [0, 1].
-    max_depth: maximal length of match and draft together, at least 2.
-    transform: transform of the log counts; None: the decoder's.
-    vocab_size: V; `bind` sets it.
+    parents: parent index of each node of a sampled tree with at most gamma
+      levels, see `specjax.trees`; None: a chain.
+    max_matches: maximum number K of counted matches.
+    max_spec_factor: factor a of the limit on the draft length: after a match of
+      m tokens, at most a * m + b tokens are drafted.
+    max_spec_offset: offset b of this limit.
+    min_token_prob: minimum estimated probability of a drafted token, in [0, 1].
+    max_depth: maximum length of match and draft together, at least 2.
+    transform: transform from log counts to draft probabilities; None: the
+      target's transform.
+    vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
 
   max_spec_factor: float = 1.0
@@ -133,7 +144,10 @@ class Suffix(_continuations.CountDrafter):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> None:
-    """Checks the datastore, if there is one."""
+    """Raises `ValueError` if the datastore does not fit the target.
+
+    Without a datastore in `params["drafter"]`, nothing is checked.
+    """
     del prompt, prefill_output
     store = _store(params)
     if store is not None:
@@ -141,7 +155,7 @@ class Suffix(_continuations.CountDrafter):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, None]:
-    """Drafts a chain or tree per row, padding in rows without a match."""
+    """Returns a draft per row; it is padding if there is no match."""
     found, store = self._own(state), _store(params)
     if store is not None:
       other = self._stored(store, state)
@@ -154,23 +168,24 @@ class Suffix(_continuations.CountDrafter):
                        found.ended, found.steps, self.min_token_prob), None
 
   def _steps(self, sizes: np.ndarray) -> np.ndarray:
-    """Returns `[M]` int32, the maximal draft length for each match length."""
+    """Returns `[M]` int32, the maximum draft length after M match lengths."""
     wanted = np.trunc(
         sizes * self.max_spec_factor + self.max_spec_offset + 1e-6)
     return np.clip(np.minimum(wanted, self.max_depth - sizes), 0,
                    self.gamma).astype(np.int32)
 
   def _own(self, state: DecodeState) -> _Found:
-    """Returns the best draft from the row's own tokens."""
+    """Returns the best draft of each row from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
-    # The search takes as many steps as the row with the longest match needs. A
-    # length of 0 excludes finished rows.
+    # The search takes as many steps as the row with the longest match needs.
+    # Finished rows get length 0, so that they do not increase the steps.
     lengths = jnp.where(state.done, 0, state.lengths)
     following, agreeing = matches_lib.own_matches(
         state.tokens, lengths, self.max_depth - 1, self.max_matches,
         self.gamma)
     alive = agreeing[:, None] >= sizes[:, None]
-    # The end of the row is counted as an occurrence of its last tokens.
+    # As in the published code, the end of the row is counted as a match of its
+    # last tokens, although no token follows it.
     ended = jnp.ones(sizes.shape, jnp.float32)
     walk = lambda *matches: _continuations.walk(
         *matches, ended, self._steps(sizes), self.min_token_prob)
@@ -178,12 +193,12 @@ class Suffix(_continuations.CountDrafter):
     return self._best(sizes, tokens, probs, following, alive, 1.0)
 
   def _stored(self, store: Datastore, state: DecodeState) -> _Found:
-    """Returns the best draft from a datastore."""
+    """Returns the best draft of each row from a datastore."""
     sizes = np.arange(1, min(store.depth, self.max_depth - 1) + 1,
                       dtype=np.int32)
     first, found = matches_lib.find(
         store, state.tokens, state.lengths, sizes)
-    # As in the published algorithm, a match must be shorter than the row.
+    # As in the published code, a match must be shorter than the row's sequence.
     found = jnp.where(state.lengths[:, None] > sizes, found, 0)
     following, alive = matches_lib.spread(
         store, first, found, jnp.asarray(sizes), self.max_matches, self.gamma)
@@ -200,7 +215,17 @@ class Suffix(_continuations.CountDrafter):
 
   def _best(self, sizes: np.ndarray, tokens: jax.Array, probs: jax.Array,
             following: jax.Array, alive: jax.Array, ended: float) -> _Found:
-    """Returns the best draft over all match lengths."""
+    """Returns the best of the drafts that follow M match lengths.
+
+    Args:
+      sizes: match lengths `[M]`.
+      tokens: drafts `[B, M, S]` int32, for B rows.
+      probs: probabilities `[B, M, S]` of the tokens.
+      following: tokens after the K matches, `[B, K, S]` if all match lengths
+        have the same matches, else `[B, M, K, S]`.
+      alive: `[B, M, K]` bool, True for the matches of each length.
+      ended: 1 if the end of the row was counted as a match, else 0.
+    """
     index, score = _continuations.best_set(probs)
     take = lambda x: jax.vmap(lambda row, i: row[i])(x, index)
     return _Found(
@@ -211,7 +236,7 @@ class Suffix(_continuations.CountDrafter):
 
 
 def _store(params: Mapping[str, chex.ArrayTree]) -> Datastore | None:
-  """Returns the datastore in a decoder's parameters, or None."""
+  """Returns the datastore `params["drafter"]`, or None if there is none."""
   store = params.get("drafter")
   return None if isinstance(store, tuple) and not store else store
 
@@ -219,12 +244,13 @@ def _store(params: Mapping[str, chex.ArrayTree]) -> Datastore | None:
 def suffix_decoding(gamma: int, proposal: str = "deterministic",
                     verifier: Verifier | None = None,
                     parents: Sequence[int] | None = None) -> Strategy:
-  """Drafts frequent continuations of the last tokens.
+  """Returns the strategy SuffixDecoding (Oliaro et al. 2024).
 
-  SuffixDecoding, Oliaro et al. 2024 (arXiv:2411.04975). Sampling from the
-  counts is not in the paper. For deterministic chains, all rules accept the
-  same number of tokens. For sampled chains block verification accepts most, for
-  sampled trees traversal verification.
+  It drafts frequent continuations of the last tokens (arXiv:2411.04975). In the
+  paper, drafts are deterministic; sampling from the counts is an extension. For
+  deterministic chains, all verification rules accept the same number of tokens.
+  For sampled chains, block verification accepts most tokens; for sampled trees,
+  traversal verification.
 
   >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
   0
@@ -232,10 +258,10 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
   16
 
   Args:
-    gamma: maximal draft length.
+    gamma: maximum draft length.
     proposal: "deterministic" or "sampled".
     verifier: verification rule; default: block for chains, traversal for trees.
-    parents: sampled tree, with "sampled"; None: a chain.
+    parents: parent index of each node of a sampled tree; None: a chain.
   """
   if verifier is None:
     verifier = BLOCK if parents is None else TRAVERSAL

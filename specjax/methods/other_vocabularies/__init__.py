@@ -1,4 +1,4 @@
-"""Drafting with a model whose vocabulary is not the target's."""
+"""Drafting with a draft model that has another vocabulary than the target."""
 
 from specjax.methods.other_vocabularies import string_match
 from specjax.methods.other_vocabularies import token_intersection

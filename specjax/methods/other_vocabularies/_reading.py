@@ -1,17 +1,22 @@
-"""Copy of the committed tokens in the drafter's vocabulary (`Reading`).
+"""Committed sequence in the vocabulary of a draft model (`Reading`).
 
-Drafters whose model has another vocabulary than the target use it. A round
-calls
+If the draft model has another vocabulary than the target, the committed tokens
+are translated to draft tokens, and the draft model's cache contains the draft
+tokens. A `Reading` stores both for every row of the batch. A round calls these
+functions:
 
-  amended   replaces the end of the copy by the newly committed tokens
-  caught_up reads the tokens that are not in the model's cache, a few per pass
-  drafted   stores the drafted tokens, and the number of them that was read
+  amended     replaces the last draft tokens by those of the newly committed
+              target tokens
+  caught_up   runs the draft model on the tokens that are not in its cache, a
+              few per pass
+  drafted     stores the drafted tokens, and how many of them are in the cache
 
-The next `amended` keeps the cache of all tokens before the first that changed.
-So the drafter's tokens of an accepted string may differ from the drafted ones.
+The translation of an accepted string may differ from the draft tokens that
+generated it. So `amended` compares old and new tokens, and keeps the part of
+the cache before the first difference.
 
-Rows have room for a fixed number of tokens. A row that exceeds it is *lost*: it
-has no drafts any more, even if slots are added later.
+Every row has space for a fixed number of draft tokens. A row that needs more is
+*lost*: nothing is drafted for it any more, even if slots are added later.
 """
 
 from typing import Any
@@ -30,21 +35,24 @@ from specjax.interfaces import Model
 from specjax.trees import topology
 from specjax.types import Prompt
 
-_PASS = 2  # unread tokens that a pass reads; one pass is usually enough
-_LOST = 2**30  # length of a lost row, larger than any room
+_PASS = 2  # tokens per row in a catch-up pass; one pass is usually enough
+_LOST = 2**30  # length that marks a lost row; larger than any number of tokens
 
 
 @struct.dataclass
 class Reading:
-  """State of the drafter's model; the first axis of every leaf is the batch B.
+  """Committed sequences in the draft model's vocabulary, and its cache.
+
+  The first axis of every leaf is the batch, B rows.
 
   Attributes:
-    tokens: `[B, C]` int32, committed tokens, then the last draft.
-    lengths: `[B]` int32, number of committed tokens; 2**30 in a lost row.
-    fed: `[B]` int32, number of tokens in the cache.
-    seen: `[B]` int32, number of the target's committed tokens that `tokens`
-      covers.
-    cache: cache of the model.
+    tokens: `[B, C]` int32, the committed sequence in draft tokens, then the
+      last draft.
+    lengths: `[B]` int32, number of draft tokens without the last draft; 2**30
+      if the row is lost, because it needs more space than it has.
+    fed: `[B]` int32, number of draft tokens in the cache.
+    seen: `[B]` int32, number of committed target tokens that are translated.
+    cache: cache of the draft model.
   """
 
   tokens: jax.Array
@@ -55,16 +63,18 @@ class Reading:
 
   def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
               seen: jax.Array, room: int) -> "Reading":
-    """Returns the reading with new tokens at its end.
+    """Returns the state with new draft tokens from a position on.
+
+    Cached tokens after the first difference are removed from the cache.
 
     Args:
-      start: `[B]` int32, place of the first new token, at most `lengths`.
-        Tokens from this place on are replaced.
-      ids: `[B, K]` int32, new tokens.
+      start: `[B]` int32, position of the first new token, at most `lengths`.
+        Later tokens are replaced.
+      ids: `[B, K]` int32, new draft tokens, at most K per row.
       count: `[B]` int32, number of new tokens.
-      seen: `[B]` int32, number of the target's committed tokens that the result
-        covers.
-      room: maximal number of tokens; a longer row is lost.
+      seen: `[B]` int32, number of committed target tokens that the result
+        translates.
+      room: maximum number of draft tokens of a row; a longer row is lost.
     """
     order = jnp.arange(ids.shape[1], dtype=jnp.int32)
     slots = start[:, None] + order
@@ -82,22 +92,27 @@ class Reading:
 
   def drafted(self, length: jax.Array, ids: jax.Array, cache: Cache
               ) -> "Reading":
-    """Returns the reading with the drafted tokens appended.
+    """Returns the state with the tokens of a new draft after the sequence.
 
     Args:
-      length: `[B]` int32, result of `caught_up`.
-      ids: `[B, gamma]` int32; all except the last were read.
-      cache: cache of the model.
+      length: `[B]` int32, number of committed draft tokens, from `caught_up`.
+      ids: `[B, gamma]` int32, drafted tokens.
+      cache: cache of the draft model with all of these tokens except the last
+        drafted one.
     """
     return self.replace(tokens=dense.put_rows(self.tokens, ids, length),
                         fed=length + ids.shape[1] - 1, cache=cache)
 
 
 class Reader(Drafter):
-  """Base of drafters with a `Reading`.
+  """Base class of drafters whose draft model has another vocabulary.
 
-  Its fields are a `model`, a `gamma` and an `expansion`, see
-  `TokenIntersection`.
+  Their state is a `Reading`.
+
+  Attributes:
+    model: draft model over its own vocabulary.
+    gamma: draft length.
+    expansion: maximum number of draft tokens per slot for a target token.
   """
 
   model: Model
@@ -105,32 +120,38 @@ class Reader(Drafter):
   expansion: int
 
   def _room(self, capacity: int) -> int:
-    """Returns the maximal number of draft tokens of a row."""
+    """Returns the maximum number of draft tokens of a row.
+
+    Args:
+      capacity: number of slots of a row for target tokens.
+    """
     return min(self.expansion * capacity, self.model.context_length)
 
   def _columns(self, prompt: Prompt) -> int:
-    """Returns the number of columns for the tokens of prompts, see `begun`."""
+    """Returns the number of columns for prompts in draft tokens."""
     return padded_length(min(self.expansion * prompt.tokens.shape[1],
                              self._room(prompt.capacity)))
 
 
 def slots_needed(room: int, gamma: int) -> int:
-  """Returns the capacity for `room` tokens and drafts of gamma."""
+  """Returns the cache capacity for `room` tokens and a draft of gamma tokens.
+  """
   return room + gamma + _PASS
 
 
 def begun(model: Model, params: chex.ArrayTree, ids: jax.Array,
           count: jax.Array, seen: jax.Array, room: int, gamma: int) -> Reading:
-  """Returns the reading of prompts.
+  """Returns the state after the draft model has read the prompts.
 
   Args:
     model: draft model.
     params: parameters of the model.
-    ids: `[B, W]` int32, `prefill.padded_length` columns.
-    count: `[B]` int32, number of tokens of each row. A row with more than W or
-      `room` tokens is lost.
+    ids: `[B, W]` int32, prompts of B rows in draft tokens, padded to W columns
+      (`prefill.padded_length`).
+    count: `[B]` int32, number of draft tokens of each prompt. A row with more
+      than W or `room` tokens is lost: nothing is drafted for it.
     seen: `[B]` int32, number of target tokens of each prompt.
-    room: maximal number of tokens.
+    room: maximum number of draft tokens of a row.
     gamma: draft length.
   """
   columns = ids.shape[1]
@@ -145,20 +166,24 @@ def begun(model: Model, params: chex.ArrayTree, ids: jax.Array,
 
 def caught_up(model: Model, params: chex.ArrayTree, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-  """Reads all unread tokens, and the last token again if all were read.
+  """Runs the draft model on the tokens that are not in its cache.
 
-  The row with the most unread tokens decides the number of passes. In the last
-  passes other rows read their last tokens again, which changes nothing.
+  If all tokens of a row are cached, the model reads the last one again, because
+  its logits are needed. The number of passes is that of the row with the most
+  missing tokens. In the last passes, the model reads the last tokens of other
+  rows again, which does not change their cache.
 
   Args:
     model: draft model.
     params: parameters of the model.
-    reading: state of the drafter's model.
-    wanted: `[B]` bool, rows that draft; other rows are treated as empty.
+    reading: committed sequences in draft tokens, and the cache.
+    wanted: `[B]` bool, True for rows in which tokens will be drafted; other
+      rows are treated as empty.
 
   Returns:
-    Number of tokens `[B]`, 0 for rows that do not draft; logits `[B, D]` of the
-    next token over the drafter's D tokens; and the cache of all these tokens.
+    Number of draft tokens `[B]`, 0 in rows that are not wanted; logits `[B, D]`
+    of the next token over the D tokens of the draft model's vocabulary; and the
+    cache with all tokens.
   """
   batch = reading.lengths.shape[0]
   length = jnp.where(wanted, reading.lengths, 0)

@@ -1,7 +1,8 @@
 """Translation of distributions and tokens between two vocabularies.
 
-See `token_intersection` for the formulas and `data.VocabularyMap` for the
-tables.
+One vocabulary is the draft model's, the other is the target's. Two tokens are
+equal if they have the same bytes. `token_intersection` has the formulas, and
+`data.VocabularyMap` has the tables.
 """
 
 import dataclasses
@@ -15,18 +16,20 @@ from specjax.sampling import LogitsTransform
 
 
 def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
-  """Returns the probabilities of target tokens, from those of draft tokens.
+  """Translates probabilities of draft tokens to probabilities of target tokens.
 
-  A target token's probability is the sum over all draft tokens with its bytes:
-  one twin, and rarely doubles. The twins are gathered and only the doubles are
-  scattered, because a scatter of all D entries is slow.
+  A target token gets the sum of the probabilities of all draft tokens with the
+  same bytes. One of these draft tokens is called its twin. There are rarely
+  others, which are called doubles. The twins are gathered and only the doubles
+  are scattered, because a scatter of all D entries is slow.
 
   Args:
-    q: probabilities `[..., D]` of the draft model's tokens.
+    q: probabilities `[..., D]` of the D tokens of the draft model.
     vocabulary: map between the vocabularies.
 
   Returns:
-    Probabilities `[..., V]` of the target's tokens.
+    Probabilities `[..., V]` of the V tokens of the target. Their sum is less
+    than 1 if the target lacks tokens of the draft model.
   """
   doubles = vocabulary.doubles
   moved = q.at[..., vocabulary.twins].get(mode="fill", fill_value=0)
@@ -36,24 +39,26 @@ def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
 def common_law(logits: jax.Array, vocabulary: VocabularyMap,
                transform: LogitsTransform, temperature: jax.Array | float
                ) -> jax.Array:
-  """Returns the distribution over target tokens that drafts are sampled from.
+  """Returns the draft distribution over the target's tokens.
 
-  The draft model's distribution is restricted to the tokens that both
-  vocabularies contain, then cut by top-k, top-p and min-p. In the other order,
-  the cut could leave no common token to draft. Both orders are exact.
+  The draft model's distribution is first restricted to the tokens that both
+  vocabularies contain (common tokens), and then truncated by top-k, top-p and
+  min-p. In the other order, the truncation could remove all common tokens. Both
+  orders are lossless.
 
-  If no common token has a probability above 0, all common tokens of the model
-  get equal probabilities. A row of zeros would end the draft, and greedy block
-  verification is not exact for drafts of different lengths.
+  If all common tokens have probability 0, each gets the same probability. (An
+  all-zero distribution would shorten the draft, and greedy block verification
+  is not exact for drafts of different lengths.)
 
   Args:
-    logits: logits `[..., D]` of the draft model.
+    logits: logits `[..., D]` of the D tokens of the draft model.
     vocabulary: map between the vocabularies.
-    transform: transform whose banned tokens are the target's.
-    temperature: temperatures `[...]` for a transform without a temperature.
+    transform: transform from logits to probabilities. Its banned tokens are ids
+      of the target.
+    temperature: temperatures `[...]`, used if the transform has none.
 
   Returns:
-    Probabilities `[..., V]` of the target's tokens.
+    Probabilities `[..., V]` of the V tokens of the target.
   """
   common = vocabulary.to_target < vocabulary.target_size
   allowed = common
@@ -73,19 +78,21 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
 
 def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
             width: int) -> tuple[jax.Array, jax.Array]:
-  """Returns target tokens spelled in the draft model's vocabulary.
+  """Translates target tokens to draft tokens, one target token at a time.
 
-  See `token_intersection` for the spelling E of a token.
+  A target token is replaced by the draft token with the same bytes. If there is
+  no such token, it is replaced by several draft tokens that together have its
+  bytes.
 
   Args:
-    tokens: `[n]` int32, target ids.
+    tokens: `[n]` int32, target tokens.
     count: `[]` int32, number of valid tokens.
     vocabulary: map between the vocabularies.
-    width: number of columns of the result.
+    width: maximum number of returned draft tokens.
 
   Returns:
-    `[width]` int32, the first draft ids, and `[]` int32, the number of all
-    draft ids, which may exceed `width`.
+    `[width]` int32, the first draft tokens, then zeros; and `[]` int32, the
+    number of all draft tokens, which may exceed `width`.
   """
   chex.assert_rank(tokens, 1)
   starts = vocabulary.offsets[tokens]

@@ -1,25 +1,29 @@
-"""Drafting by strings: a model with another vocabulary generates the draft.
+"""String-level exact match (SLEM): drafts are translated as strings.
 
-String-level exact match (SLEM), Timor et al. 2025 (arXiv:2502.05202), also
-called universal assisted generation. It suits vocabularies with few common
-tokens: a byte-level model can draft complete words.
+See Timor et al. 2025 (arXiv:2502.05202); the method is also called universal
+assisted generation. The draft model and the target have different vocabularies,
+possibly with few common tokens: a byte-level model can draft complete words.
 
-The draft model generates its likeliest tokens, the target's tokenizer splits
-their string, and the result is a deterministic chain. Every rule for chains
-accepts a token with its probability under the target. The tokens of the string
-depend on the position where the draft began. Greedy block verification is not
-exact for such drafts, so it raises an error.
+The draft model generates its most likely tokens. The target's tokenizer splits
+their string into target tokens, which form a deterministic draft chain. Every
+verification rule for chains accepts such a token with its probability under the
+target. The split of a string depends on the position where the draft began.
+Greedy block verification is not exact for such drafts, so it raises an error.
 
-  state       tokens of the row, and a cache of a prefix, see
-              `methods.other_vocabularies._reading`
-  propose     the draft model's tokenizer splits the new string, with its last
-              `lookback` tokens, which may change; the model catches up and
-              generates; the target's tokenizer splits the generated string,
-              with the last `lookback` target tokens before it
-  commit      nothing
+In every round, `propose` does the following:
+
+  1. The draft model's tokenizer splits the string of the newly committed
+     target tokens, together with the last `lookback` draft tokens before it,
+     whose split may change.
+  2. The draft model reads the new draft tokens and generates a continuation.
+  3. The target's tokenizer splits the generated string, together with the last
+     `lookback` target tokens before it.
+
+The drafter's state is the sequence in draft tokens, and the draft model's cache
+(`_reading.Reading`). `commit` does not change it.
 
 Both tokenizers run on the host, in two calls per round from the compiled loop
-(`jax.pure_callback`). On a TPU a call may cost as much as a pass of a small
+(`jax.pure_callback`). On a TPU a call may take as long as a pass of a small
 model. The persistent compilation cache does not store programs with such calls.
 """
 
@@ -47,25 +51,28 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.utils import fields
 
-_PIECES = 32  # maximal number of draft tokens per new target token
+_PIECES = 32  # maximum number of draft tokens per newly committed target token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StringMatch(reading_lib.Reader):
-  """Drafts the target's tokens of a string that another model generates.
+  """SLEM: a draft model with another vocabulary than the target.
 
-  `params["drafter"]` are the parameters of the model. A row drafts nothing if
-  it has no tokens in the drafter's vocabulary, or too many, see
-  `TokenIntersection`.
+  The draft model generates a string, and the target's tokenizer splits it into
+  target tokens. `params["drafter"]` are the parameters of the draft model.
+  Nothing is drafted for a row that has no draft tokens, or more than fit (see
+  `expansion`).
 
   Attributes:
     model: draft model over its own vocabulary.
     tokenizers: tokenizers of the draft model and of the target.
-    gamma: maximal draft length in target tokens, at least 1.
-    length: number of tokens that the model generates per round; default: gamma.
-    lookback: number of tokens before new ones that are split again together
-      with them, because a tokenizer may join old and new bytes.
-    expansion: maximal number of draft tokens per target token of capacity.
+    gamma: maximum draft length in target tokens, at least 1.
+    length: number of draft tokens that the draft model generates per round;
+      default: gamma.
+    lookback: number of old tokens that a tokenizer splits again together with
+      new ones, because it may join old and new bytes to one token.
+    expansion: maximum number of draft tokens of a row, as a multiple of the
+      row's slots for target tokens.
   """
 
   model: Model
@@ -79,7 +86,7 @@ class StringMatch(reading_lib.Reader):
   iid = True
   conditional = True
   deterministic = True
-  autoregressive = False  # tokens depend on the position where a draft began
+  autoregressive = False  # the split depends on the position of the draft
   num_uniforms = 0
   proposal = "deterministic"
 
@@ -95,14 +102,22 @@ class StringMatch(reading_lib.Reader):
           "of the model")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "StringMatch":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter unchanged, after comparing vocabulary sizes.
+
+    Raises:
+      ValueError: the target's tokenizer has another vocabulary size than the
+        target.
+    """
     del transform
     _common.check_target_size(self.tokenizers.target_size, target)
     return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
-    """Reads the prompts in the drafter's tokens."""
+    """Returns the state after the draft model has read the prompts.
+
+    The prompts are translated to draft tokens on the host.
+    """
     del prefill_output
     width = self._columns(prompt)
     ids, count = jax.pure_callback(
@@ -115,7 +130,7 @@ class StringMatch(reading_lib.Reader):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Drafts a chain per row."""
+    """Returns a draft chain per row, and the new state."""
     del uniforms
     model, room = params["drafter"], self._room(state.tokens.shape[1])
     reading = self._read(state, room)
@@ -131,8 +146,9 @@ class StringMatch(reading_lib.Reader):
         _window(state.tokens, start, self.lookback), state.lengths - start,
         written, wanted)
     probs = jax.nn.one_hot(chain, self.tokenizers.target_size)
-    # `probs` is one-hot, also if the logits are not finite. NaN is put into it,
-    # so that the decoding loop reports the error.
+    # `one_hot` returns finite probabilities even if the draft model's logits
+    # are not finite. So NaN is written to `probs`: the decoding loop tests
+    # `probs` and reports the error.
     bad = (wanted & ~finite)[:, None, None]
     probs = jnp.where(bad, jnp.nan, probs)
     draft = jax.vmap(Draft.chain)(
@@ -140,10 +156,16 @@ class StringMatch(reading_lib.Reader):
     return draft, reading.drafted(length, written, cache)
 
   def _read(self, state: DecodeState, room: int) -> reading_lib.Reading:
-    """Returns the reading with the tokens committed since the last round."""
+    """Returns the state with the newly committed tokens, in draft tokens.
+
+    Args:
+      state: decoding state; `state.drafter` is the old state.
+      room: maximum number of draft tokens of a row.
+    """
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
-    # Lost rows are not read any more.
+    # A row with more than `room` draft tokens is lost: nothing is drafted for
+    # it any more. So its new tokens are not translated (count 0).
     known = reading.lengths <= room
     width = self.lookback + _PIECES * self.num_nodes
     ids, count = jax.pure_callback(
@@ -158,18 +180,25 @@ class StringMatch(reading_lib.Reader):
 
   def _write(self, params: chex.ArrayTree, logits: jax.Array, cache: Cache,
              room: int) -> tuple[jax.Array, jax.Array, Any]:
-    """Generates the most likely tokens.
+    """Generates the draft model's most likely continuation of each row.
+
+    Args:
+      params: parameters of the draft model.
+      logits: logits `[B, D]` of the next token over its D tokens.
+      cache: cache of the draft model.
+      room: maximum number of draft tokens of a row.
 
     Returns:
-      `[B, length]` ids; `[B]` bool, False in rows with non-finite logits at
-      places below `room`; and the cache with all tokens except the last.
+      Draft tokens `[B, length]`; `[B]` bool, False if logits at a position up
+      to `room` were not finite; and the cache with all tokens except the last.
     """
     depth = jnp.zeros((logits.shape[0], 1), jnp.int32)
     self_only = jnp.ones((logits.shape[0], 1, 1), bool)
 
     def best(logits, cache):
-      # A row with more than `room` tokens may exceed the model's context. It
-      # has no draft, so its logits need not be finite.
+      # A row with more than `room` tokens may exceed the model's context
+      # length, so its logits may be non-finite. This is not an error, because
+      # nothing is drafted for such a row.
       finite = jnp.isfinite(jnp.max(logits, axis=-1)) | (cache.lengths > room)
       return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
 
@@ -189,12 +218,12 @@ class StringMatch(reading_lib.Reader):
     return tokens.T, finite.all(0), cache.settle()
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of the model."""
+    """Returns the partition specifications of the draft model's parameters."""
     return self.model.param_specs(axis, size)
 
 
 def _window(tokens: jax.Array, start: jax.Array, size: int) -> jax.Array:
-  """Returns `size` columns of `tokens` after `start [B]`."""
+  """Returns `size` tokens of every row of `tokens`, from `start [B]` on."""
   return jnp.take_along_axis(
       tokens, start[:, None] + jnp.arange(size), axis=1, mode="clip")
 
@@ -207,10 +236,11 @@ def _ids_and_counts(batch: int, width: int
 
 def string_match(model: Model, tokenizers: Retokenizer, gamma: int,
                  length: int | None = None) -> Strategy:
-  """Drafts the target's tokens of a string that another model generates.
+  """Returns the strategy string-level exact match (Timor et al. 2025).
 
-  String-level exact match, Timor et al. 2025 (arXiv:2502.05202), for
-  vocabularies with few common tokens.
+  The draft model has another vocabulary than the target, possibly with few
+  common tokens. It generates a string, and the target's tokenizer splits it
+  into the tokens of the draft (arXiv:2502.05202).
 
   >>> import jax
   >>> import specjax as sj
@@ -230,8 +260,9 @@ def string_match(model: Model, tokenizers: Retokenizer, gamma: int,
   Args:
     model: draft model over another vocabulary.
     tokenizers: tokenizers of the draft model and of the target.
-    gamma: maximal draft length in target tokens.
-    length: number of tokens that the model generates per round; default: gamma.
+    gamma: maximum draft length in target tokens.
+    length: number of draft tokens that the draft model generates per round;
+      default: gamma.
   """
   return Strategy(StringMatch(
       model=model, tokenizers=tokenizers, gamma=gamma, length=length),

@@ -1,33 +1,34 @@
-"""Token-level intersection: samples from the tokens of both vocabularies.
+"""Token-level intersection (TLI): drafts tokens that both vocabularies contain.
 
-Token-level intersection (TLI), Timor et al. 2025 (arXiv:2502.05202).
+See Timor et al. 2025 (arXiv:2502.05202). The draft model and the target have
+different vocabularies. Two tokens are equal if they have the same bytes, and a
+common token is one that both vocabularies contain.
 
-Let q be the distribution of the draft model over its tokens d, and I the tokens
-whose bytes are also a token of the target. Drafts are sampled from the
-distribution q' over the target's tokens x,
+Let q be the draft model's distribution over its tokens d, and q(I) the total
+probability of the common tokens. The distribution q' from which drafts are
+sampled is a distribution over the target's tokens x:
 
-  q'(x) = sum over d with the bytes of x of q(d) / q(I) for x in I, else 0.
+  q'(x) = sum over d with the bytes of x of q(d) / q(I), 0 if there is no such d
 
-Several draft tokens can have the bytes of one x. So a draft that samples a
-token d and contains only q(d) would be biased. Here x is sampled from q'.
+The sum is needed because several draft tokens can have the same bytes.
 
-The input of the draft model is a function of the target's tokens t_1..t_n,
+The draft model reads a translation E of the target's tokens t_1..t_n,
 
-  E(t) = pieces(t_1) ... pieces(t_n),
+  E(t) = pieces(t_1) ... pieces(t_n).
 
-where a common token has one piece, its twin: a draft token with the same bytes.
-The pieces of any other token are its bytes, split by the draft model's
-tokenizer. Drafted tokens are common tokens, so while drafting the model also
-reads E of the tokens so far. So the draft distribution of a token depends only
-on the tokens before it (`autoregressive`). If the target splits a word more
-finely than the draft model would, E differs from the draft model's split of the
-complete string. This lowers the acceptance rate, but the output is exact.
+A common token has one piece, its twin: a draft token with the same bytes. The
+pieces of any other token are its bytes, split by the draft model's tokenizer.
+Drafted tokens are common tokens, so the draft model reads their twins while
+drafting, which is again E of the sequence. So the draft distribution of a token
+depends only on the tokens before it (capability "autoregressive"). If the
+target splits a word more finely than the draft model would, E differs from the
+draft model's own split of the string. This lowers the acceptance rate, but the
+output distribution is exact.
 
-  state       tokens E(t), and a cache of a prefix, see `_reading`
-  propose     E grows by the pieces of new tokens, most of which are in the
-              cache already; the model reads the missing ones, and samples gamma
-              tokens
-  commit      nothing
+The drafter's state is E of the sequence, and the draft model's cache
+(`_reading.Reading`). `propose` appends the pieces of the newly committed
+tokens, most of which are in the cache already. The draft model reads the
+missing pieces, and samples gamma tokens. `commit` does not change the state.
 """
 
 import dataclasses
@@ -60,24 +61,28 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
-  """Samples gamma common tokens from a model with another vocabulary.
+  """TLI: samples drafts from the tokens that two vocabularies share.
 
-  `params["drafter"]` is `{"model": parameters of the model, "vocabulary": the
-  VocabularyMap}`, made by `data.map_vocabularies`.
+  The vocabularies are that of the draft model and that of the target.
 
-  A row drafts nothing if it has no tokens in the drafter's vocabulary, or too
-  many. Limits are `expansion` times the slots of a row, the model's context,
-  and `expansion` times the columns of a prompt. So a row may be longer than the
-  model's context, and the drafter has no `context_length`.
+  `params["drafter"]` is `{"model": parameters of the draft model, "vocabulary":
+  map}`, where `map` is a `VocabularyMap` from `data.map_vocabularies`.
+
+  Nothing is drafted for a row that has no draft tokens, or too many. Its draft
+  tokens may not exceed `expansion` times its slots for target tokens, nor the
+  context length of the draft model; those of its prompt may not exceed
+  `expansion` times the prompt's columns. Longer rows are decoded without
+  drafts, so the drafter does not limit the context length.
 
   Attributes:
     model: draft model over its own vocabulary.
     gamma: draft length, at least 1.
-    target_size: vocabulary size V of the target.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-    expansion: maximal number of draft tokens per slot of a row. A slot is a
-      place for a target token.
+    target_size: vocabulary size of the target.
+    transform: transform from logits to draft probabilities; None: the target's
+      transform. Every transform is lossless, because the verifier gets the
+      transformed probabilities.
+    expansion: maximum number of draft tokens of a row, as a multiple of the
+      row's slots for target tokens.
   """
 
   model: Model
@@ -93,13 +98,20 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "TokenIntersection":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with its transform, see `_common.with_transform`.
+
+    Raises:
+      ValueError: the vocabulary size of the target is not `target_size`.
+    """
     _common.check_target_size(self.target_size, target)
     return super().bind(target, transform)
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> reading_lib.Reading:
-    """Reads the prompts in the drafter's tokens."""
+    """Returns the state after the draft model has read the prompts.
+
+    The prompts are translated to draft tokens.
+    """
     del prefill_output
     own = params["drafter"]
     vocabulary = own["vocabulary"]
@@ -112,7 +124,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Drafts a chain per row."""
+    """Returns a sampled draft chain per row, and the new state."""
     model, vocabulary = (
         params["drafter"][name] for name in ("model", "vocabulary"))
     room = self._room(state.tokens.shape[1])
@@ -129,8 +141,9 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
       fits = (length > 0) & (length + place <= room + 1)
       return jnp.where(fits[:, None], probs, 0)
 
-    # Padding has token 0, which may have no twin (index D). So the index is
-    # clipped.
+    # The twin of a target token is the draft token with the same bytes. Drafted
+    # tokens have one, but padding is token 0, which may have none. Its table
+    # entry is then the size of the draft vocabulary, so it is clipped.
     twin = lambda token: jnp.minimum(
         vocabulary.twins[token], vocabulary.draft_size - 1)
 
@@ -146,10 +159,11 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> reading_lib.Reading:
-    """Spells all committed tokens again in the drafter's vocabulary.
+    """Returns the state with all committed tokens translated to draft tokens.
 
-    The cache keeps the tokens before the first that changed, and `propose`
-    reads the others. A lost row drafts again if its tokens now fit.
+    The part of the cache before the first changed draft token remains valid,
+    and the draft model reads the other tokens in `propose`. If a row had too
+    many draft tokens before and they fit now, tokens are drafted for it again.
     """
     del since
     room = self._room(state.tokens.shape[1])
@@ -160,15 +174,25 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
         none, ids, count, state.lengths, room)
 
   def follow(self) -> _following.Following:
-    """Returns a drafter that follows any sequence."""
+    """Returns an adapter for combinations with other drafters, `Following`."""
     return _following.Following(drafter=self)
 
   def _spelled(self, vocabulary: VocabularyMap, tokens: jax.Array,
                lengths: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Returns tokens `[B, S]` in the drafter's vocabulary, and their numbers.
+    """Translates target tokens to draft tokens.
 
-    The drafter's beginning-of-sequence token, if it has one, replaces the
-    target's.
+    The target's beginning-of-sequence token is replaced by the draft model's if
+    it has one, and removed otherwise.
+
+    Args:
+      vocabulary: map between the vocabularies.
+      tokens: target tokens `[B, S]` int32 of B rows.
+      lengths: number `[B]` int32 of valid tokens.
+      width: maximum number of returned draft tokens per row.
+
+    Returns:
+      Draft tokens `[B, width]`, and the number `[B]` of all draft tokens of
+      each row, which may exceed `width`.
     """
     def spell(tokens, length):
       has_bos = tokens[0] == vocabulary.first[0]
@@ -184,7 +208,13 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def _read(self, state: DecodeState, vocabulary: VocabularyMap, room: int
             ) -> reading_lib.Reading:
-    """Returns the reading with the pieces of newly committed tokens."""
+    """Returns the state with the newly committed tokens, in draft tokens.
+
+    Args:
+      state: decoding state; `state.drafter` is the old state.
+      vocabulary: map between the vocabularies.
+      room: maximum number of draft tokens of a row.
+    """
     reading = state.drafter
     slots = reading.seen[:, None] + jnp.arange(self.num_nodes)
     new = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
@@ -195,7 +225,10 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
     return reading.amended(reading.lengths, ids, count, state.lengths, room)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the model's specifications; replicates the tables."""
+    """Returns the partition specifications of `params["drafter"]`.
+
+    The tables of the vocabulary map are replicated on every device.
+    """
     return {"model": self.model.param_specs(axis, size),
             "vocabulary": PartitionSpec()}
 
@@ -212,10 +245,16 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
 def _constrained(constraints: Any, memory: chex.ArrayTree, law: jax.Array
                  ) -> jax.Array:
-  """Returns the distribution `law [B, V]` under the constraints.
+  """Returns a draft distribution `[B, V]` that satisfies the constraints.
 
-  The constraints get log-probabilities instead of logits. This changes the
-  effect of a repetition penalty on drafts, but the output stays exact.
+  Constraints are functions of logits, but here they get log-probabilities. This
+  changes the effect of a repetition penalty on the draft distribution. The
+  output distribution remains exact.
+
+  Args:
+    constraints: constraints of the logits transform.
+    memory: state of the constraints after the tokens so far.
+    law: draft distribution `[B, V]` without constraints.
   """
   return jax.nn.softmax(constraints_lib.constrained(
       constraints, memory, jnp.log(law), drafted=True), axis=-1)
@@ -223,10 +262,11 @@ def _constrained(constraints: Any, memory: chex.ArrayTree, law: jax.Array
 
 def token_intersection(model: Model, target_size: int, gamma: int,
                        verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts the tokens that the model's vocabulary shares with the target's.
+  """Returns the strategy token-level intersection (Timor et al. 2025).
 
-  Token-level intersection, Timor et al. 2025 (arXiv:2502.05202). It samples
-  from the model's distribution restricted to the common tokens.
+  The draft model has another vocabulary than the target. Drafts are sampled
+  from its distribution, restricted to the tokens that both vocabularies contain
+  (arXiv:2502.05202).
 
   >>> import jax
   >>> import specjax as sj
@@ -247,9 +287,9 @@ def token_intersection(model: Model, target_size: int, gamma: int,
 
   Args:
     model: draft model over another vocabulary.
-    target_size: vocabulary size V of the target.
+    target_size: vocabulary size of the target.
     gamma: draft length, at least 1.
-    verifier: rule for chains.
+    verifier: verification rule for chains.
   """
   return Strategy(TokenIntersection(
       model=model, target_size=target_size, gamma=gamma), verifier)

@@ -1,4 +1,4 @@
-"""Drafters that use part of the target's layers or cache."""
+"""Drafters that run part of the target: some of its layers, or its cache."""
 
 from specjax.methods.records import Family
 from specjax.methods.self_speculation import early_exit

@@ -1,19 +1,20 @@
 """LayerSkip: the target's first layers draft, and the other layers verify.
 
-LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710, section 3.3). The first E of
-L layers, with the target's norm and LM head, draft token after token. They
-store their keys and values in the target's cache. The verifying pass starts at
-layer E, from the residual stream of every drafted token. A round of gamma
-tokens costs
+See Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). The target has L
+layers. Its first E layers, followed by its final norm and LM head, draft one
+token after another. They store their keys and values in the target's cache, and
+their output (the residual stream) at every drafted token is stored too. So the
+verifying pass starts at layer E. In a round of gamma tokens, the number of
+evaluated layers, summed over tokens, is
 
-  (gamma + 1) E + (gamma + 1) (L - E)
+  (gamma + 1) E for drafting and (gamma + 1) (L - E) for verification.
 
-layers per row. A separate draft model of E layers would cost gamma E for the
-draft and (gamma + 1) L for the target.
+With a separate draft model of E layers it would be gamma E for drafting and
+(gamma + 1) L for verification.
 
 The keys and values of the first E layers depend only on the tokens, not on the
-position where the draft began. So the drafter is autoregressive
-(`interfaces.CAPABILITIES`).
+position where the draft began. So the drafter has the capability
+"autoregressive" (`interfaces.CAPABILITIES`).
 """
 
 from collections.abc import Mapping
@@ -54,12 +55,14 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Begun:
-  """Partial pass of the target over a draft: layers 0 to E - 1 of L.
+  """Result of the target's first E layers on a draft of N nodes.
+
+  The verifying pass continues from it at layer E.
 
   Attributes:
-    cache: cache of the target. The N draft nodes are in its block for the first
-      E layers only.
-    hidden: residual stream `[B, N, D]` of every node before layer E.
+    cache: cache of the target. It contains the keys and values of the N draft
+      nodes for the first E layers only.
+    hidden: residual stream `[B, N, D]` before layer E, for B rows and width D.
   """
 
   cache: Any
@@ -71,9 +74,11 @@ class ExitState:
   """State of a drafter that runs the target's first layers.
 
   Attributes:
-    own: state of a model after the exit, such as Kangaroo's adapter, or None.
-    rule: state of the stop rule; () without one.
-    begun: target's partial pass between `propose` and `commit`, else None.
+    own: state of a network after these layers, such as the cache of Kangaroo's
+      adapter; None without such a network.
+    rule: state of the stop rule; () without a stop rule.
+    begun: result of the first layers on the current draft, from which the
+      verifying pass continues; None after `commit`.
   """
 
   own: Any = None
@@ -83,7 +88,11 @@ class ExitState:
 
 @struct.dataclass
 class _Settling(Cache):
-  """Cache whose reserved block is written back at `commit` or `rollback`."""
+  """Wrapper of a cache that calls `settle` in `commit` and `rollback`.
+
+  The wrapped cache has reserved a block for drafted tokens, and `settle` writes
+  the accepted ones to the cache.
+  """
 
   cache: Any
 
@@ -100,20 +109,22 @@ class _Settling(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit(_common.DrawnChain):
-  """Base of drafters that run the first layers of the target, the *exit*.
+  """Base class of drafters that run the first layers of the target.
 
   The first layers read every drafted token once, while drafting. The verifying
   pass runs only the other layers.
 
   Attributes:
-    exit: number E of layers that draft, at least 1 and less than all.
+    exit: number of target layers that draft, at least 1 and less than all.
     gamma: draft length, at least 1.
-    transform: transform of the exit's logits; None: the decoder's.
-    stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. The
-      parameters of a rule are `params["drafter"]["stop"]`.
-    shares_pass: True if the verifying pass continues after the exit. If False,
-      it runs all layers of the target, as controllers and combined drafters
-      require. The drafts are the same.
+    transform: transform from logits to draft probabilities; None: the target's
+      transform.
+    stop: rule that ends a chain early, see `methods.stop_rules`; None: all
+      chains have gamma tokens. The rule's parameters, if it has any, are
+      `params["drafter"]["stop"]`.
+    shares_pass: True if the verifying pass runs only the layers after the first
+      ones. If False, it runs all layers of the target. Controllers and
+      combinations of drafters require False. The drafts are the same.
     model: target model; `bind` sets it.
   """
 
@@ -127,42 +138,55 @@ class Exit(_common.DrawnChain):
   def __post_init__(self):
     fields.check_fields(self, "exit", "gamma")
 
-  slack = math.inf  # it reads the target's cache
+  slack = math.inf  # the drafter has no cache of its own
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule, the padding of a chain depends on its drafted tokens. An
-    # autoregressive drafter must not have such padding.
+    # A stop rule ends a chain early and fills it with padding. So the padding
+    # depends on the drafted tokens, which the capability "autoregressive" does
+    # not allow.
     return self.stop is None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the fields `model` and `transform` set.
+
+    Raises:
+      ValueError: the target does not have more than `exit` layers.
+    """
     check_exit(self.exit, target)
     return _common.with_transform(self, transform, model=target)
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> ExitState:
-    """Returns the state after the prompts, which has only the stop rule's."""
+    """Returns the initial state, which contains the state of the stop rule."""
     del params, prefill_output
     return ExitState(rule=() if self.stop is None else stop_rules.init_state(
         self.stop, len(prompt.lengths)))
 
   def first_layers(self, params: chex.ArrayTree, tokens: jax.Array, cache: Cache
                    ) -> ModelOutput:
-    """Runs one token per row, `tokens [B, 1]`, up to the exit."""
+    """Runs the target's first layers on one token per row, `tokens [B, 1]`."""
     return self.model.run(
         params["target"], Sublayers.between(0, self.exit), tokens,
         jnp.zeros_like(tokens), _alone(tokens), cache)
 
   def predict(self, params: chex.ArrayTree, output: ModelOutput,
               own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
-    """Returns the exit's output after `first_layers`, and its state."""
+    """Returns the output whose logits are used for drafting, and the state.
+
+    A subclass can run a further network on the output of the first layers.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      output: output of `first_layers`.
+      own: state of the further network, or None.
+    """
     del params
     return output, own
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, ExitState]:
-    """Drafts a chain for each row."""
+    """Returns a sampled chain for each row, and the new state."""
     rows, before = state.lengths.shape[0], state.drafter
     u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
     stop_params = self._stop_params(params)
@@ -197,8 +221,9 @@ class Exit(_common.DrawnChain):
         lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,
         (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
             before.own), tokens, probs, state.constraints, going, memory))
-    # The loop reads a token when it drafts the next one. So the last drafted
-    # token is read here, for the verifying pass.
+    # The loop runs the first layers on a token only to draft the token after
+    # it. So they have not read the last drafted token. They read it here,
+    # because the verifying pass needs their output at all tokens.
     _, own, begun = self._read(params, node, tokens, begun, own)
     begun = begun.replace(
         cache=begun.cache.rollback(state.target_cache.lengths))
@@ -212,7 +237,19 @@ class Exit(_common.DrawnChain):
   def _read(self, params: chex.ArrayTree, node: jax.Array, tokens: jax.Array,
             begun: Begun, own: chex.ArrayTree
             ) -> tuple[ModelOutput, Any, Begun]:
-    """Reads a node's token; returns the exit's output, state and `Begun`."""
+    """Runs the first layers on the token of one node of the chains.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      node: index of the node, `[]` int32.
+      tokens: tokens `[B, N]` of the chains.
+      begun: result of the first layers on the earlier nodes.
+      own: state of the network after the first layers, or None.
+
+    Returns:
+      The output whose logits are used for drafting, the new state `own`, and
+      the new `begun`, which contains the node.
+    """
     last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
     out = self.first_layers(params, last, begun.cache)
     begun = Begun(
@@ -222,7 +259,11 @@ class Exit(_common.DrawnChain):
     return *self.predict(params, out, own), begun
 
   def _stop_params(self, params: chex.ArrayTree) -> Any:
-    """Returns the parameters of the stop rule, or None."""
+    """Returns the parameters of the stop rule, or None if it has none.
+
+    Raises:
+      ValueError: the rule has parameters, but `params` does not contain them.
+    """
     if self.stop is None or not self.stop.has_params:
       return None
     drafter = params.get("drafter")
@@ -240,9 +281,10 @@ class Exit(_common.DrawnChain):
     return stop_rules.ask(self.stop, params, seen, going, memory)
 
   def _begin(self, params: chex.ArrayTree, state: DecodeState) -> Begun:
-    """Returns the empty partial pass, with room for all nodes."""
+    """Returns a `Begun` without nodes, with space for all nodes of a draft."""
     cache = state.target_cache
-    if cache.held is None:  # else a cascade has reserved a block already
+    # In a cascade, a block for the drafted tokens is reserved already.
+    if cache.held is None:
       cache = cache.reserve(self.num_nodes)
     c = self.model.config
     return Begun(cache=cache, hidden=jnp.zeros(
@@ -250,18 +292,28 @@ class Exit(_common.DrawnChain):
         params["target"]["embedding"].dtype))
 
   def _reserved(self, own: chex.ArrayTree) -> Any:
-    """Reserves room for the drafted tokens in the exit's state."""
+    """Reserves space for drafted tokens in the state of a further network.
+
+    This class has no network after the first layers, so nothing is reserved.
+    """
     return own
 
   def _rewound(self, own: chex.ArrayTree, before: chex.ArrayTree) -> Any:
-    """Rewinds the exit's state to the committed tokens."""
+    """Removes drafted tokens from the state of a further network.
+
+    This class has no network after the first layers, so nothing is removed.
+    """
     del before
     return own
 
   def target_pass(self, target: Model, params: chex.ArrayTree,
                   drafter: ExitState, draft: Draft, depths: jax.Array,
                   ancestors: jax.Array, cache: Cache) -> ModelOutput:
-    """Runs the target's other layers, or all if the pass is not shared."""
+    """Returns the target's output on the draft.
+
+    If the first layers were run on the draft already (`shares_pass`), only the
+    other layers run.
+    """
     if drafter.begun is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)
@@ -276,31 +328,38 @@ class Exit(_common.DrawnChain):
   def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """Updates the stop rule's state. The decoder commits the target's cache."""
+    """Returns the state after a round, with an updated stop rule state.
+
+    The decoder removes rejected tokens from the target's cache, which the
+    drafter shares.
+    """
     del params, target_output
     rule = drafter.rule if self.stop is None else stop_rules.update(
         self.stop, drafter.rule, draft, verdict, count)
     return ExitState(own=drafter.own, rule=rule)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the parameters."""
+    """Returns an empty `PartitionSpec`, which replicates all parameters."""
     del axis, size
     return PartitionSpec()
 
 
 class EarlyExit(Exit):
-  """Drafts a chain with the first layers of the target, see the module.
+  """LayerSkip: drafts a chain with the first layers of the target.
 
-  The keys and values of the draft are in the target's cache.
+  The keys and values of the drafted tokens are stored in the target's cache.
   """
 
   def follow(self) -> "EarlyExit":
-    """Returns the drafter with `shares_pass` False."""
+    """Returns the drafter for combinations, with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
-    """Returns the state unchanged because the target has read the tokens."""
+    """Returns the state unchanged.
+
+    The drafter reads the target's cache, which contains the committed tokens.
+    """
     del params, since
     return state.drafter
 
@@ -311,22 +370,22 @@ def _alone(tokens: jax.Array) -> jax.Array:
 
 def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
                verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target's first layers; verification continues their pass.
+  """Returns the strategy LayerSkip (Elhoushi et al. 2024).
 
-  LayerSkip, Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). The target
-  must be trained so that its first layers predict, for example by `train_lm.py
-  --exit_scale`.
+  The target's first layers draft, and the verifying pass runs only the other
+  layers (arXiv:2404.16710, section 3.3). The target must be trained so that its
+  first layers can predict tokens, for example by `train_lm.py --exit_scale`.
 
   >>> drafter, _ = early_exit(exit=2, gamma=4)
   >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
   (2, 5, True)
 
   Args:
-    exit: number of layers that draft.
-    gamma: maximal draft length.
+    exit: number of target layers that draft.
+    gamma: maximum draft length.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
-      not possible.
+    verifier: verification rule for chains. `GreedyBlock` cannot be combined
+      with a stop rule.
   """
   return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
                   verifier)

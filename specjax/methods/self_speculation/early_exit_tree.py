@@ -1,9 +1,11 @@
-"""LayerSkip with static trees: the first layers draft, the others verify.
+"""LayerSkip with draft trees: the first layers draft, the others verify.
 
-As in `early_exit`, the first layers read every node once. They read the nodes
-with children level by level, and then all leaves together. So the nodes are in
-another order in the target's cache block than in the draft. The verifying pass
-uses the order of the block, and its output is put into the draft's order.
+The target's first layers sample the nodes of a tree of fixed shape level by
+level, and the verifying pass runs only the other layers, as in `early_exit`.
+The first layers read the nodes with children first, and all leaves together at
+the end. So the keys and values of the nodes are in another order than the nodes
+of the draft. The verifying pass uses the order of the keys and values, and its
+output is then permuted to the order of the draft.
 """
 
 import dataclasses
@@ -40,11 +42,12 @@ from specjax.utils import fields
 
 @struct.dataclass
 class _Reordered(Cache):
-  """View of a cache whose block has the draft's nodes in another order.
+  """Wrapper of a cache that stores the nodes of a draft in another order.
 
   Attributes:
-    cache: cache with the block.
-    places: index in the block of each of the N draft nodes, `[N]` int32.
+    cache: cache with the keys and values of the N nodes of the draft.
+    places: index in this cache of each node, in the order of the draft, `[N]`
+      int32.
   """
 
   cache: Any
@@ -63,15 +66,18 @@ class _Reordered(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExitTree(_trees.StaticTree):
-  """Samples the children of every node from the target's first layers.
+  """LayerSkip with a tree: the target's first layers sample a draft tree.
 
   Attributes:
-    exit: number E of layers that draft, at least 1 and less than all.
-    parents: draft tree in any order, see `specjax.trees`; stored breadth-first.
-    proposal: sampling method of children, see `drafters.DraftModelTree`.
-    transform: transform of the exit's logits; None: the decoder's.
-    shares_pass: True if the verifying pass continues after layer E. If False,
-      it runs all layers of the target.
+    exit: number of target layers that draft, at least 1 and less than all.
+    parents: parent index of each node of the tree, in any order, see
+      `specjax.trees`; stored in breadth-first order.
+    proposal: sampling method of the children of a node, for example "iid" or
+      "without_replacement", see `drafters.DraftModelTree`.
+    transform: transform from logits to draft probabilities; None: the target's
+      transform.
+    shares_pass: True if the verifying pass runs only the layers after the first
+      `exit` layers. If False, it runs all layers of the target.
     model: target model; `bind` sets it.
   """
 
@@ -90,37 +96,49 @@ class EarlyExitTree(_trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Without replacement, the distribution of a node depends on its earlier
-    # siblings, not only on its path.
+    # If siblings are sampled without replacement, the distribution of a node
+    # also depends on its earlier siblings. The capability "autoregressive"
+    # requires that it depends only on the path to the node.
     return self.iid
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "EarlyExitTree":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the fields `model` and `transform` set.
+
+    Raises:
+      ValueError: the target does not have more than `exit` layers.
+    """
     check_exit(self.exit, target)
     return dataclasses.replace(super().bind(target, transform), model=target)
 
-  slack = math.inf  # it reads the target's cache
+  slack = math.inf  # the drafter has no cache of its own
 
   def follow(self) -> "EarlyExitTree":
-    """Returns the drafter with `shares_pass` False."""
+    """Returns the drafter for combinations, with `shares_pass` False."""
     return dataclasses.replace(self, shares_pass=False)
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
-    """Returns the state unchanged because the target has read the tokens."""
+    """Returns the state unchanged.
+
+    The drafter reads the target's cache, which contains the committed tokens.
+    """
     del params, since
     return state.drafter
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns None because the drafter reads the target's cache."""
+    """Returns None: the drafter has no state, it uses the target's cache."""
     del params, prompt, prefill_output
     return None
 
   @property
   def _order(self) -> np.ndarray:
-    """Nodes `[N]` in the order in which the first layers read them."""
+    """Indices `[N]` of the N nodes, in the order in which they are read.
+
+    The root is first, then the nodes with children, level by level, then all
+    leaves.
+    """
     slots, _ = _trees.fed_slots(self.parents)
     counts = np.bincount(np.array(self.parents[1:]), minlength=self.num_nodes)
     nodes = np.arange(1, self.num_nodes)
@@ -129,7 +147,10 @@ class EarlyExitTree(_trees.StaticTree):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a tree for each row."""
+    """Returns a sampled tree for each row, and the result of the first layers.
+
+    The result is a `Begun`, or None if `shares_pass` is False.
+    """
     target, rows = params["target"], state.lengths.shape[0]
 
     def read(tokens, depths, ancestors, cache):
@@ -141,8 +162,9 @@ class EarlyExitTree(_trees.StaticTree):
     def step(tokens, depths, ancestors, above, carry):
       del above
       cache, states = carry
-      # The block of the cache begins with the root, which all nodes see. The
-      # mask does not contain the root.
+      # The mask has no column for the root. But the root's keys and values come
+      # before those of the other nodes, and all nodes attend to the root. So a
+      # column of True is added at the start.
       ancestors = jnp.pad(
           ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
       out = read(tokens, depths + 1, ancestors, cache)
@@ -171,7 +193,11 @@ class EarlyExitTree(_trees.StaticTree):
   def target_pass(self, target: Model, params: chex.ArrayTree,
                   drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
                   ancestors: jax.Array, cache: Cache) -> ModelOutput:
-    """Runs the target's other layers, or all if the pass is not shared."""
+    """Returns the target's output on the draft.
+
+    If the first layers were run on the draft already (`shares_pass`), only the
+    other layers run.
+    """
     if drafter is None:
       return self.model(
           params["target"], draft.tokens, depths, ancestors, cache)
@@ -190,11 +216,11 @@ class EarlyExitTree(_trees.StaticTree):
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns None because the drafter has no state."""
+    """Returns None, because the drafter has no state between rounds."""
     del params, drafter, draft, verdict, target_output, count
     return None
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification."""
+    """Returns an empty `PartitionSpec`, because there are no parameters."""
     del axis, size
     return PartitionSpec()

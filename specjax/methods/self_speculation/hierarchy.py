@@ -1,13 +1,16 @@
-"""TriForce: the target drafts with part of its cache and a second drafter.
+"""TriForce: the target drafts for itself with a part of its cache.
 
 TriForce (Sun et al. 2024, arXiv:2404.11912) is for long contexts, in which
-reading the cache takes more time per pass than reading the weights. In this
-picture each model verifies the drafts of the model to its right:
+reading the cache takes more time per pass than reading the weights. It has
+three models:
 
-  target, full cache  <-  its weights, part of the cache  <-  tiny drafter
+  1. The target with its complete cache verifies the drafts of model 2.
+  2. The middle model is the target with a part of the cache. It verifies the
+     drafts of model 3.
+  3. The inner drafter is small, for example a tiny language model.
 
-With an `Empty` inner drafter it is MagicDec (Sadhukhan et al. 2024,
-arXiv:2408.11049): the target drafts alone from a sparse cache.
+If the inner drafter is `Empty`, the method is MagicDec (Sadhukhan et al. 2024,
+arXiv:2408.11049): the middle model drafts alone.
 """
 
 from collections.abc import Mapping
@@ -37,21 +40,23 @@ from specjax.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchy(Cascade):
-  """`Cascade` whose middle model is the target with part of its cache.
+  """TriForce: a cascade whose middle model is the target with a partial cache.
 
-  The middle model verifies the inner drafter's tokens and drafts for the
-  target. Both stages are lossless, as in any cascade. After a rejection the
-  middle stage samples from the *residual* distribution. TriForce's released
-  code samples from the middle model's complete distribution instead, which is
-  biased; `tests/methods/hierarchy_test.py` measures the bias.
+  The middle model verifies the tokens of an inner drafter, and its accepted
+  tokens are the draft for the target. Both verifications are lossless. If the
+  middle model rejects a token, it samples from the residual distribution. The
+  released code of TriForce samples from the middle model's complete
+  distribution instead, which biases the output;
+  `tests/methods/hierarchy_test.py` measures the bias.
 
   `params["drafter"]` is `{"target": ..., "drafter": ...}`: the parameters of
-  the middle model (the target's, or a copy such as from `models.quantize`), and
-  the parameters of the inner drafter.
+  the middle model, which are the target's or a quantised copy
+  (`models.quantize`), and the parameters of the inner drafter.
 
   Attributes:
     model: target model; `bind` sets it.
-    view: selection of the cache that drafts read, see `models.cache_views`.
+    view: selection of the part of the target's cache that the middle model
+      reads, see `models.cache_views`.
     drafter: inner drafter, such as a tiny model with a `Streaming` cache, or
       `Empty`.
     gamma: draft length.
@@ -64,10 +69,15 @@ class Hierarchy(Cascade):
 
   @property
   def autoregressive(self) -> bool:
-    return False  # the view depends on the position where the round began
+    return False  # the part of the cache depends on where the draft began
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the target as its middle model.
+
+    Raises:
+      ValueError: the target is not a `Transformer` with a `KVCache`, has
+        attention windows, or does not fit the inner drafter.
+    """
     interfaces.bind(self.drafter, target, transform)  # checks the vocabulary
     name = type(target).__name__
     if not isinstance(target, Transformer) or target.cache is not KVCache:
@@ -82,7 +92,11 @@ class Hierarchy(Cascade):
 
   def _read(self, own: Mapping[str, chex.ArrayTree], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
-    """Returns the prefill's output with a view of the prompt as its cache."""
+    """Returns the target's output on the prompt, with a partial cache.
+
+    The part of the cache that the middle model reads is selected here, from
+    the prompt.
+    """
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
     return prefill_output.replace(cache=self.view.choose(
@@ -90,13 +104,17 @@ class Hierarchy(Cascade):
 
   def _cache(self, own: Mapping[str, chex.ArrayTree], state: DecodeState
              ) -> Any:
-    """Returns the view of all committed tokens except the last."""
+    """Returns the middle model's cache for one round.
+
+    It is a part of the target's cache of all committed tokens except the last
+    one.
+    """
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Drafts a chain for each row."""
+    """Returns a draft chain for each row, and the new state."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)
 
@@ -104,10 +122,12 @@ class Hierarchy(Cascade):
 def triforce(view: CacheView, drafter: Drafter, gamma: int,
              inner: Verifier = BLOCK, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """Drafts with the target on part of its cache, and with an inner drafter.
+  """Returns the strategy TriForce (Sun et al. 2024), for long contexts.
 
-  TriForce (Sun et al. 2024, arXiv:2404.11912) for long contexts. With
-  `drafters.Empty()` it is MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
+  The target drafts for itself with a part of its cache, and these drafts are
+  accelerated by an inner drafter (arXiv:2404.11912). If the inner drafter is
+  `drafters.Empty()`, the strategy is MagicDec (Sadhukhan et al. 2024,
+  arXiv:2408.11049).
 
   >>> from specjax import drafters, testing
   >>> from specjax.models import cache_views
@@ -117,12 +137,14 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
   7
 
   Args:
-    view: selection of the cache that drafts read, see `models.cache_views`.
+    view: selection of the part of the cache that drafting reads, see
+      `models.cache_views`.
     drafter: inner drafter, such as a tiny model with a `Streaming` cache.
     gamma: draft length.
-    inner: lossless rule by which the target on part of its cache verifies the
-      inner drafter's tokens.
-    verifier: rule by which the target verifies the draft, for chains.
+    inner: lossless rule with which the target, with a part of its cache,
+      verifies the inner drafter's tokens.
+    verifier: rule for chains with which the target, with its complete cache,
+      verifies the draft.
   """
   return Strategy(Hierarchy(
       view=view, drafter=drafter, gamma=gamma, verifier=inner), verifier)

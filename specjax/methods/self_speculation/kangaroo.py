@@ -1,6 +1,8 @@
-"""Kangaroo: an adapter after the target's first layers drafts a chain.
+"""Kangaroo: the target's first layers and a trained layer draft a chain.
 
-Liu et al. 2024 (arXiv:2404.18911). The module contains the adapter, the
+See Liu et al. 2024 (arXiv:2404.18911). The trained layer is called the adapter:
+it reads the output of the target's first layers, and the target's LM head
+computes draft logits from its output. The module contains the adapter, the
 drafter, the training loss and the strategy.
 """
 
@@ -51,19 +53,20 @@ _SHARED = ("embedding", "head")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooAdapter:
-  """Decoder layer and norm that continue the target's first `exit` layers.
+  """Kangaroo's adapter: a decoder layer and a norm after the first layers.
 
-  Liu et al. 2024 (arXiv:2404.18911, section 3.2). The adapter reads the
-  target's residual stream, and the target's LM head reads the adapter's output.
-  Its parameters are those of a one-layer `Transformer` with the target's sizes,
-  without embedding and LM head.
+  See Liu et al. 2024 (arXiv:2404.18911, section 3.2). The adapter reads the
+  residual stream after the target's first `exit` layers, and the target's LM
+  head reads the adapter's output. The adapter's parameters are those of a
+  one-layer `Transformer` with the target's sizes, without embedding and LM
+  head.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     exit: number E of target layers before the adapter; 2 or 3 in the paper.
-    forecasts: number K of consecutive tokens whose predictions `score`
-      measures.
+    forecasts: number K of consecutive draft tokens that are evaluated on
+      held-out data.
   """
 
   width: int
@@ -78,35 +81,38 @@ class KangarooAdapter:
 
   @property
   def num_forecasts(self) -> int:
-    """Number K of tokens predicted after the next one."""
+    """Number of consecutive draft tokens that are evaluated."""
     return self.forecasts
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, exit: int
                  ) -> "KangarooAdapter":
-    """Returns an adapter with the target's sizes.
+    """Returns an adapter with the target's width and vocabulary size.
 
     Args:
       target: target model.
-      count: number K of tokens whose predictions are measured.
-      exit: number E of target layers before the adapter.
+      count: number of consecutive draft tokens that are evaluated.
+      exit: number of target layers before the adapter.
 
     Raises:
-      ValueError: the target has no layer after the exit.
+      ValueError: the target does not have more than `exit` layers.
     """
     check_exit(exit, target)
     return cls(width=target.config.width, vocab_size=target.vocab_size,
                forecasts=count, exit=exit)
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns float32 copies of the target's next layer and its norm.
+    """Returns initial parameters, float32 copies of the target's.
+
+    They are copied from the target's layer `exit`, the first layer that the
+    adapter replaces, and from its final norm.
 
     Args:
       key: PRNG key, not used.
       target_params: parameters of the target.
 
     Returns:
-      Parameters of layer 0 and of the final norm of a `Transformer`.
+      Parameters of a `Transformer`: those of layer 0 and of the final norm.
     """
     del key
     end = f"_{self.exit}"
@@ -117,7 +123,7 @@ class KangarooAdapter:
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})`."""
+    """Returns `(target, {"target": target_params, "drafter": params})`."""
     return target, {"target": target_params, "drafter": params}
 
   def model(self, target: Transformer) -> Transformer:
@@ -128,7 +134,9 @@ class KangarooAdapter:
         config, layers=1, features=(), windows=windows))
 
   def parameters(self, params: Mapping[str, chex.ArrayTree]) -> dict[str, Any]:
-    """Returns the parameters of `model`.
+    """Returns the parameters of the adapter as a `Transformer`.
+
+    They are the adapter's parameters and the target's embedding and LM head.
 
     Args:
       params: `{"target": ..., "drafter": parameters of the adapter}`.
@@ -140,7 +148,12 @@ class KangarooAdapter:
 
 @struct.dataclass
 class Caches(Cache):
-  """Caches of the target's first layers (`exit`) and of the adapter."""
+  """Caches of the target's first layers and of Kangaroo's adapter.
+
+  Attributes:
+    exit: cache of the target's first layers.
+    adapter: cache of the adapter, which is one decoder layer.
+  """
 
   exit: Any
   adapter: Any
@@ -152,11 +165,11 @@ class Caches(Cache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedExit(Model):
-  """The target's first layers and the adapter, as a separate `Model`.
+  """Language model of the target's first layers and Kangaroo's adapter.
 
-  It has its own caches, so it can draft without sharing the verifying pass.
-
-  Its parameters are `{"target": ..., "drafter": parameters of the adapter}`.
+  This model has its own caches. So it can draft independently of the verifying
+  pass, like any draft model. Its parameters are `{"target": ..., "drafter":
+  parameters of the adapter}`.
 
   Attributes:
     target: target model.
@@ -176,7 +189,7 @@ class AdaptedExit(Model):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Caches:
-    """Returns empty caches."""
+    """Returns empty caches for `batch` rows with `capacity` slots each."""
     empty = lambda model, layers: model.init_cache(
         params["target"], batch, capacity, layers=layers)
     return Caches(exit=empty(self.target, self.adapter.exit),
@@ -186,7 +199,7 @@ class AdaptedExit(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Caches | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`."""
+    """Runs the first layers and the adapter on tokens; see `Model`."""
     exit = self.target.run(
         params["target"], Sublayers.between(0, self.adapter.exit), tokens,
         depths, ancestors, cache and cache.exit)
@@ -199,8 +212,8 @@ class AdaptedExit(Model):
     """Runs the adapter on the output of the target's first layers.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
-      exit: output of a pass through the first layers.
+      params: `{"target": ..., "drafter": parameters of the adapter}`.
+      exit: output of the target's first layers.
       depths: depths of the tokens, see `interfaces.Model`.
       ancestors: attention mask, see `interfaces.Model`.
       cache: caches; None: there are no earlier tokens.
@@ -213,14 +226,15 @@ class AdaptedExit(Model):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kangaroo(Exit):
-  """Drafts a chain with the target's first layers and an adapter.
+  """Kangaroo: drafts a chain with the target's first layers and an adapter.
 
-  The verifying pass continues after the first layers, as in `EarlyExit`. The
-  adapter has a separate cache. `params["drafter"]` contains its parameters.
+  The verifying pass runs only the target's other layers, as in `EarlyExit`. The
+  adapter has its own cache. `params["drafter"]` contains the parameters of the
+  adapter.
 
   Attributes:
-    adapter: adapter, whose `exit` is the number of first layers.
-    exit: number of layers before the adapter, set from the adapter.
+    adapter: adapter.
+    exit: number of target layers before the adapter, set from `adapter.exit`.
   """
 
   adapter: KangarooAdapter
@@ -236,7 +250,11 @@ class Kangaroo(Exit):
                        "Confidence")
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with the fields `model` and `transform` set.
+
+    Raises:
+      ValueError: the adapter does not fit the target.
+    """
     check_fits(self.adapter, target)
     return super().bind(target, transform)
 
@@ -246,7 +264,7 @@ class Kangaroo(Exit):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> ExitState:
-    """Returns the state after the prompts, with the adapter's cache."""
+    """Returns the state with the adapter's cache of the prompts."""
     state = super().init(params, prompt, prefill_output)
     cache = read_prompt(self._adapted, params, prompt).cache
     return state.replace(own=cache.adapter)
@@ -259,7 +277,13 @@ class Kangaroo(Exit):
 
   def predict(self, params: chex.ArrayTree, output: ModelOutput,
               own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
-    """Returns the adapter's output after the exit, and its cache."""
+    """Returns the adapter's output and its cache.
+
+    Args:
+      params: `{"target": ..., "drafter": parameters of the adapter}`.
+      output: output of the target's first layers on one token per row.
+      own: cache of the adapter.
+    """
     size = output.hidden.shape[:2]
     out = self._adapted.after(
         params, output, jnp.zeros(size, jnp.int32), jnp.ones((*size, 1), bool),
@@ -269,26 +293,31 @@ class Kangaroo(Exit):
   def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ExitState:
-    """Adds the accepted tokens to the adapter's cache."""
+    """Returns the state after rejected tokens are removed.
+
+    The adapter's cache then contains only committed tokens.
+    """
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
-    # The adapter's cache block contains the chain in order, root first. So
-    # `rollback` keeps the accepted tokens, a prefix of the chain.
+    # The adapter's cache contains the tokens of the chain in order, the root
+    # first. The accepted tokens are a prefix of it, so `rollback`, which cuts
+    # the cache to a length, removes the rejected tokens.
     return state.replace(
         own=drafter.own.rollback(drafter.own.lengths + count).settle())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KangarooObjective:
-  """Loss -mean_t sum_v p_t(v) log q_t(v) of Kangaroo's adapter.
+  """Training loss of Kangaroo's adapter, -mean_t sum_v p_t(v) log q_t(v).
 
-  p_t is the target's and q_t the adapter's distribution of the next token at
-  position t. Liu et al. 2024 (arXiv:2404.18911, section 3.2). The target runs
-  once, and the adapter reads its residual stream.
+  p_t is the target's and q_t the adapter's distribution of the next token v
+  after position t (Liu et al. 2024, arXiv:2404.18911, section 3.2). The
+  adapter reads the residual stream of the same pass of the target that computes
+  p_t.
 
   Attributes:
     model: target model.
-    adapter: adapter of the model.
+    adapter: adapter to train.
   """
 
   model: Transformer
@@ -303,7 +332,11 @@ class KangarooObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and the metric `acceptance`, mean sum_v min(p, q)."""
+    """Returns the loss, and the metric `acceptance`, the acceptance rate.
+
+    It is the mean of sum_v min(p(v), q(v)) over positions, with the target's
+    distribution p and the adapter's distribution q.
+    """
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
@@ -317,7 +350,12 @@ class KangarooObjective:
 
   def _logits(self, params: Params, tokens: jax.Array
               ) -> tuple[jax.Array, jax.Array]:
-    """Returns logits `[B, S, V]` of the target and of the adapter."""
+    """Returns the target's and the adapter's logits, `[B, S, V]` each.
+
+    Args:
+      params: `{"target": ..., "drafter": parameters of the adapter}`.
+      tokens: token ids `[B, S]` int32.
+    """
     target, at = jax.lax.stop_gradient(params["target"]), self.adapter.exit
     exit = self.model.run(target, Sublayers.between(0, at), tokens)
     rest = self.model.run(
@@ -329,10 +367,20 @@ class KangarooObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns `score(k, logits, positions)` for k = 1..K, stacked.
+    """Evaluates the adapter's prediction of the k-th draft token, k = 1..K.
 
-    The logits at k are the adapter's after k - 1 further true tokens of the
-    row, as if these had been drafted and accepted.
+    The logits of draft token k are computed with the true tokens of the row
+    before it, as if the first k - 1 draft tokens had been accepted.
+
+    Args:
+      params: `{"target": ..., "drafter": parameters of the adapter}`.
+      tokens: token ids `[B, S + 1]` int32 of B rows.
+      key: PRNG key, not used.
+      score: function `(k, logits, positions)` that evaluates the logits;
+        `positions` are the positions after which the drafts begin.
+
+    Returns:
+      The K results of `score`, stacked.
     """
     del key
     logits = self._logits(params, tokens[:, :-1])[1]
@@ -353,11 +401,12 @@ _UNSURE = stop_rules.Confidence(threshold=0.6, likeliest=True)
 def kangaroo(adapter: KangarooAdapter, gamma: int,
              stop: stop_rules.StopRule | None = _UNSURE,
              verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target's first layers and a trained layer after them.
+  """Returns the strategy Kangaroo (Liu et al. 2024, arXiv:2404.18911).
 
-  Liu et al. 2024 (arXiv:2404.18911). By default a draft ends after a token
-  whose draft probability is below 0.6. At temperature 0 all draft probabilities
-  are 1, so no draft ends early.
+  The target's first layers and a trained layer after them draft a chain. By
+  default, a chain ends after a token if the largest probability of its draft
+  distribution is below 0.6. At temperature 0 the largest probability is always
+  1, so no chain ends early.
 
   >>> from specjax.methods.self_speculation.kangaroo import KangarooAdapter
   >>> adapter = KangarooAdapter(width=16, vocab_size=7, exit=1)
@@ -366,10 +415,10 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
 
   Args:
     adapter: adapter; its parameters are `params["drafter"]`.
-    gamma: maximal draft length, 6 in the paper.
+    gamma: maximum draft length, 6 in the paper.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
-      not possible.
+    verifier: verification rule for chains. `GreedyBlock` cannot be combined
+      with a stop rule.
   """
   return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
                   verifier)

@@ -1,4 +1,4 @@
-"""LayerSkip: training of a target whose first layers can draft."""
+"""Training loss of LayerSkip, for a target whose first layers can draft."""
 
 import dataclasses
 import math
@@ -22,36 +22,42 @@ RAMPS = ("constant", "exponential")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSkipObjective:
-  """Next-token loss at every exit, with random layer dropout.
+  """LayerSkip's loss: next-token loss after every layer, with layer dropout.
 
-  Elhoushi et al. 2024 (arXiv:2404.16710). In step t of T, layer l = 0..L-1 is
-  dropped, independently for each row, with probability
+  See Elhoushi et al. 2024 (arXiv:2404.16710). L is the number of layers and T
+  the number of training steps. In step t, layer l = 0..L-1 is skipped
+  ("dropped"), independently for each row of the batch, with probability
 
     p(l, t) = S(t) D(l) dropout,   D(l) = exp(l ln 2 / (L - 1)) - 1
 
-  where S(t) is 1 (continued training) or 2^(t / T) - 1 (from scratch). Layers
-  that are not dropped are not rescaled. Exit l is the target's final norm and
-  LM head, applied after layer l. The next-token losses of the exits are summed
-  with the weights
+  where S(t) is 1 (ramp "constant", for continued training) or 2^(t / T) - 1
+  (ramp "exponential", for training from scratch). Layers that are not dropped
+  are not rescaled.
+
+  Exit l predicts the next token by the target's final norm and LM head, applied
+  to the output of layer l. The loss is the sum of the next-token losses of the
+  exits with the weights
 
     w(l, t) = C(t, l) e(l) / sum_i C(t, i) e(i)
     e(l) = scale (0 + 1 + ... + l) for l < L - 1
     e(L - 1) = L - 1 + scale (0 + 1 + ... + L - 2)
 
-  where C(t, l) is 1 if exit l is used in step t, else 0. "rotational": exits
-  with (l - t) mod `every` = 0. "gradual": first the last exit, then one more
-  every T / (2 L) steps. "constant": all exits. The last exit is always used.
+  where C(t, l) is 1 if exit l is used in step t, else 0. The curriculum
+  determines the exits that are used. "rotational": exits with (l - t) mod
+  `every` = 0. "gradual": only the last exit at first, and one more exit, from
+  last to first, every T / (2 L) steps. "constant": all exits. The last exit is
+  always used.
 
-  A dropped layer is computed and multiplied by 0, because rows drop different
-  layers. So dropout saves no time.
+  Dropout saves no time: rows drop different layers, so a dropped layer is
+  computed and its output is multiplied by 0.
 
   Attributes:
     model: target model.
-    steps: number of steps T. The current step is `progress` of the batch times
-      T.
+    steps: number of training steps T. The current step t is computed as T
+      times `batch["progress"]`, the fraction of the training that is completed.
     dropout: dropout rate p_max of the last layer.
     ramp: type of S, "constant" or "exponential".
-    scale: factor of the early exits in e(l), e_scale in the paper.
+    scale: factor of the weights of early exits in e(l), e_scale in the paper.
     curriculum: "rotational", "gradual" or "constant".
     every: period R of the rotation.
   """
@@ -84,7 +90,11 @@ class LayerSkipObjective:
                        f"{layers} layers")
 
   def dropout_rates(self, progress: jax.Array) -> jax.Array:
-    """Returns p(l, t) `[L]` after the fraction `progress []` of the run."""
+    """Returns the dropout probability p(l, t) of each layer, `[L]`.
+
+    Args:
+      progress: fraction t / T of the training that is completed, `[]`.
+    """
     layers = self.model.config.layers
     depth = jnp.exp2(jnp.arange(layers) / (layers - 1)) - 1
     time = 1.0 if self.ramp == "constant" else jnp.exp2(
@@ -92,7 +102,11 @@ class LayerSkipObjective:
     return time * depth * self.dropout
 
   def exit_weights(self, progress: jax.Array) -> jax.Array:
-    """Returns w(l, t) `[L]`, which sum to 1."""
+    """Returns the weight w(l, t) of each exit's loss, `[L]`; the sum is 1.
+
+    Args:
+      progress: fraction t / T of the training that is completed, `[]`.
+    """
     layers = self.model.config.layers
     exits = jnp.arange(layers)
     weights = self.scale * exits * (exits + 1) / 2
@@ -101,7 +115,11 @@ class LayerSkipObjective:
     return weights / jnp.sum(weights)
 
   def _takes_part(self, progress: jax.Array) -> jax.Array:
-    """Returns C(t, l) `[L]` bool."""
+    """Returns `[L]` bool, True for the exits that are used in this step.
+
+    Args:
+      progress: fraction t / T of the training that is completed, `[]`.
+    """
     layers = self.model.config.layers
     exits, last = jnp.arange(layers), jnp.arange(layers) == layers - 1
     if self.curriculum == "constant":
@@ -116,7 +134,11 @@ class LayerSkipObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and the metric `lm_loss`, the last exit's loss."""
+    """Returns the loss, and the metric `lm_loss`.
+
+    The metric is the next-token loss of the last exit, that is, of the complete
+    model.
+    """
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
@@ -140,8 +162,9 @@ class LayerSkipObjective:
 
     weights = self.exit_weights(progress)
     exits = jnp.stack(self._exits(progress))
-    # `map` and `checkpoint` save memory: the logits of one exit exist at a
-    # time, and the backward pass recomputes them.
+    # The logits of all early exits together need much memory. With `map`, only
+    # the logits of one exit exist at a time. With `checkpoint`, they are not
+    # stored for the backward pass but computed again.
     early = jax.lax.map(
         lambda exit: jax.checkpoint(loss)(jnp.stack(states[:-1])[exit]), exits)
     lm_loss = loss(hidden)
@@ -149,13 +172,20 @@ class LayerSkipObjective:
         "lm_loss": lm_loss}
 
   def _exits(self, progress: jax.Array) -> list[jax.Array | int]:
-    """Returns the early exits whose loss is computed; others have weight 0."""
+    """Returns the early exits whose loss is computed in this step.
+
+    All other early exits have weight 0.
+
+    Args:
+      progress: fraction t / T of the training that is completed, `[]`.
+    """
     early = self.model.config.layers - 1
     if self.curriculum != "rotational":
       return list(range(early))
     first = self._step(progress) % self.every
     count = math.ceil(early / self.every)
-    # The number of exits must be static, but some steps have one exit less.
-    # Their list ends with the last early exit, whose weight is 0 in that step.
+    # A compiled program needs a fixed number of exits, but in some steps the
+    # rotation uses one exit less. In these steps the list is filled with the
+    # last early exit, whose weight is then 0.
     exits = [first + i * self.every for i in range(count)]
     return [jnp.minimum(exit, early - 1) for exit in exits]

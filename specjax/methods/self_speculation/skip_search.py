@@ -1,23 +1,30 @@
 """Search for layers that a target can skip when it drafts for itself.
 
-A *set* contains the attentions and MLPs that are skipped. It is scored by one
-pass over windows of the target's own output, in which the set is skipped. The
-set is an array in this pass (`models.Masked`), so one program scores all sets.
-At every token the pass computes the draft distribution q. There are two scores,
-with the target's distribution p:
+The draft model is the target without some of its attentions and MLPs. A search
+looks for the best *set* of skipped attentions and MLPs. `scorer` scores a set
+on windows of text that the target generated: one pass, in which the set is
+skipped, computes the draft distribution q at every token, and q is compared
+with the target's distribution p. The set is an array in this pass, so one
+compiled program scores all sets. There are two scores:
 
-  agreement   the share of positions where the argmax of q is the argmax of p,
-              SWIFT's "matchness" (Xia et al. 2024, arXiv:2410.06916)
-  accepted    the expected number of tokens that token verification accepts of a
-              draft of gamma tokens, sum_(i <= gamma) prod_(j < i)
-              min(1, q_j / p_j) sum_v min(p_i(v), q_i(v)), averaged over the
-              positions where it can begin. q_j / p_j is taken at the j-th token
-              of the window after that position. At temperature 0 it is
-              sum_i prod_(j <= i) [argmax q_j = argmax p_j].
+  agreement   the fraction of positions where q and p have the same argmax,
+              called "matchness" in SWIFT (Xia et al. 2024, arXiv:2410.06916)
+  accepted    the expected number of accepted tokens of a draft of gamma tokens
+              with token verification, averaged over the positions where a draft
+              can begin
 
-The searches take any score function. `clasp` uses hidden states instead. Every
-search returns a set; `without` converts it to `Sublayers` for
-`models.Shortened`.
+Let q_j and p_j be the distributions of the j-th token after the position where
+a draft begins, and x_j that token in the window. Then
+
+  accepted = sum_(i <= gamma) prod_(j < i) min(1, q_j(x_j) / p_j(x_j))
+             sum_v min(p_i(v), q_i(v)).
+
+At temperature 0 it is sum_i prod_(j <= i) [argmax q_j = argmax p_j].
+
+`random_search`, `greedy_search` and `local_search` maximise any score function.
+`clasp` uses hidden states instead of a score. Every search returns a set, and
+`without` converts it to the argument `sublayers` of `models.Shortened`, the
+model that skips the set.
 """
 
 from collections.abc import Callable
@@ -45,18 +52,19 @@ from specjax.models.transformer import Transformer
 from specjax.utils import processes
 
 PARTS = ("attention", "mlp")
-Skipped = frozenset[tuple[int, int]]  # pairs of a layer and a place in PARTS
+# Set of skipped parts: pairs of a layer and an index in `PARTS`.
+Skipped = frozenset[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored:
-  """Scores of a set on R windows.
+  """Scores of a target with skipped layers as a draft model, on R windows.
 
   Attributes:
-    agreement: share of positions where draft and target have the same argmax,
-      `[R]`.
+    agreement: fraction of positions at which draft model and target have the
+      same most likely token, `[R]`.
     survival: probability `[R, gamma]` that at least i = 1..gamma tokens of a
-      draft are accepted, averaged over the positions where it can begin.
+      draft are accepted, averaged over the positions where a draft can begin.
   """
 
   agreement: np.ndarray
@@ -64,7 +72,7 @@ class Scored:
 
   @property
   def accepted(self) -> np.ndarray:
-    """Expected number of accepted tokens `[R]`."""
+    """Expected number of accepted tokens per draft, `[R]`."""
     return self.survival.sum(-1)
 
 
@@ -72,25 +80,28 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
            gamma: int, *, temperature: float = 1.0, first: int = 0,
            batch: int = 1, rows: jax.sharding.Sharding | None = None
            ) -> Callable[[Sublayers], Scored]:
-  """Returns a function that scores a choice of sublayers to run.
+  """Returns a function that scores the target with some sublayers skipped.
 
-  The complete target runs once, and its R S V probabilities are stored.
+  The argument of the returned function is the `Sublayers` that are not skipped,
+  and the result is a `Scored`. The complete target runs only once: its logits
+  at all positions, R * S * V numbers, are stored.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: R windows of tokens that the target generated at this temperature,
-      `[R, S + 1]` int32.
+    tokens: R windows of S + 1 tokens that the target generated at this
+      temperature, `[R, S + 1]` int32.
     gamma: draft length.
     temperature: temperature, 0 or 1.
     first: index of the first generated token in a window. Earlier tokens, such
       as the prompt, are not scored.
-    batch: windows per pass of the target.
-    rows: placement of the windows of a pass on a mesh, if `params` are on one.
+    batch: number of windows per pass of the target.
+    rows: sharding of the windows of a pass, if `params` are distributed over a
+      mesh of devices.
 
   Raises:
-    ValueError: the rows have too few tokens for a draft, or the temperature is
-      neither 0 nor 1.
+    ValueError: the windows have fewer than gamma generated tokens, or the
+      temperature is neither 0 nor 1.
   """
   tokens = np.asarray(tokens, np.int32)
   total = len(tokens)
@@ -125,7 +136,8 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
 
     return jax.vmap(score_row)((tokens, laws))
 
-  # All passes have equally many windows, so they share one program.
+  # The windows are padded to a multiple of `batch`. So all passes have the same
+  # number of windows and share one compiled program.
   padded = np.pad(tokens, ((0, -total % batch), (0, 0)), "edge")
   parts = [processes.placed(part, rows) if rows else jnp.asarray(part)
            for part in np.split(padded, len(padded) // batch)]
@@ -142,7 +154,16 @@ def scorer(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
 
 def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
              ) -> tuple[jax.Array, jax.Array]:
-  """Returns min(1, q / p) of S tokens and sum_v min(p, q), `[S]` each."""
+  """Returns acceptance probabilities of token verification at S positions.
+
+  Args:
+    p_logits: target's logits `[S, V]`.
+    q_logits: draft model's logits `[S, V]`.
+    tokens: the tokens x that follow the positions, `[S]` int32.
+
+  Returns:
+    `[S]`, min(1, q(x) / p(x)), and `[S]`, sum_v min(p(v), q(v)).
+  """
   log_p, log_q = map(jax.nn.log_softmax, (p_logits, q_logits))
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
   return (jnp.exp(jnp.minimum(ratio, 0)),
@@ -150,11 +171,11 @@ def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
 
 
 def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
-  """Returns the sublayers that run if a set is skipped.
+  """Returns the attentions and MLPs that run if some are skipped.
 
   Args:
-    layers: number of layers.
-    skipped: set, pairs of a layer and a part (0: attention, 1: MLP).
+    layers: number of layers of the model.
+    skipped: skipped parts, pairs of a layer and 0 (attention) or 1 (MLP).
   """
   left_out = [[layer for layer, part in skipped if part == i]
               for i in range(len(PARTS))]
@@ -162,7 +183,14 @@ def without(layers: int, skipped: Iterable[tuple[int, int]]) -> Sublayers:
 
 
 def _free(layers: int, parts: Sequence[int]) -> list[tuple[int, int]]:
-  """Returns the skippable parts: none in the first or last layer (SWIFT)."""
+  """Returns the parts that may be skipped, pairs of a layer and a part.
+
+  As in SWIFT, the first and the last layer are never skipped.
+
+  Args:
+    layers: number of layers of the model.
+    parts: parts that may be skipped, 0 (attention) and 1 (MLP).
+  """
   return [(layer, part) for layer in range(1, layers - 1) for part in parts]
 
 
@@ -176,7 +204,9 @@ def _check(layers: int, count: int, parts: Sequence[int]) -> None:
 def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, tries: int, seed: int = 0, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Returns the best of `tries` random sets, like SWIFT's first proposals.
+  """Returns the best of `tries` random sets of skipped attentions and MLPs.
+
+  SWIFT begins with random sets like these.
 
   >>> skipped, score = random_search(
   ...     lambda sublayers: len(sublayers.mlp), layers=4, count=1, tries=8)
@@ -184,18 +214,19 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
   (True, 4)
 
   Args:
-    score: function of the sublayers that run, to be maximised.
-    layers: number of layers L.
+    score: function of the `Sublayers` that run; its result is maximised.
+    layers: number of layers of the model.
     count: number of skipped attentions and MLPs.
-    tries: number of scored sets.
-    seed: seed of the sets.
-    parts: indices in `PARTS` of the parts that may be skipped.
+    tries: number of random sets.
+    seed: seed of the random number generator.
+    parts: parts that may be skipped, 0 (attention) and 1 (MLP).
 
   Returns:
-    The set and its score.
+    The best set, and its score.
 
   Raises:
-    ValueError: `count` is out of range.
+    ValueError: `count` is not between 1 and the number of parts that may be
+      skipped.
   """
   _check(layers, count, parts)
   rng, free = np.random.default_rng(seed), _free(layers, parts)
@@ -206,7 +237,7 @@ def random_search(score: Callable[[Sublayers], float], layers: int, count: int,
 
 def _best(score: Callable[[Sublayers], float], layers: int,
           sets: Iterable[Skipped]) -> tuple[Skipped, float]:
-  # Among sets with equal scores, the first is taken.
+  # If several sets have the best score, `max` returns the first of them.
   scored = [(score(without(layers, skipped)), skipped)
             for skipped in dict.fromkeys(sets)]
   best, skipped = max(scored, key=lambda pair: pair[0])
@@ -216,10 +247,11 @@ def _best(score: Callable[[Sublayers], float], layers: int,
 def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   *, parts: tuple[int, ...] = (0, 1)
                   ) -> tuple[Skipped, float]:
-  """Skips one part after another, always the part with the best score.
+  """Returns a set of skipped attentions and MLPs, chosen one at a time.
 
-  Arguments, results and errors are as in `random_search`. With L layers it
-  scores about 2 L `count` sets.
+  In each step, the attention or MLP is added to the set for which the new set
+  has the best score. For a model of L layers, about 2 * L * `count` sets are
+  scored. Arguments, results and errors are those of `random_search`.
   """
   _check(layers, count, parts)
   skipped, best = frozenset(), float("-inf")
@@ -233,18 +265,21 @@ def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
 def local_search(score: Callable[[Sublayers], float], layers: int,
                  start: Skipped, *, tries: int, seed: int = 0,
                  parts: tuple[int, ...] = (0, 1)) -> tuple[Skipped, float]:
-  """Swaps one skipped part for another as long as the score increases.
+  """Improves a set of skipped attentions and MLPs by random swaps.
+
+  In each try, a random skipped part is replaced by a random part that is not
+  skipped. The new set is kept if its score is higher.
 
   Args:
-    score: function of the sublayers that run, to be maximised.
-    layers: number of layers L.
-    start: initial set.
-    tries: number of scored swaps.
-    seed: seed of the swaps.
-    parts: indices in `PARTS` of the parts that may be skipped.
+    score: function of the `Sublayers` that run; its result is maximised.
+    layers: number of layers of the model.
+    start: initial set, pairs of a layer and a part.
+    tries: number of swaps that are tried.
+    seed: seed of the random number generator.
+    parts: parts that may be skipped, 0 (attention) and 1 (MLP).
 
   Returns:
-    The set and its score.
+    The best set, and its score.
   """
   _check(layers, len(start), parts)
   rng, free = np.random.default_rng(seed), _free(layers, parts)
@@ -263,24 +298,25 @@ def local_search(score: Callable[[Sublayers], float], layers: int,
 
 def clasp(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
           count: int) -> Skipped:
-  """Returns layers to skip, by a dynamic program over hidden states.
+  """Returns layers to skip, chosen by CLaSp (2025, arXiv:2505.24196).
 
-  CLaSp (2025, arXiv:2505.24196). D[i][j] is the residual stream before layer i
-  if j of the earlier layers are skipped in the best way. There are two
-  candidates for D[i + 1][j]: layer i applied to D[i][j], or D[i][j - 1], which
-  skips layer i. The program takes the candidate with the larger cosine to the
-  complete model's stream. Here the cosine is a mean over all tokens of some
-  windows; the paper takes the last verified token. The cost is about `count`
-  passes.
+  CLaSp is a dynamic program over hidden states. D[i][j] is the residual stream
+  before layer i if j of the earlier layers are skipped in the best way. There
+  are two candidates for D[i + 1][j]: layer i applied to D[i][j], or D[i][j - 1]
+  unchanged, which skips layer i. The program takes the candidate with the
+  larger cosine similarity to the residual stream of the complete model. Here
+  the similarity is averaged over all tokens of some windows; the paper uses
+  only the last verified token. The computation is that of about `count` + 2
+  passes of the model.
 
   Args:
     model: target model.
     params: parameters of the model.
-    tokens: token ids of R windows, `[R, S]` int32.
+    tokens: token ids of R windows of S tokens, `[R, S]` int32.
     count: number of skipped layers. The first and the last layer always run.
 
   Returns:
-    Set of both sublayers of `count` layers.
+    Set with the attention and the MLP of each of `count` layers.
 
   Raises:
     ValueError: `count` is out of range.
@@ -298,14 +334,19 @@ def clasp(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
 
 def _program(model: Transformer, params: chex.ArrayTree, tokens: jax.Array,
              count: int) -> jax.Array:
-  """Returns `[L, count + 1]` bool, True if `clasp`'s D[i + 1][j] skips i."""
+  """Runs the dynamic program of `clasp` and returns its decisions.
+
+  Returns:
+    `[L, count + 1]` bool for L layers. Entry [i, j] is True if layer i is
+    skipped in the best way to skip j of the layers 0..i.
+  """
   layers = model.config.layers
 
   @jax.jit
   def program(params, tokens):
     start = model.run(params, Sublayers.between(0, 0), tokens).hidden
     complete, ways = start, jnp.tile(start, (count + 1, 1, 1, 1))
-    # reached[j]: at least j of the layers so far may be skipped.
+    # reached[j] is True if at least j of the layers so far may be skipped.
     reached = jnp.arange(count + 1) == 0
     skips = []
     for layer in range(layers):
@@ -325,13 +366,19 @@ def _program(model: Transformer, params: chex.ArrayTree, tokens: jax.Array,
 
 
 def _cosine(ways: jax.Array, complete: jax.Array) -> jax.Array:
-  """Returns the mean cosine `[J]` of streams `[J, R, S, D]` and `[R, S, D]`."""
+  """Returns `[J]`, the mean cosine similarity of hidden states.
+
+  Args:
+    ways: J alternative hidden states `[J, R, S, D]` for R windows of S tokens.
+    complete: hidden states `[R, S, D]` of the complete model.
+  """
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
   return jnp.mean(jnp.sum(unit(ways) * unit(complete), axis=-1), axis=(1, 2))
 
 
-# Set that Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) skips in
-# Llama-2-13B, found by Bayesian optimisation of the decoding speed.
+# Attentions (0) and MLPs (1) of Llama-2-13B that Draft & Verify skips (Zhang et
+# al. 2023, arXiv:2309.08168). They found this set by Bayesian optimisation of
+# the decoding speed.
 LLAMA_2_13B = frozenset(
     [(layer, 0) for layer in (3, 5, 6, 8, 10, 11, 14, 15, 18, *range(22, 32),
                               *range(33, 38))]
@@ -341,11 +388,11 @@ LLAMA_2_13B = frozenset(
 def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
                      stop: stop_rules.StopRule | None = STOP,
                      verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target without some of its attentions and MLPs.
+  """Returns the strategy Draft & Verify (Zhang et al. 2023).
 
-  Draft & Verify, Zhang et al. 2023 (arXiv:2309.08168). The functions of
-  `skip_search` find a set to skip. `params["drafter"]` contains the target's
-  parameters.
+  The draft model is the target without some of its attentions and MLPs
+  (arXiv:2309.08168). The functions of this module find attentions and MLPs that
+  can be skipped. Pass the target's parameters as `params["drafter"]`.
 
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target
@@ -355,11 +402,11 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
 
   Args:
     target: complete target model.
-    sublayers: attentions and MLPs that run while drafting.
-    gamma: maximal draft length.
+    sublayers: attentions and MLPs that the draft model runs.
+    gamma: maximum draft length.
     stop: stop rule; None: all chains have gamma tokens.
-    verifier: verification rule for chains. With a stop rule, `GreedyBlock` is
-      not possible.
+    verifier: verification rule for chains. `GreedyBlock` cannot be combined
+      with a stop rule.
   """
   model = Shortened(target, sublayers)
   return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),
