@@ -123,6 +123,12 @@ def split_over_mesh(call: Callable[..., plain.Part],
       out_specs=(queries, queries), check_vma=False)
 
 
+def stores_slots_last(dim: int) -> bool:
+  """Returns whether XLA for TPUs stores `[B, H, C, dim]` with C as last axis.
+  """
+  return dim % _LANES > 0
+
+
 def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           first: jax.Array, *extra: jax.Array, window: int, softcap: float,
           interpret: bool, paged: bool) -> plain.Part:
@@ -131,7 +137,7 @@ def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
   slots = k.shape[2]
   # XLA stores heads of fewer than 128 channels with the slots as last axis. The
   # kernel reads them in this order, which avoids a copy.
-  narrow = dim % _LANES > 0
+  narrow = stores_slots_last(dim)
   if narrow:
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
   # The caches stay in HBM. Without this constraint, XLA first fetches all of a

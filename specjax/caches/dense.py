@@ -275,7 +275,7 @@ class KVCache(Cache):
 
   def _put(self, slots: Any, block: jax.Array) -> Any:
     """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""
-    return put_rows(slots, block, self.lengths, axis=1)
+    return put_in_layout(slots, block, self.lengths)
 
   def undivided(self) -> "KVCache":
     """Returns the cache with all heads on every device."""
@@ -312,6 +312,35 @@ def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0
   chex.assert_equal_shape_prefix([rows, new, at], 1)
   return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
       row, new, at, axis))(rows, new, at)
+
+
+# It has its own jit, so that all layers of a model share a trace.
+@jax.jit
+def put_in_layout(slots: jax.Array, block: jax.Array, at: jax.Array
+                  ) -> jax.Array:
+  """Writes a block of keys or values into every row, by `put_rows`.
+
+  A TPU stores heads of fewer than 128 channels with the slots as last axis, and
+  the attention kernel reads them in this order. In a loop over rounds, XLA
+  selects another order for a write that does not have this order, and copies
+  the cache between the two in every round. So such a write swaps the last two
+  axes, which moves no data.
+
+  Args:
+    slots: `[B, H, C, D]` keys or values, for H heads of D channels.
+    block: `[B, H, S, D]` of the same dtype, with S <= C tokens.
+    at: `[B]` int32 positions of the first slots, see `put_rows`.
+  """
+  put = lambda slots, block, at: put_rows(slots, block, at, axis=1)
+  if not attention.tpu.stores_slots_last(slots.shape[-1]):
+    return put(slots, block, at)
+
+  def swapped(slots, block, at):
+    return put_rows(slots.swapaxes(2, 3), block.swapaxes(2, 3), at,
+                    axis=2).swapaxes(2, 3)
+
+  return jax.lax.platform_dependent(
+      slots, block, at, tpu=swapped, default=put)
 
 
 def _placed(block: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:

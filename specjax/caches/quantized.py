@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from specjax import attention
 from specjax.attention import plain
+from specjax.caches import dense
 from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
 from specjax.trees import topology
@@ -143,7 +144,8 @@ class QuantizedCache(KVCache):
 
   def _put(self, slots: Nibbles, block: jax.Array) -> Nibbles:
     """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""
-    put = super()._put
+    put = lambda slots, block: dense.put_rows(
+        slots, block, self.lengths, axis=1)
     return jax.tree.map(put, slots, Nibbles.of(block, self.bits))
 
 

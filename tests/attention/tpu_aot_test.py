@@ -254,7 +254,7 @@ def _study():
   rules = tuple(common.VERIFIERS[name]
                 for name in ("token", "block", "greedy_block"))
   setting = llama.Setting(
-      layers=(1, 1), capacity=_CAPACITY, gamma=8, observers=rules)
+      layers=(1, 1), capacity=2048, gamma=8, observers=rules)
   decoder = dataclasses.replace(
       setting.decoder(), verifier=one_of.OneOf(rules))
   params, state = tpu_rounds.placed(setting, decoder)
