@@ -16,6 +16,7 @@ from lib import flags as shared
 from lib import meshes
 from lib.configurations.decoders import Batch
 import specjax as sj
+from specjax.decoding.placement import Placement
 
 
 class BatchFlags(NamedTuple):
@@ -66,9 +67,11 @@ def settings(given: BatchFlags, *, timed: bool = True,
                      "all of them out")
   joined = meshes.join(mesh, rows=size, trains=False,
                        splits_prompts=splits_prompts)
+  # Every device has the complete drafter, because the number of its heads may
+  # not be a multiple of the model axis.
   return None if timing == "latency" else Batch(
       size=size, timed=timing == "throughput",
-      placement=meshes.placement(joined))
+      placement=joined and Placement(mesh=joined, drafter="replicate"))
 
 
 def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
