@@ -86,7 +86,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
       copies are dropped, and a copy that differs raises an error.
 
   Returns:
-    `(heads, params)`: the configuration of the heads and their parameters.
+    `(heads, params)`, the configuration of the heads and their parameters.
 
   Raises:
     ValueError: a file is missing or damaged, or the heads do not fit the

@@ -1,4 +1,9 @@
-"""Base classes and helpers that drafters of several families share."""
+"""Base classes and helpers for drafters.
+
+There are base classes for drafters without a model, with one draft model and
+with sampled chains, and functions that make drafts and update the draft model's
+cache.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -230,7 +235,15 @@ def check_vocabulary(model: Model, target: Model) -> None:
 
 
 def check_target_size(size: int, target: Model) -> None:
-  """Raises `ValueError` if `size` is not the target's vocabulary size."""
+  """Checks that a drafter was made for the target's vocabulary size.
+
+  Args:
+    size: vocabulary size for which the drafter was made.
+    target: target model.
+
+  Raises:
+    ValueError: the target has another vocabulary size.
+  """
   if size != target.vocab_size:
     raise ValueError(
         f"the drafter was made for a target of {size} tokens, but this target "

@@ -146,8 +146,8 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     """Returns the most likely children of F nodes, `top_k` each.
 
     Returns:
-      Tokens `[B, F * top_k]`, and values of the same shape: sums of the log
-      probabilities on the path to each child.
+      Tokens and values of the children, `[B, F * top_k]` each. The value of a
+      child is the sum of the log probabilities on the path to it.
     """
     probs, tokens = jax.lax.top_k(transform(logits), top_k)
     values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
@@ -308,7 +308,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
   take = jax.vmap(lambda row, at: row[at])
   parents, scores = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, 1))
   ancestors = jnp.zeros((batch, 1, 0), bool)
-  # `start` is the index of the first node of the level among all nodes.
+  # `start` is the index of the level's first node in the tree.
   found, logits, start = [], logits[:, None], 0
   for level, size in enumerate(level_sizes(depth, expanded, children)):
     if level:

@@ -77,7 +77,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
     kinds: classes of heads that the directory may contain.
 
   Returns:
-    `(heads, params)`: the configuration of the heads and their parameters.
+    `(heads, params)`, the configuration of the heads and their parameters.
 
   Raises:
     ValueError: a file is missing or damaged, the configuration does not match

@@ -118,7 +118,9 @@ class Found:
     if layers is not None:
       _trust_layers(keys, layers)
     if not keys("use_sliding_window"):
-      keys("sliding_window")  # a copy of the target's value, not used
+      # The window size is a copy of the target's value. It is read only to mark
+      # the key as known, because unknown keys raise an error.
+      keys("sliding_window")
     fields = ARCHITECTURES[model_type].read(keys)
     config = TransformerConfig(**fields)
     if any(0 < size < config.context_length for size in config.windows):
@@ -536,7 +538,7 @@ NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
 # Configuration keys that list the hidden states of the target that a drafter
-# reads: (True if the key is nested in another key, name, offset).
+# reads: (True if the key is in a nested part of the file, name, offset).
 # Projects number hidden states differently. A listed number plus the offset is
 # the number of the layer whose input is the hidden state.
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),

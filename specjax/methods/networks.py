@@ -59,8 +59,9 @@ class Heads(Protocol):
     """Returns the target and the parameters for a decoder with these heads.
 
     Returns:
-      `(target, {"target": ..., "drafter": ...})`. The returned target is
-      configured to output the hidden states that the heads read.
+      `(target, params)`. The returned target is configured to output the hidden
+      states that the heads read. `params` is a dictionary with the keys
+      "target" and "drafter".
     """
 
 

@@ -77,7 +77,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       drafter reads (numbered as in `TransformerConfig.features`).
 
   Returns:
-    `(heads, params)`: the configuration of the draft heads, and their
+    `(heads, params)`, the configuration of the draft heads and their
     parameters.
 
   Raises:

@@ -24,7 +24,7 @@ from specjax.training.objective import DrafterObjective
 CUTS = 128
 
 RECURSIVE = verifiers.Recursive()
-_BUNDLED_SIZE = 4.2e6  # number of parameters of the bundled target
+_BUNDLED_SIZE = 4.2e6  # parameters of the target that is bundled with specjax
 
 
 @dataclasses.dataclass(frozen=True)

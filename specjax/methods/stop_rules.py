@@ -1,10 +1,14 @@
-"""Stop rules, which end a drafted chain early, and their use in drafters.
+"""Stop rules, which end a chain of drafted tokens early.
 
-Below, x_k is the k-th drafted token of a chain, k = 1..gamma, and q_k is the
-draft distribution from which it is sampled. A rule is evaluated for k = 1, 2,
-..., before or after x_k is sampled (`StopRule.keeps`), until it ends the chain.
-A rule with memory over rounds is updated after every round that verified its
-chain.
+A drafter samples up to gamma tokens in a round. After (or before) each token, a
+stop rule decides whether the chain ends, for example because the draft model's
+probability is low. Below, x_k is the k-th drafted token of a chain, k =
+1..gamma, and q_k is the draft distribution from which it is sampled. A rule is
+evaluated for k = 1, 2, ... until it ends the chain, either before or after x_k
+is sampled (`StopRule.keeps`).
+
+Some rules have a memory over rounds, for example an adapted threshold. It is
+updated after every round in which the chain was verified.
 """
 
 from collections.abc import Callable
@@ -30,22 +34,22 @@ from specjax.types import Draft
 from specjax.types import Verdict
 from specjax.utils import fields
 
-# Logits `[B, V]` of the next token, and the hidden states `[B, F]` that they
-# were computed from.
+# Logits `[B, V]` of the next token (B rows, V tokens), and the hidden
+# states `[B, F]` of width F from which the logits were computed.
 Forecast = tuple[jax.Array, jax.Array]
-Memory = chex.ArrayTree  # memory of a rule, over rounds or in one round
+Memory = chex.ArrayTree  # memory of a stop rule, over rounds or in one round
 
 
 @struct.dataclass
 class Seen:
-  """Inputs of a rule for the k-th drafted token of one row, x_k.
+  """Inputs of a stop rule for the k-th drafted token x_k of one sequence.
 
   Attributes:
     place: number k - 1 of drafted tokens before x_k, `[]` int32.
     probs: draft distribution q_k `[V]` from which x_k is sampled.
-    hidden: hidden state `[F]` from which q_k was computed.
-    token: `[]` int32; x_k if the rule is evaluated after sampling (`keeps`),
-      else the token before x_k.
+    hidden: hidden state of the draft model from which q_k was computed, `[F]`.
+    token: `[]` int32; x_k if the rule is evaluated after x_k is sampled
+      (`StopRule.keeps`), else the token before x_k.
   """
 
   place: jax.Array
@@ -55,12 +59,12 @@ class Seen:
 
 
 class StopRule:
-  """Base of stop rules.
+  """Base class of stop rules, which end a chain of drafted tokens early.
 
   Attributes:
-    keeps: True if the rule is evaluated after a token is sampled: a chain then
-      ends with this token. False if it is evaluated before: a chain then ends
-      without the token, which is not sampled.
+    keeps: True if the rule is evaluated after a token is sampled. If it ends
+      the chain, this token is the last one. False if the rule is evaluated
+      before a token is sampled. If it ends the chain, the token is not sampled.
     has_params: True if the rule reads `params["drafter"]["stop"]`.
   """
 
@@ -68,11 +72,11 @@ class StopRule:
   has_params = False
 
   def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the number of tokens after which the chain ends, `[]` int32.
+    """Returns the number of tokens of a chain that the rule keeps, `[]` int32.
 
-    `exact.certify(stop=...)` calls a rule this way. The rule has its initial
-    memory. The draft distributions also serve as hidden states, and the root is
-    token 0.
+    `exact.certify(stop=...)` calls a rule in this form, in which there are no
+    hidden states and no earlier rounds. The rule gets the draft distributions
+    in place of hidden states, token 0 as the root, and its initial memory.
 
     Args:
       probs: draft distributions `[gamma, V]` along the chain.
@@ -90,48 +94,59 @@ class StopRule:
         self, None, probs, probs, jnp.zeros((), jnp.int32), tokens)
 
   def init(self) -> Memory:
-    """Returns the initial memory over rounds for one row; () by default."""
+    """Returns the memory of one sequence before the first round.
+
+    The default is (), no memory over rounds.
+    """
     return ()
 
   def start(self, state: Memory) -> Memory:
-    """Returns the memory at the start of a round."""
+    """Returns the memory for the decisions of one round.
+
+    Args:
+      state: memory over rounds, from `init` or `commit`.
+    """
     del state
     return ()
 
   def stops(self, params: Params, seen: Seen, memory: Memory
             ) -> tuple[jax.Array, Memory]:
-    """Returns `(stop, memory)`; `stop` `[]` bool is True if the chain ends.
+    """Decides whether the chain ends at one token.
 
     Args:
       params: parameters of the rule, or None.
-      seen: inputs at this position of the chain.
-      memory: memory within the round, from `start` or the previous position.
+      seen: inputs for this token of the chain.
+      memory: memory within the round, from `start` or from the call for the
+        previous token.
+
+    Returns:
+      `(stop, memory)`. `stop`, `[]` bool, is True if the chain ends.
     """
     raise NotImplementedError
 
   def commit(self, state: Memory, drafted: jax.Array, accepted: jax.Array,
              gamma: jax.Array) -> Any:
-    """Returns the memory after a round that verified this rule's chain.
+    """Returns the memory over rounds after a chain was verified.
 
     Args:
-      state: memory before the round.
-      drafted: number of tokens of the row's chain, `[]` int32. It is 0 only if
-        a rule that is evaluated before sampling (`keeps` is False) ended the
-        chain before its first token.
+      state: memory over rounds before this round.
+      drafted: number of tokens of the chain, `[]` int32. It can be 0 only if
+        `keeps` is False, because such a rule can end a chain before its first
+        token.
       accepted: number of accepted tokens of the chain, `[]` int32.
-      gamma: largest possible length of the chain, `[]` int32.
+      gamma: maximum draft length in this round, `[]` int32.
     """
     del drafted, accepted, gamma
     return state
 
   @property
   def learns(self) -> bool:
-    """True if the rule has memory over rounds."""
+    """True if the rule has a memory over rounds, such as a threshold."""
     return bool(jax.tree.leaves(self.init()))
 
 
 def check_share(name: str, value: float) -> None:
-  """Raises `ValueError` unless a number is in [0, 1]."""
+  """Raises `ValueError` unless the argument `name` has a value in [0, 1]."""
   if not 0 <= value <= 1:
     raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
@@ -139,7 +154,7 @@ def check_share(name: str, value: float) -> None:
 def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
                  hidden: jax.Array, root: jax.Array, tokens: jax.Array,
                  state: Memory = None) -> jax.Array:
-  """Returns the number of tokens that a rule lets a row draft, `[]` int32.
+  """Returns the number of tokens of a given chain that a rule keeps.
 
   >>> probs = jnp.array([[0.9, 0.1], [0.3, 0.7], [0.5, 0.5]])
   >>> rule = Confidence(threshold=0.4)
@@ -152,9 +167,12 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
     params: parameters of the rule.
     probs: draft distributions `[gamma, V]` along the chain.
     hidden: hidden states `[gamma, F]` from which `probs` was computed.
-    root: root token, `[]` int32.
+    root: last token before the chain, `[]` int32.
     tokens: drafted tokens `[gamma]` int32.
-    state: memory of the rule; None: the initial memory.
+    state: memory of the rule over rounds; None: the initial memory.
+
+  Returns:
+    `[]` int32.
   """
   chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
   before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
@@ -175,12 +193,13 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confidence(StopRule):
-  """Ends the chain after a token of low draft probability.
+  """Stop rule that ends the chain after a token of low draft probability.
 
   Hugging Face's assisted generation tests the probability of the sampled token,
   with threshold 0.4. Kangaroo (arXiv:2404.18911; 0.6) and SWIFT
-  (arXiv:2410.06916; 0.8) test the largest probability instead. At temperature 0
-  draft distributions are one-hot, so the rule ends no chain.
+  (arXiv:2410.06916; 0.8) test the largest probability of the draft distribution
+  instead. At temperature 0 draft distributions are one-hot, so this rule never
+  ends a chain.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
@@ -202,11 +221,11 @@ class Confidence(StopRule):
 
 @struct.dataclass
 class Adapted:
-  """Memory of an `Adaptive` rule for one row.
+  """Memory of the stop rule `Adaptive` for one sequence.
 
   Attributes:
-    threshold: current threshold, `[]` float32.
-    matched: moving average of accepted over drafted tokens, `[]` float32.
+    threshold: current threshold of the draft probability, `[]` float32.
+    matched: moving average of the acceptance rate, `[]` float32.
   """
 
   threshold: jax.Array
@@ -215,24 +234,26 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adaptive(StopRule):
-  """Draft & Verify's threshold, adapted to a desired acceptance rate.
+  """Stop rule of Draft & Verify, with a threshold that adapts to acceptance.
 
-  Zhang et al. 2023 (arXiv:2309.08168), with the defaults of their code. The
-  chain ends after a token whose draft probability is below a threshold th.
-  After a round, the moving average m of the acceptance rate and th become
+  See Zhang et al. 2023 (arXiv:2309.08168); the defaults are those of their
+  code. The chain ends after a token whose draft probability is below a
+  threshold th. After each round, the moving average m of the acceptance rate
+  and the threshold are updated:
 
     m <- (m + accepted / drafted) / 2,
-    th' = th + step if m < target; th if the chain had its largest length; else
+    th' = th + step if m < target; th if the chain had its maximum length; else
       th - step,
     th <- 0.9 th + 0.1 th', clipped to [0, 1].
 
-  Without clipping, th could exceed 1, and drafting would never resume. At
-  temperature 0 draft distributions are one-hot, so the rule ends no chain.
+  Without clipping, th could exceed 1, and every chain would end after one token
+  from then on. At temperature 0 draft distributions are one-hot, so this rule
+  never ends a chain.
 
   Attributes:
     threshold: threshold th of the first round, in [0, 1].
     target: desired acceptance rate.
-    step: difference of th' from th.
+    step: step size of the threshold in the formula for th'.
   """
 
   threshold: float = 0.6
@@ -269,16 +290,20 @@ class Adaptive(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entropy(Adaptive):
-  """AdaEDL: ends the chain before a token of high entropy.
+  """Stop rule AdaEDL, which ends a chain where the draft entropy is high.
 
-  Agrawal et al. 2024 (arXiv:2410.18351). For a token with draft distribution q,
-  1 - sqrt(factor H(q)) is a lower bound of the acceptance rate, where H is the
-  entropy in nats. The token is not sampled if the bound is below a threshold,
-  which is adapted as in `Adaptive`. After a round whose chain ended before its
-  first token, the threshold falls by a tenth of `step`, so that drafting
-  resumes later. At temperature 0 the entropy is 0, so the rule ends no chain.
+  See Agrawal et al. 2024 (arXiv:2410.18351). If a token is sampled from the
+  draft distribution q, a lower bound of its acceptance rate is estimated as
+  1 - sqrt(factor H(q)), where H is the entropy in nats. The chain ends before
+  the token if this bound is below a threshold. The threshold is adapted as in
+  `Adaptive`. If a chain ends before its first token, the threshold falls by a
+  tenth of `step`, so that later chains have tokens again. At temperature 0 the
+  entropy is 0, so this rule never ends a chain.
 
   Attributes:
+    threshold: threshold of the bound in the first round, in [0, 1].
+    target: desired acceptance rate.
+    step: step size of the threshold, see `Adaptive`.
     factor: factor of the entropy in the bound.
   """
 
@@ -301,22 +326,22 @@ class Entropy(Adaptive):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptanceHead(StopRule):
-  """SpecDec++: a head on the hidden state predicts the acceptance of a token.
+  """Stop rule of SpecDec++: a trained head predicts acceptance of tokens.
 
-  Huang et al. 2024 (arXiv:2405.19715). The head predicts a_k, the probability
-  that drafted token k is accepted. It reads the hidden state from which the
-  token's draft distribution was computed. The chain ends after token k if the
-  predicted probability of a rejection, 1 - a_2 a_3 ... a_k, is above the
-  threshold. As in their code, a_1 is left out.
+  See Huang et al. 2024 (arXiv:2405.19715). The head predicts a_k, the
+  probability that drafted token k is accepted, from the hidden state from which
+  the token's draft distribution was computed. The chain ends after token k if
+  the predicted probability that a token was rejected, 1 - a_2 a_3 ... a_k, is
+  above the threshold. As in their code, the product does not contain a_1.
 
-  `init_params` returns the parameters: `depth` residual blocks x + silu(x W +
-  b) and a linear layer to the logits of (reject, accept).
-  `objectives.Acceptance` trains them, as `experiments/runs/stop_rules.py`
-  shows.
+  The head consists of `depth` residual blocks x + silu(x W + b), and a linear
+  layer to the two logits of (reject, accept). `init_params` returns its initial
+  parameters, and `objectives.Acceptance` trains them;
+  `experiments/runs/stop_rules.py` is an example.
 
   Attributes:
     threshold: probability of a rejection above which the chain ends.
-    least: minimal length of a chain.
+    least: minimum length of a chain.
     depth: number of residual blocks of the head.
   """
 
@@ -330,7 +355,12 @@ class AcceptanceHead(StopRule):
     fields.check_fields(self, "least", "depth", least=0)
 
   def init_params(self, key: jax.Array, width: int) -> Any:
-    """Returns an untrained head for hidden states of `width`."""
+    """Returns initial parameters of the head.
+
+    Args:
+      key: PRNG key.
+      width: width F of the hidden states.
+    """
     weights = lambda key, out: {
         "kernel": jax.random.normal(key, (width, out)) * width**-0.5,
         "bias": jnp.zeros((out,))}
@@ -342,7 +372,12 @@ class AcceptanceHead(StopRule):
     return jnp.float32(1)
 
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns logits `[..., 2]` of (reject, accept), for `hidden [..., F]`."""
+    """Returns the logits `[..., 2]` of (reject, accept).
+
+    Args:
+      params: parameters of the head, see `init_params`.
+      hidden: hidden states `[..., F]` of width F.
+    """
     x = hidden.astype(jnp.float32)
     for block in params["blocks"]:
       x = x + jax.nn.silu(x @ block["kernel"] + block["bias"])
@@ -358,25 +393,27 @@ class AcceptanceHead(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler(StopRule):
-  """DSpark's scheduler for one row: drafts while tokens per second increase.
+  """Stop rule of DSpark: drafts while the expected tokens per second increase.
 
-  arXiv:2607.05147 (Algorithm 1). Let c_j be the confidence that drafted token j
-  is accepted if all tokens before it are, and a_k = c_1 c_2 ... c_k. With k
-  drafted tokens the estimated tokens per second are
+  See arXiv:2607.05147 (Algorithm 1); here it is applied to each sequence
+  separately. Let c_j be the predicted probability that drafted token j is
+  accepted if all tokens before it are accepted, and a_k = c_1 c_2 ... c_k. With
+  k drafted tokens, the expected number of tokens per second is
 
     Theta_k = (1 + a_1 + ... + a_k) speeds[k].
 
-  The chain ends before the first token k whose Theta_k is not above the largest
-  earlier value. A later Theta may be larger again. But it depends on token k,
-  so using it in the decision about token k would bias the output (their
-  Appendix A).
+  The chain ends before the first token k for which Theta_k is not above all
+  earlier values. A later value may be larger again. But later values depend on
+  the sampled token k, so if they determined whether token k is drafted, the
+  output would be biased (Appendix A of the paper).
 
   Attributes:
     speeds: verifying passes per second with 0, 1, ... drafted tokens. Only the
       ratios have an effect. The last value is used for all longer chains.
-    learned: True if c_k is sigmoid((w . hidden + b) / T_k), with parameters
-      `{"kernel": w [F], "bias": b []}`. False if c_k is the largest probability
-      of the draft distribution, which is 1 at temperature 0.
+    learned: True if c_k is computed by a trained layer as sigmoid((w . hidden +
+      b) / T_k), with parameters `{"kernel": w [F], "bias": b []}` for hidden
+      states of width F. False if c_k is the largest probability of the draft
+      distribution, which is 1 at temperature 0.
     temperatures: temperatures T_1, T_2, ... of a learned c_k, such as
       `training.calibration.temperatures` fits; 1 for all later tokens.
   """
@@ -404,14 +441,16 @@ class Scheduler(StopRule):
     return self.learned
 
   def confidence(self, params: Params, seen: Seen) -> jax.Array:
-    """Returns the confidence c_k `[]` in the next drafted token."""
+    """Returns the predicted acceptance probability c_k of the next token, `[]`.
+    """
     if not self.learned:
       return seen.probs.max().astype(jnp.float32)
     return _accepted(params, seen, self.temperatures)
 
   def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
-    # For k = 0: a_k, the sum 1 + a_1 + ... + a_k, and the largest Theta so far.
+    # The memory has three numbers: a_k, the sum 1 + a_1 + ... + a_k, and the
+    # largest Theta so far. These are their values for k = 0.
     return reach, reach, reach * self.speeds[0]
 
   def stops(self, params: Params, seen: Seen, memory: Memory
@@ -428,15 +467,18 @@ class Scheduler(StopRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold(StopRule):
-  """Ends the chain before a token whose predicted acceptance is too low.
+  """Stop rule that ends the chain where the predicted acceptance is too low.
 
-  DSpark's static threshold (arXiv:2607.05147, and its code). Drafted token k is
-  not sampled if its confidence sigmoid((w . hidden + b) / T_k) is below the
-  threshold. The parameters w and b are as in `Scheduler(learned=True)`.
+  This is the static threshold in the code of DSpark (arXiv:2607.05147). The
+  chain ends before token k if the predicted probability that the token is
+  accepted, sigmoid((w . hidden + b) / T_k), is below the threshold. `hidden` is
+  the hidden state from which the token's draft distribution was computed. The
+  parameters are `{"kernel": w [F], "bias": b []}`, as in
+  `Scheduler(learned=True)`.
 
   Attributes:
-    threshold: smallest confidence of a drafted token, in [0, 1].
-    temperatures: temperatures T_1, T_2, ..., see `Scheduler`.
+    threshold: minimum predicted acceptance of a drafted token, in [0, 1].
+    temperatures: temperatures T_1, T_2, ...; 1 for all later tokens.
   """
 
   threshold: float = 0.5
@@ -462,7 +504,17 @@ def _check_temperatures(temperatures: tuple[float, ...]) -> None:
 
 def _accepted(params: Mapping[str, jax.Array], seen: Seen,
               temperatures: tuple[float, ...]) -> jax.Array:
-  """Returns a head's predicted probability that the next token is accepted."""
+  """Returns a trained layer's prediction that the next token is accepted.
+
+  Args:
+    params: parameters `{"kernel": w [F], "bias": b []}`.
+    seen: inputs for the next token, with the hidden state `[F]`.
+    temperatures: temperatures T_1, T_2, ... by which the logits of tokens 1, 2,
+      ... are divided; 1 for all later tokens.
+
+  Returns:
+    Probability `[]`.
+  """
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
     by_place = jnp.array([*temperatures, 1], jnp.float32)
@@ -472,15 +524,19 @@ def _accepted(params: Mapping[str, jax.Array], seen: Seen,
 
 @struct.dataclass
 class RuleState:
-  """State of a rule with memory over rounds.
+  """State of a stop rule with memory over rounds, for B batch rows.
+
+  In a combination of drafters, the verified draft may come from another drafter
+  than the one with this rule. The rule's memory must not be updated with such a
+  draft. So a hash of the last chain is stored and compared with that of the
+  verified draft.
 
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
-    room: largest possible length of the last chain, `[B]` int32, which a
-      controller may change from round to round; 0 after it is verified.
+    room: maximum length of the last chain, `[B]` int32, which a controller may
+      change from round to round; 0 after the chain is verified.
     chain: hash of the tokens of the last chain, `[B]` uint32; 0 if the chain is
-      empty. A merge or a fallback may verify another drafter's draft. Then the
-      hashes differ, and the memory is not updated.
+      empty.
   """
 
   memory: Memory
@@ -489,7 +545,12 @@ class RuleState:
 
 
 def init_state(rule: StopRule, rows: int) -> Any:
-  """Returns the state of a rule before its first round, for `rows` rows."""
+  """Returns the state of a stop rule before the first round.
+
+  Args:
+    rule: stop rule.
+    rows: number of batch rows.
+  """
   memory = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), rule.init())
   if not rule.learns:
@@ -499,17 +560,23 @@ def init_state(rule: StopRule, rows: int) -> Any:
 
 
 def memory_of(state: Memory) -> Any:
-  """Returns the memory over rounds in a state of `init_state`."""
+  """Returns the memory over rounds of a stop rule from its state.
+
+  Args:
+    state: state of the rule, from `init_state` or `update`.
+  """
   return state.memory if isinstance(state, RuleState) else state
 
 
 def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
-  """Returns the state of a rule after its chains are drafted.
+  """Returns the state of a stop rule after chains are drafted.
+
+  The state records a hash of the chains, so that `update` can recognise them.
 
   Args:
     state: state of the rule.
-    draft: batch of chains.
-    gamma: maximal length of a chain.
+    draft: batch of chains that the rule ended.
+    gamma: maximum length of a chain.
   """
   if not isinstance(state, RuleState):
     return state
@@ -518,7 +585,10 @@ def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
 
 
 def _hashed(draft: Draft) -> jax.Array:
-  """Returns a hash of the drafted tokens, `[B]` uint32; 0 if there are none."""
+  """Returns a hash of the drafted tokens of B rows, `[B]` uint32.
+
+  The hash is 0 if nothing is drafted.
+  """
   real = draft.drafted[:, 1:]
   place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
   tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
@@ -529,12 +599,16 @@ def _hashed(draft: Draft) -> jax.Array:
 
 def start_round(rule: StopRule, state: Memory, rows: jax.Array
                 ) -> tuple[jax.Array, Memory]:
-  """Returns `(going, memory)` of all rows at the start of a round.
+  """Returns the arguments `(going, memory)` of the first `ask` of a round.
 
   Args:
     rule: stop rule.
     state: state of the rule, see `init_state`.
-    rows: rows `[B]` bool that draft.
+    rows: `[B]` bool, True for the batch rows in which tokens are drafted.
+
+  Returns:
+    `[B]` bool, True for rows whose chain continues, which is `rows`; and the
+    rule's memory within the round.
   """
   if isinstance(state, RuleState):
     return rows, jax.vmap(rule.start)(state.memory)
@@ -545,14 +619,17 @@ def start_round(rule: StopRule, state: Memory, rows: jax.Array
 
 def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
         memory: Memory) -> tuple[jax.Array, Memory]:
-  """Returns the mask `[B]` of rows whose chains continue, and the memory.
+  """Evaluates a stop rule for one drafted token in each of B rows.
 
   Args:
     rule: stop rule.
     params: parameters of the rule, or None.
-    seen: inputs of the rule for all rows.
-    going: mask `[B]` of rows whose chains continued so far.
-    memory: memory within the round.
+    seen: inputs of the rule, with the batch as first axis.
+    going: `[B]` bool, True for rows whose chain has not ended before.
+    memory: memory within the round, with the batch as first axis.
+
+  Returns:
+    `[B]` bool, True for rows whose chain continues; and the new memory.
   """
   chex.assert_rank(going, 1)
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
@@ -561,15 +638,18 @@ def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
 
 def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
            count: jax.Array) -> Any:
-  """Returns the state of a rule after a round.
+  """Returns the state of a stop rule after a round was verified.
+
+  The memory over rounds is updated in rows whose verified draft is the chain
+  that the rule ended, or whose chain the rule ended before its first token.
 
   Args:
     rule: stop rule.
     state: result of `record_chains`.
-    draft: draft of the round, perhaps another drafter's.
+    draft: verified draft, which may come from another drafter.
     verdict: verdicts of the round.
-    count: number `[B]` int32 of committed tokens. The memory of rows with 0 is
-      unchanged.
+    count: number `[B]` int32 of committed tokens in each row. In rows with 0,
+      the memory does not change.
   """
   chex.assert_rank(count, 1)
   if not isinstance(state, RuleState):
@@ -589,12 +669,16 @@ def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
 
 
 def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
-  """Returns the parameters of the model and of the rule.
+  """Returns the parameters of the draft model and of the stop rule.
 
   Args:
     rule: stop rule, or None.
-    params: parameters `params["drafter"]`, `{"model", "stop"}` if the rule has
-      parameters.
+    params: parameters of the drafter. If the rule has parameters, they are
+      `{"model": ..., "stop": ...}`, else they are those of the draft model.
+
+  Returns:
+    `(model parameters, rule parameters)`; the latter are None if the rule has
+    no parameters.
 
   Raises:
     ValueError: the rule's parameters are missing.
@@ -613,22 +697,27 @@ def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
                rule_state: chex.ArrayTree, first: Forecast,
                read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
                carry: chex.ArrayTree) -> tuple[Draft, Any, Any]:
-  """Samples a chain per row, in a loop that ends when all rows have stopped.
+  """Samples a chain in each of B rows, until a stop rule ends it.
+
+  The loop over draft positions ends when all chains have ended or have gamma
+  tokens.
 
   Args:
     rule: stop rule.
-    params: parameters of the rule.
-    transform: transform of the logits.
+    params: parameters of the rule, or None.
+    transform: transform from logits to draft probabilities.
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
-    state: decoding state.
+    state: decoding state of the B rows.
     rule_state: state of the rule, see `init_state`.
-    first: logits and hidden state of the first token.
-    read: function `(tokens [B, 1], carry) -> (forecast, carry)` for the next
+    first: logits and hidden states for the first drafted token, a `Forecast`.
+    read: function `(tokens [B, 1], carry) -> (forecast, carry)` that runs the
+      draft model on one token per row and returns the `Forecast` of the next
       token.
-    carry: initial carry of `read`.
+    carry: initial carry of `read`, such as the draft model's cache.
 
   Returns:
-    `(Draft, carry, rule_state)`, batched.
+    `(draft, carry, rule_state)`, the batched `Draft`, the last carry of `read`,
+    and the new state of the rule.
   """
   chex.assert_rank([uniforms, *first], 2)
   rows = state.lengths.shape[0]

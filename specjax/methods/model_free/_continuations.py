@@ -380,7 +380,8 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
   key, chosen = jax.lax.top_k(key, nodes - 1)
   real = key > 0
   chosen = jnp.where(real, chosen, 0)
-  places = jnp.where(real, chosen, matches * size)  # padding is out of range
+  # Padding gets an index out of range, which the scatter drops.
+  places = jnp.where(real, chosen, matches * size)
   number = jnp.zeros((matches * size,), jnp.int32).at[places].set(
       jnp.arange(1, nodes, dtype=jnp.int32), mode="drop")
   of, d = chosen // size, chosen % size

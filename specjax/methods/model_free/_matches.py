@@ -70,8 +70,9 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
+  # Missing entries get the last slot, at which no match ends.
   place = jnp.pad(place, ((0, 0), (0, count - place.shape[1])),
-                  constant_values=slots - 1)  # the last slot has no match
+                  constant_values=slots - 1)
   ahead = place[..., None] + 1 + jnp.arange(size)
   following = jnp.take_along_axis(
       tokens[:, None], jnp.minimum(ahead, slots - 1), axis=2)
@@ -123,7 +124,7 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
       at: indices `[B, 2, M]` in `store.suffixes`, two for each pattern.
 
     Returns:
-      `[B, 2, M]` int32: negative if the suffix sorts before the pattern, 0 if
+      `[B, 2, M]` int32, negative if the suffix sorts before the pattern, 0 if
       it begins with the pattern, positive if it sorts after the pattern.
     """
     start = suffixes.at[at].get(mode="clip")

@@ -234,8 +234,8 @@ def copied_from_row(state: DecodeState, gamma: int, max_ngram: int,
     prefer: choice among equally long matches, "latest" or "first".
 
   Returns:
-    Tokens `[B, gamma]` int32, -1 in rows without a match, and the length `[B]`
-    int32 of the match: 0, or `min_ngram` to `max_ngram`.
+    Tokens `[B, gamma]` int32, -1 in rows without a match; and the length `[B]`
+    int32 of the match, 0 in rows without a match.
   """
   end = state.lengths[:, None] - 1
   earlier = jnp.arange(state.tokens.shape[1]) < end

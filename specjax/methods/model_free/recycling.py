@@ -95,7 +95,9 @@ class Recycling(_common.ModelFree):
 
   conditional = True
   deterministic = True
-  autoregressive = False  # the table depends on earlier drafts
+  # The table of successors also depends on rejected drafts. So the draft
+  # distribution of a token does not depend on the sequence alone.
+  autoregressive = False
   num_uniforms = 0
   proposal = "top_k"
 
@@ -121,7 +123,9 @@ class Recycling(_common.ModelFree):
 
   @property
   def iid(self) -> bool:
-    return self.chain  # siblings differ
+    # "iid" requires that siblings are sampled independently. Siblings in a tree
+    # are distinct tokens, so only a chain, which has no siblings, satisfies it.
+    return self.chain
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
     """Returns the drafter with the target's vocabulary size.

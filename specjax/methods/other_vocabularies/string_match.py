@@ -86,7 +86,10 @@ class StringMatch(reading_lib.Reader):
   iid = True
   conditional = True
   deterministic = True
-  autoregressive = False  # the split depends on the position of the draft
+  # The target's tokenizer may split the same string differently if the draft
+  # begins at another position. So the draft distribution of a token does not
+  # depend on the sequence alone.
+  autoregressive = False
   num_uniforms = 0
   proposal = "deterministic"
 

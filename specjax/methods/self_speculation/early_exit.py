@@ -138,7 +138,9 @@ class Exit(_common.DrawnChain):
   def __post_init__(self):
     fields.check_fields(self, "exit", "gamma")
 
-  slack = math.inf  # the drafter has no cache of its own
+  # Number of tokens that can be removed from the drafter's cache. There is no
+  # limit, because the drafter has no cache of its own.
+  slack = math.inf
 
   @property
   def autoregressive(self) -> bool:

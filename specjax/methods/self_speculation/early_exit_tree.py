@@ -111,7 +111,9 @@ class EarlyExitTree(_trees.StaticTree):
     check_exit(self.exit, target)
     return dataclasses.replace(super().bind(target, transform), model=target)
 
-  slack = math.inf  # the drafter has no cache of its own
+  # Number of tokens that can be removed from the drafter's cache. There is no
+  # limit, because the drafter has no cache of its own.
+  slack = math.inf
 
   def follow(self) -> "EarlyExitTree":
     """Returns the drafter for combinations, with `shares_pass` False."""

@@ -69,7 +69,9 @@ class Hierarchy(Cascade):
 
   @property
   def autoregressive(self) -> bool:
-    return False  # the part of the cache depends on where the draft began
+    # The middle model reads a part of the cache that is selected where a draft
+    # begins. So its draft distribution does not depend on the sequence alone.
+    return False
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
     """Returns the drafter with the target as its middle model.
@@ -78,7 +80,9 @@ class Hierarchy(Cascade):
       ValueError: the target is not a `Transformer` with a `KVCache`, has
         attention windows, or does not fit the inner drafter.
     """
-    interfaces.bind(self.drafter, target, transform)  # checks the vocabulary
+    # The result is not used. Binding the inner drafter checks that its
+    # vocabulary is the target's.
+    interfaces.bind(self.drafter, target, transform)
     name = type(target).__name__
     if not isinstance(target, Transformer) or target.cache is not KVCache:
       raise ValueError(f"the target is a {name} without a KVCache; a view "

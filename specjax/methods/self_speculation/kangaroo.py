@@ -112,7 +112,7 @@ class KangarooAdapter:
       target_params: parameters of the target.
 
     Returns:
-      Parameters of a `Transformer`: those of layer 0 and of the final norm.
+      Parameters of layer 0 and of the final norm of a `Transformer`.
     """
     del key
     end = f"_{self.exit}"
@@ -127,7 +127,11 @@ class KangarooAdapter:
     return target, {"target": target_params, "drafter": params}
 
   def model(self, target: Transformer) -> Transformer:
-    """Returns the adapter as a `Transformer` of one layer."""
+    """Returns the adapter as a `Transformer` of one layer.
+
+    Args:
+      target: target model, whose sizes are used.
+    """
     config = target.config
     windows = config.windows[self.exit:self.exit + 1]
     return dataclasses.replace(target, config=dataclasses.replace(
@@ -326,7 +330,8 @@ class KangarooObjective:
   needs = ("target", "drafter")
 
   def __post_init__(self):
-    # `for_target` raises an error if the target has too few layers.
+    # The result is not used. `for_target` is called because it raises an error
+    # if the target has too few layers.
     type(self.adapter).for_target(
         self.model, self.adapter.forecasts, exit=self.adapter.exit)
 

@@ -146,7 +146,8 @@ class LayerSkipObjective:
     keep = jax.random.bernoulli(
         key, 1 - self.dropout_rates(progress)[:, None],
         (layers, tokens.shape[0])).astype(jnp.float32)
-    keep = jnp.repeat(keep[:, None], 2, axis=1)  # attention and MLP together
+    # The attention and the MLP of a layer are dropped together.
+    keep = jnp.repeat(keep[:, None], 2, axis=1)
     states, hidden = [], None
     for layer in range(layers):
       hidden = self.model.run(

@@ -346,7 +346,8 @@ def _program(model: Transformer, params: chex.ArrayTree, tokens: jax.Array,
   def program(params, tokens):
     start = model.run(params, Sublayers.between(0, 0), tokens).hidden
     complete, ways = start, jnp.tile(start, (count + 1, 1, 1, 1))
-    # reached[j] is True if at least j of the layers so far may be skipped.
+    # The first and the last layer always run. reached[j] is True if at least j
+    # of the layers before the current one may be skipped.
     reached = jnp.arange(count + 1) == 0
     skips = []
     for layer in range(layers):

@@ -1,14 +1,18 @@
-"""SWIFT: the target drafts without some sublayers, chosen while it decodes.
+"""SWIFT: the target drafts for itself with some of its sublayers skipped.
 
-SWIFT (Xia et al. 2024, arXiv:2410.06916) needs no training and no search before
-decoding, because the generated tokens score the sets of skipped sublayers. A
-set is an array, so a new set requires no compilation.
+Sublayers are the attention and the MLP of each layer. SWIFT (Xia et al. 2024,
+arXiv:2410.06916) chooses the set of skipped sublayers while it decodes: sets
+are scored on the tokens that were just generated. So it needs no training and
+no search before decoding. A set is an array, so a new set requires no
+compilation.
 
-The drafter has no cache. It reads the target's cache, and computes keys and
-values only for the last two tokens and the drafted tokens. Its distribution q
-depends on the position where the draft began. The set changes only between
-rounds, and depends only on committed tokens. Drafts contain the q from which
-their tokens were sampled, so verification is exact for every search.
+The drafter has no cache of its own. It reads the target's cache, and computes
+keys and values only for the last two tokens and the drafted tokens. So its
+draft distribution q depends on the position where the draft began.
+
+The output distribution is exact, whichever sets are chosen. The set changes
+only between rounds and depends only on committed tokens, and the verifier gets
+the q from which each drafted token was sampled.
 """
 
 import dataclasses
@@ -42,16 +46,16 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Skipped:
-  """State of a `Swift`; the first axis of every leaf is the batch B.
+  """State of the drafter `Swift`: the skipped sublayers of B batch rows.
 
   Attributes:
-    keep: factors `[B, L, 2]` float32 of the attention and the MLP of each
-      layer, 0 if skipped, else 1.
-    since: number of committed tokens when a set was last tried, `[B]` int32;
-      initially the length of the prompt.
-    tried: number of tried sets, `[B]` int32.
-    score: expected number of accepted tokens per draft with `keep`, on the last
-      scored window, `[B]` float32; 0 before the first window.
+    keep: `[B, L, 2]` float32, for the attention and the MLP of each of L
+      layers: 0 if it is skipped, else 1.
+    since: `[B]` int32, number of committed tokens when a new set was last
+      tried; initially the length of the prompt.
+    tried: `[B]` int32, number of sets that were tried.
+    score: `[B]` float32, expected number of accepted tokens per draft with this
+      set, measured on the last window of tokens; 0 before the first window.
   """
 
   keep: jax.Array
@@ -60,7 +64,7 @@ class Skipped:
   score: jax.Array
 
   def sublayers(self, row: int) -> Sublayers:
-    """Returns the sublayers that the drafter runs for one row of the batch."""
+    """Returns the sublayers that are not skipped for one row of the batch."""
     attention, mlp = np.asarray(self.keep[row]).T
     return Sublayers(attention=np.flatnonzero(attention),
                      mlp=np.flatnonzero(mlp))
@@ -68,32 +72,39 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swift(_common.DrawnChain):
-  """Drafts with the target without some sublayers, searched during decoding.
+  """SWIFT: drafts with the target and skips some of its sublayers.
 
-  After every `window` tokens of a row, one skipped sublayer is swapped for
-  another. The old and the new set are scored on these tokens, and the better
-  one is used from then on. The score is the expected number of accepted tokens
-  of a draft (see `survival`). SWIFT counts positions with equal argmax instead.
-  In scoring, a set reads the keys and values that it computes itself for the
-  window. A try takes three passes over the window and three arrays of B *
-  window * V floats. As in SWIFT, the first and the last layer always run.
+  Sublayers are the attention and the MLP of each layer. The set of skipped
+  sublayers is improved during decoding, separately for each row of the batch.
+  After every `window` tokens of a row, a new set is tried, in which one skipped
+  sublayer is replaced by another. The old and the new set are scored on these
+  tokens, and the better one is used from then on. The score is the expected
+  number of accepted tokens per draft (see `survival`); the SWIFT paper counts
+  the positions with equal argmax instead. While a set is scored, its passes use
+  the keys and values that they compute for the window, not the target's. A try
+  takes three passes over the window and three arrays of B * window * V floats,
+  for B rows and V tokens of the vocabulary. As in the paper, the first and the
+  last layer always run.
 
-  Skipped sublayers are computed and multiplied by 0, which saves no time. A
-  `models.Shortened` with `Skipped.sublayers` does save time.
+  This drafter saves no time, because skipped sublayers are computed and
+  multiplied by 0. To save time, use the set that it finds in a
+  `models.Shortened` (see `Skipped.sublayers`).
 
   `params["drafter"]` is not read.
 
   Attributes:
     gamma: draft length, at least 1.
-    count: number of skipped attentions and MLPs, initially spread over the
-      layers. SWIFT skips 45 % of the sublayers between the first and the last
-      layer.
+    count: number of skipped attentions and MLPs, initially spread evenly over
+      the layers. The paper skips 45 % of the sublayers between the first and
+      the last layer.
     window: number of tokens between two tries, at least gamma.
-    tries: number of sets that a row tries; 0: the initial set is never changed.
-    seed: seed of the swaps.
-    transform: transform of the draft logits; None: the decoder's.
+    tries: number of sets that are tried per row; 0: the initial set is never
+      changed.
+    seed: seed of the random replacements.
+    transform: transform from logits to draft probabilities; None: the target's
+      transform.
     model: target model; `bind` sets it.
-    law: transform of the target's logits; `bind` sets it.
+    law: transform from logits to the target's probabilities; `bind` sets it.
   """
 
   gamma: int
@@ -113,7 +124,12 @@ class Swift(_common.DrawnChain):
     fields.check_at_least("tries", self.tries, 0)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Swift":
-    """Returns the drafter specialised to a target."""
+    """Returns the drafter with its model and the transforms set.
+
+    Raises:
+      ValueError: the target has too few layers to skip `count` sublayers, or
+        its cache cannot be rewound by a window.
+    """
     check_whole(target)
     most = max(0, 2 * (target.config.layers - 2) - 1)
     if self.count > most:
@@ -131,7 +147,11 @@ class Swift(_common.DrawnChain):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Skipped:
-    """Returns the state with the initial set, and score 0."""
+    """Returns the state with the initial set of skipped sublayers.
+
+    The skipped sublayers are spread evenly over all layers except the first and
+    the last one.
+    """
     del params, prefill_output
     keep, free = np.ones((self._layers, 2)), 2 * (self._layers - 2)
     spread = np.arange(self.count) * free // self.count
@@ -144,7 +164,11 @@ class Swift(_common.DrawnChain):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Skipped]:
-    """Tries a new set in rows with a full window, then drafts a chain each."""
+    """Returns a sampled chain for each row, and the new state.
+
+    In rows that generated `window` tokens since the last try, a new set of
+    skipped sublayers is tried before drafting.
+    """
     before = state.drafter
     due = ~state.done & (before.tried < self.tries) & (
         state.lengths - before.since >= self.window)
@@ -160,7 +184,17 @@ class Swift(_common.DrawnChain):
 
   def _searched(self, params: chex.ArrayTree, state: DecodeState, old: Skipped,
                 due: jax.Array) -> Skipped:
-    """Returns the state after the rows where `due [B]` tried a new set."""
+    """Tries a new set of skipped sublayers in some rows.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: decoding state of B rows.
+      old: state of the drafter.
+      due: `[B]` bool, True for rows in which a new set is tried.
+
+    Returns:
+      The new state of the drafter.
+    """
     start = jnp.maximum(state.lengths - 1 - self.window, 0)
     at = start[:, None] + jnp.arange(self.window + 1)
     text = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
@@ -188,14 +222,28 @@ class Swift(_common.DrawnChain):
                         old.score))
 
   def _score(self, p: jax.Array, q: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the expected number of accepted tokens of one row's drafts."""
+    """Returns the expected number of accepted tokens per draft of one row.
+
+    Args:
+      p: target's distributions `[S, V]` after the S tokens of a window.
+      q: draft distributions `[S, V]` at the same positions.
+      tokens: token `[S]` int32 that follows each position.
+    """
     at = lambda law: jnp.take_along_axis(law, tokens[:, None], axis=1)[:, 0]
     passed = jnp.minimum(1, at(q) / jnp.maximum(at(p), 1e-30))
     return jnp.sum(survival(
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
   def _swapped(self, keep: jax.Array, tried: jax.Array) -> jax.Array:
-    """Swaps a skipped sublayer of one row's set for a random other one."""
+    """Replaces a random skipped sublayer by a random other one, for one row.
+
+    Args:
+      keep: `[L, 2]`, 0 for the skipped attentions and MLPs, else 1.
+      tried: number of sets that were tried before, used as a random seed.
+
+    Returns:
+      New array `keep`.
+    """
     draws = jax.random.uniform(
         jax.random.fold_in(jax.random.key(self.seed), tried), (2, keep.size),
         keep.dtype)
@@ -209,32 +257,36 @@ class Swift(_common.DrawnChain):
     return flat.reshape(keep.shape)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification."""
+    """Returns an empty `PartitionSpec`, because there are no parameters."""
     del axis, size
     return PartitionSpec()
 
 
 def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
-  """Returns the probabilities that drafts have i accepted tokens, i = 1..gamma.
+  """Returns the probabilities that at least i = 1..gamma tokens are accepted.
 
-  They are computed from S tokens x that the target generated, without drafting.
-  If a draft begins with token x_j, token verification (Leviathan et al. 2022,
-  arXiv:2211.17192) accepts at least i of its tokens with the probability
-  E[prod_(k < i - 1) min(1, q / p)(x_(j + k)) sum_v min(p, q)(v)], k = 0, 1, ...
-  q and p are the drafter's and the target's distributions, and the sum is at
-  the draft's i-th token.
+  They are estimated from S tokens x_0, x_1, ... that the target generated,
+  without drafting. p and q are the target's and the drafter's distributions at
+  these tokens. A draft that begins at token x_j has at least i accepted tokens
+  under token verification (Leviathan et al. 2022, arXiv:2211.17192) with the
+  expected probability
+
+    prod_(k < i - 1) min(1, q(x_(j + k)) / p(x_(j + k))) sum_v min(p(v), q(v)),
+
+  where k = 0, 1, ..., and the sum is at the i-th token of the draft. This is
+  averaged over all positions j where a draft of gamma tokens can begin.
 
   >>> half = jax.numpy.full((4,), 0.5)
   >>> survival(half, half, gamma=2).tolist()
   [0.5, 0.25]
 
   Args:
-    passed: values min(1, q / p) of the recorded tokens, `[S]`.
-    last: sum_v min(p, q) at each token, `[S]`.
+    passed: min(1, q(x) / p(x)) of each of the S tokens x, `[S]`.
+    last: sum_v min(p(v), q(v)) at each token, `[S]`.
     gamma: draft length, at most S.
 
   Returns:
-    Means `[gamma]` over all starting positions of a draft of gamma tokens.
+    Probabilities `[gamma]`.
   """
   chex.assert_rank([passed, last], 1)
   places = passed.shape[0] - gamma + 1
@@ -247,18 +299,22 @@ def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
 
 
 def _last(keep: jax.Array) -> jax.Array:
-  """Returns `keep [B, L, 2]` as `[L, 2, B]`, the layout of `Masked`."""
+  """Returns `keep [B, L, 2]` with the batch as its last axis, `[L, 2, B]`.
+
+  `models.Masked`, which skips sublayers, expects this order of axes.
+  """
   return jnp.moveaxis(keep, 0, -1)
 
 
 def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
           verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts with the target without some sublayers, searched during decoding.
+  """Returns the strategy SWIFT (Xia et al. 2024, arXiv:2410.06916).
 
-  SWIFT, Xia et al. 2024 (arXiv:2410.06916), without its trees and its stop
-  rule. Sets of skipped sublayers are scored by the expected number of accepted
-  tokens, see `drafters.Swift`. Skipped sublayers are computed and multiplied by
-  0. So the search measures acceptance, but saves no time.
+  The target drafts with some of its attentions and MLPs skipped, and the set of
+  skipped ones is improved during decoding. The trees and the stop rule of the
+  paper are not implemented. Sets are scored by the expected number of accepted
+  tokens, see `drafters.Swift`. The strategy measures acceptance but saves no
+  time, because skipped attentions and MLPs are computed and multiplied by 0.
 
   >>> swift(gamma=4, count=2).drafter.autoregressive
   False
@@ -266,8 +322,8 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
   Args:
     gamma: draft length.
     count: number of skipped attentions and MLPs.
-    window: number of tokens after which a new set is tried.
-    tries: number of sets that are tried per row.
+    window: number of generated tokens after which a new set is tried.
+    tries: number of sets that are tried per row of the batch.
     verifier: verification rule for chains.
   """
   return Strategy(Swift(
