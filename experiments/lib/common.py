@@ -107,6 +107,13 @@ def _line(e: BaseException) -> tuple[str, int] | None:
     return f"error: {text}{_other_directory(e)}", 1
   if isinstance(e, processes.Stopped):
     return str(e), 128 + e.signal
+  if isinstance(e, MemoryError) or isinstance(
+      e, jax.errors.JaxRuntimeError) and (
+          "RESOURCE_EXHAUSTED" in text or "Out of memory" in text):
+    return ("error: the models and caches do not fit the memory ("
+            f"{text[:200]}); decode fewer or shorter sequences at a time "
+            "(--batch, --prompt_tokens, --max_new_tokens), give --dtype="
+            "bfloat16, or split the work over devices by --mesh"), 1
   if isinstance(e, jax.errors.JaxRuntimeError):
     # Without this exit, the distributed runtime waits for the other processes,
     # which wait for this one.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib import common  # noqa: E402
 from lib import flags as shared  # noqa: E402
-from lib.compiler import llama  # noqa: E402
+from lib.compiler import pairs  # noqa: E402
 from lib.rollouts import timing  # noqa: E402
 
 import specjax as sj  # noqa: E402
@@ -32,8 +32,9 @@ from specjax.models import Transformer  # noqa: E402
 
 _LAYERS = [
     flags.DEFINE_integer(
-        f"{name}_layers", layers, f"Number of layers of the {name} model", 1)
-    for name, layers in zip(("target", "drafter"), llama.LAYERS)]
+        f"{name}_layers", shape["layers"],
+        f"Number of layers of the {name} model", 1)
+    for name, shape in zip(("target", "drafter"), pairs.PAIRS["llama"])]
 _BATCHES = flags.DEFINE_list("batches", ["1", "8"], "Batch sizes in "
                              "rows, comma-separated")
 _CAPACITY = flags.DEFINE_integer(
@@ -64,7 +65,7 @@ def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
   """Returns a timer of rounds that start with `used` used slots per row."""
   keys = jax.random.split(jax.random.key(0), rows)
   state = jax.jit(functools.partial(
-      llama.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
+      pairs.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
 
   def run(params, state):
     new, _ = decoder.decode(params, state, timing.STEPS)
@@ -108,7 +109,7 @@ def main():
         f"most, and --capacity is {_CAPACITY.value}; give at least "
         f"{lengths[-1] + added}")
   layers = tuple(flag.value for flag in _LAYERS)
-  decoder = llama.Setting(
+  decoder = pairs.Setting(
       layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()
   params = {"target": _weights(decoder.target, 0),
             "drafter": _weights(decoder.drafter.model, 1)}

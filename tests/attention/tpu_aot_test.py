@@ -153,7 +153,7 @@ def _compile(name):
   from jax.experimental import topologies
   import jax.numpy as jnp
   from jax.sharding import Mesh
-  from lib.compiler import llama
+  from lib.compiler import pairs
   import numpy as np
 
   import specjax as sj
@@ -177,7 +177,7 @@ def _compile(name):
       jax.eval_shape(model.init, key))
             for role, model in (("target", target), ("drafter", drafter))}
   state = jax.eval_shape(
-      functools.partial(llama.state, decoder, capacity=_CAPACITY), params,
+      functools.partial(pairs.state, decoder, capacity=_CAPACITY), params,
       jax.random.split(key, _BATCH))
   devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
   mesh = Mesh(np.array(devices).reshape(mesh_shape), ("data", "model"))
@@ -221,10 +221,10 @@ def _compile(name):
 
 def _round(capacity):
   """Compiles the round of two layers each; prints what it moves and holds."""
-  from lib.compiler import llama
+  from lib.compiler import pairs
   from lib.compiler import tpu_rounds
 
-  setting = llama.Setting(
+  setting = pairs.Setting(
       layers=(_LAYERS, _LAYERS), capacity=int(capacity))
   lowered, params, state = tpu_rounds.lowered(setting)
 
@@ -236,15 +236,15 @@ def _round(capacity):
 
   found = _answered("tpu-round", lowered, answer)
   found["held"] = _shard_bytes(tpu_rounds.placed(
-      dataclasses.replace(setting, layers=llama.LAYERS)))
-  found["share"] = max(llama.LAYERS) // _LAYERS
+      dataclasses.replace(setting, layers=None)))
+  found["share"] = pairs.PAIRS["llama"][0]["layers"] // _LAYERS
   print(json.dumps(found))
 
 
 def _study():
   """Compiles the rounds of verification_study.py, and prints their figures."""
   from lib import common
-  from lib.compiler import llama
+  from lib.compiler import pairs
   from lib.compiler import tpu_rounds
   from lib.configurations import decoders
   from lib.configurations import one_of
@@ -253,7 +253,7 @@ def _study():
 
   rules = tuple(common.VERIFIERS[name]
                 for name in ("token", "block", "greedy_block"))
-  setting = llama.Setting(
+  setting = pairs.Setting(
       layers=(1, 1), capacity=2048, gamma=8, observers=rules)
   decoder = dataclasses.replace(
       setting.decoder(), verifier=one_of.OneOf(rules))
@@ -272,10 +272,10 @@ def _study():
 
 def _replicated():
   """Compiles a round whose drafter every chip has; prints what travels."""
-  from lib.compiler import llama
+  from lib.compiler import pairs
   from lib.compiler import tpu_rounds
 
-  setting = llama.Setting(
+  setting = pairs.Setting(
       layers=(_LAYERS, _LAYERS), capacity=_CAPACITY, drafter="replicate")
   lowered, *_ = tpu_rounds.lowered(setting)
   print(json.dumps(_answered("tpu-replicated", lowered, lambda compiled, _: [

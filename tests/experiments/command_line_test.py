@@ -142,6 +142,18 @@ def test_a_platform_without_a_device(error, monkeypatch):
     common.run(fail, ["script"])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError(
+    "INTERNAL: Out of memory allocating 262144000000 bytes.")])
+def test_too_little_memory_is_one_line(error):
+  # Broken: a traceback that does not name the flags that need the memory.
+  def fail():
+    raise error
+
+  line = _ended(fail)
+  assert "memory" in line and "--batch" in line and "--mesh" in line
+  assert "\n" not in line
+
+
 @pytest.mark.parametrize("script,flag,example", [
     ("export.py", "output_dir", "results/mine"),
     ("train_lm.py", "output_dir", "results/mine"),

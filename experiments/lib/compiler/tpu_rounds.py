@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from lib.compiler import hlo
-from lib.compiler import llama
+from lib.compiler import pairs
 import specjax as sj
 from specjax.attention import tpu
 from specjax.caches import dense
@@ -28,7 +28,7 @@ _KERNEL = "tpu_custom_call"
 _CHIPS = 4  # the models are split over all of them
 
 
-def placed(setting: llama.Setting, decoder: sj.Decoder | None = None):
+def placed(setting: pairs.Setting, decoder: sj.Decoder | None = None):
   """Returns `(params, state)` of a round, as shapes with shardings.
 
   Args:
@@ -44,7 +44,7 @@ def placed(setting: llama.Setting, decoder: sj.Decoder | None = None):
 
   keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
   state = jax.eval_shape(
-      functools.partial(llama.state, decoder, capacity=setting.capacity),
+      functools.partial(pairs.state, decoder, capacity=setting.capacity),
       params, keys)
   if setting.drafter == "replicate":
     state = state.replace(drafter=dense.undivided(state.drafter))
@@ -57,7 +57,7 @@ def placed(setting: llama.Setting, decoder: sj.Decoder | None = None):
   return jax.tree.map(place, (params, state), shardings)
 
 
-def lowered(setting: llama.Setting):
+def lowered(setting: pairs.Setting):
   """Lowers a round for the chips.
 
   Returns:
@@ -103,7 +103,7 @@ def _copied(program: hlo.Program, params: Any, caches: Any) -> list[str]:
           if layers & set(program.written(where, op)) and not of_weights(op)]
 
 
-def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
+def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
             state: Any) -> dict:
   """Returns the memory traffic and memory use of a compiled round.
 
@@ -121,7 +121,8 @@ def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
     size of both caches. "law" is the size of one distribution for every node of
     the batch, over all chips. "copied" lists the operations that write a whole
     layer of a cache. "loops" is the number of loops, "cycles" the compiler's
-    estimate, and "temporaries" the temporary memory.
+    estimate, "temporaries" the temporary memory, and "arguments" the memory of
+    parameters and state.
   """
   program = hlo.Program(text)
   passes = (len(set(sj.trees.depths(setting.parents)))
@@ -141,6 +142,7 @@ def figures(setting: llama.Setting, text: str, memory: Any, params: Any,
                 for share in (1, fetched / capacity)],
       "floor": [must + share * needed for share in (1, SHORT / capacity)],
       "cache": on_a_chip(caches), "copied": _copied(program, params, caches),
-      "law": 4 * setting.batch * nodes * llama.VOCAB_SIZE,
+      "law": 4 * setting.batch * nodes * setting.vocab_size,
       "loops": program.loops, "cycles": program.cycles,
+      "arguments": memory.argument_size_in_bytes,
       "temporaries": memory.temp_size_in_bytes}

@@ -1,4 +1,4 @@
-"""Llama-3-8B as the target and Llama-3.2-1B as the draft model, as shapes.
+"""Published pairs of a target and a draft model, as shapes.
 
 The published weights are not required, because the cost of a round does not
 depend on their values.
@@ -12,14 +12,21 @@ import jax.numpy as jnp
 
 import specjax as sj
 
-LAYERS = (32, 16)  # of the target and the draft model
-VOCAB_SIZE = 128_256
-_LLAMA = dict(vocab_size=VOCAB_SIZE, context_length=1 << 16,
-              rope_theta=500_000.0)
-_TARGET = dict(_LLAMA, width=4096, heads=32, kv_heads=8, head_dim=128,
-               mlp_width=14336, tie_embeddings=False)  # 8B: 32 layers
-_DRAFTER = dict(_LLAMA, width=2048, heads=32, kv_heads=8, head_dim=64,
-                mlp_width=8192)  # 1B: 16 layers
+_LLAMA = dict(vocab_size=128_256, context_length=1 << 16, rope_theta=500_000.0)
+_QWEN = dict(vocab_size=152_064, context_length=1 << 15, qkv_bias=True,
+             rope_theta=1_000_000.0)
+PAIRS = {  # name: (target, draft model)
+    "llama": (  # Llama-3-8B and Llama-3.2-1B
+        dict(_LLAMA, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
+             mlp_width=14336, tie_embeddings=False),
+        dict(_LLAMA, width=2048, layers=16, heads=32, kv_heads=8, head_dim=64,
+             mlp_width=8192)),
+    "qwen": (  # Qwen2.5-7B and Qwen2.5-0.5B, with the vocabulary of the target
+        dict(_QWEN, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128,
+             mlp_width=18944, tie_embeddings=False),
+        dict(_QWEN, width=896, layers=24, heads=14, kv_heads=2, head_dim=64,
+             mlp_width=4864)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +34,9 @@ class Setting:
   """A round to compile, in bfloat16.
 
   Attributes:
-    layers: number of layers of the target and of the draft model.
+    models: name in `PAIRS`.
+    layers: number of layers of the target and of the draft model. None: as
+      published.
     capacity: number of cache slots per row, C.
     batch: batch size, B.
     gamma: draft length of a chain, verified by `Block`; unused with a tree.
@@ -39,8 +48,9 @@ class Setting:
     topology: libtpu's name of the TPU generation and arrangement of 4 chips.
   """
 
-  layers: tuple[int, int]
   capacity: int
+  models: str = "llama"
+  layers: tuple[int, int] | None = None
   batch: int = 8
   gamma: int = 4
   parents: tuple[int, ...] = ()
@@ -48,11 +58,18 @@ class Setting:
   observers: tuple[sj.interfaces.Verifier, ...] = ()
   topology: str = "v5e:2x2"
 
+  @property
+  def vocab_size(self) -> int:
+    """Number of tokens of both vocabularies."""
+    return PAIRS[self.models][0]["vocab_size"]
+
   def decoder(self) -> sj.Decoder:
     """Returns the decoder of the round."""
+    shapes = PAIRS[self.models]
+    layers = self.layers or [shape["layers"] for shape in shapes]
     target, drafter = (
-        sj.models.Transformer(sj.models.TransformerConfig(**shape, layers=n))
-        for shape, n in zip((_TARGET, _DRAFTER), self.layers))
+        sj.models.Transformer(sj.models.TransformerConfig(
+            **shape | {"layers": n})) for shape, n in zip(shapes, layers))
     if self.parents:
       return sj.Decoder(
           target=target, verifier=sj.verifiers.Traversal(),
