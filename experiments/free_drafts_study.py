@@ -58,9 +58,9 @@ from absl import flags
 from lib import common
 from lib import flags as shared
 from lib import models
-from lib.configurations import compositions
 from lib.configurations import decoders
 from lib.configurations import generation
+from lib.configurations import loading
 from lib.figures import style
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import batches
@@ -69,13 +69,12 @@ import numpy as np
 
 import specjax as sj
 from specjax import analysis
-from specjax.data import Tokenizer
 from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="ngram,suffix,recycling",
-    help_=f"{compositions.HELP}, heads, ")
+    help_=loading.HELP)
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "Also measure every drafter with the adaptive "
@@ -121,9 +120,10 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
   variants = {_ALONE: variant(alone, {"target": target.params})}
-  for name, (strategy, own, model) in drafters.items():
-    decoder = strategy.decoder(model, transform=alone.transform, eos=eos)
-    params = {"target": target.params, "drafter": own}
+  for name, drafter in drafters.items():
+    decoder = drafter.strategy.decoder(
+        drafter.model, transform=alone.transform, eos=eos)
+    params = {"target": target.params, "drafter": drafter.params}
     variants[name] = variant(decoder, params)
     if _CONTROLLER.value and batch is None:
       print(f"measuring what rounds of {name} cost, unless it is known",
@@ -170,37 +170,6 @@ def _their_variants(target: Pretrained, temperature: float,
 @functools.cache
 def _torch_model(target: Pretrained):
   return generation.load_torch(_TARGET.value, target)
-
-
-def _drafters(names: list[str], target: Pretrained,
-              members: Mapping[str, Pretrained], tokenizer: Tokenizer,
-              batch: decoders.Batch | None):
-  """Returns `{label: (strategy, params["drafter"], target model)}`.
-
-  The parameters are on the mesh if there is one.
-  """
-  found = {}
-  for name in names:
-    label = models.label(name)
-    if label in found:
-      raise ValueError(f"--drafter contains {label!r} twice; leave one out, or "
-                       "rename a directory")
-    if not models.drafts_for_itself(name):
-      found[label] = (*compositions.strategy(
-          name, _GAMMA.value, target, members, _TAIL.value, _DATASTORE.value),
-                      target.model)
-      continue
-    own = models.load_self_drafter(name, target, tokenizer, _DTYPE.value)
-    if own.target is not target:
-      raise ValueError(f"--drafter contains {name}, which was trained together "
-                       "with another target; leave it out, or use "
-                       "self_drafting_study.py")
-    model, params, strategy = own.speculation(None, _GAMMA.value, _NODES)
-    found[label] = strategy, params["drafter"], model
-  return {label: (strategy, batches.placed(
-      batch, strategy.decoder(model),
-      {"target": target.params, "drafter": own})["drafter"], model)
-          for label, (strategy, own, model) in found.items()}
 
 
 def _row(prompts: str, temperature: float, name: str, rule: str,
@@ -340,19 +309,9 @@ def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
                  batch: decoders.Batch | None):
   """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
-      [target.params, *(own for _, own, _ in drafters.values())],
+      [target.params, *(drafter.params for drafter in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
       _TAIL.value, versions, "accepted" if batch is None else "no times")
-
-
-def _load(names: list[str], batch: decoders.Batch | None):
-  """Returns the target, the result of `_drafters` and the tokenizer."""
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, sum(map(compositions.members, (
-          name for name in names if not models.drafts_for_itself(name))), []),
-      ", ".join((*compositions.NAMES, *models.HEADS)), dtype=_DTYPE.value)
-  target = batches.with_placed_params(batch, target)
-  return target, _drafters(names, target, members, tokenizer, batch), tokenizer
 
 
 def _decoded(read: prompts_lib.Prompts, temperatures: list[float],
@@ -374,13 +333,18 @@ def main():
                             "as ngram"))
   batch = batches.settings(_BATCH)
   versions = _versions(timed=batch is None)
-  target, drafters, tokenizer = _load(names, batch)
+  target, members, tokenizer = loading.load_target(
+      names, _TARGET.value, _DTYPE.value, batch)
+  drafters = loading.load(
+      names, target, members, tokenizer, gamma=_GAMMA.value, nodes=_NODES,
+      tail=_TAIL.value, datastore=_DATASTORE.value, dtype=_DTYPE.value,
+      batch=batch)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  nodes = max(strategy.drafter.num_nodes
-              for strategy, _, _ in drafters.values())
+  nodes = max(drafter.strategy.drafter.num_nodes
+              for drafter in drafters.values())
   capacity = read.longest + _NEW_TOKENS.value + nodes
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                          target.model.context_length)
@@ -394,8 +358,8 @@ def main():
           **_their_variants(target, temperature, eos, versions)},
       output_dir / "runs.jsonl", batch)
   agreeing, different = _agreeing(runs)
-  rules = {name + end: common.VERIFIER_NAMES[strategy.verifier]
-           for name, (strategy, _, _) in drafters.items()
+  rules = {name + end: common.VERIFIER_NAMES[drafter.strategy.verifier]
+           for name, drafter in drafters.items()
            for end in ("", _CONTROLLED)}
   rows = _rows(agreeing, list(read.sets), temperatures, rules,
                next(iter(drafters)), read.cluster)

@@ -132,7 +132,8 @@ def errors(rows: list[dict[str, Any]], name: str):
 def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
   """Writes a figure with one legend for all panels, right of them.
 
-  Of several processes only the first one writes.
+  A PDF with the same name is written beside `path`. Of several processes only
+  the first one writes.
   """
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   found = {}
@@ -149,4 +150,5 @@ def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
                     horizontalalignment="left")
   if processes.is_first():
     figure.savefig(path, dpi=110)
+    figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
   plt.close(figure)

@@ -1,0 +1,360 @@
+"""Finds the reason why draft heads are bad: a conformance check.
+
+Heads that were trained well and are rejected often are usually read in another
+way than they were trained: a hidden state one layer off, another RoPE base,
+tensors in another order. `check` reads the target's own text and scores the
+heads as they are, and again with one such difference undone at a time. If the
+score rises clearly, the report names the difference. The report also names
+tensors that are constant or not used, and a drafter whose state after some
+rounds differs from the state after reading the same tokens at once.
+
+The score is the block efficiency at temperature 1 that every position of the
+text would have as the start of a draft (`evaluation.head_accuracy`).
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from specjax import analysis
+from specjax import methods
+from specjax.methods import Heads
+from specjax.models import Pretrained
+from specjax.models import Transformer
+from specjax.models.configuration import FINAL
+from specjax.training import evaluation
+
+_LEAST = 0.05  # smallest relative gain that is named; its interval is above 0
+_DIFFERENT = 0.01  # total variation of drafts that is not due to rounding
+_SCORE = "sampled_block_efficiency"
+_BASES = (10_000.0, 500_000.0, 1_000_000.0)  # usual bases of RoPE
+
+
+class Finding(NamedTuple):
+  """A probable fault of a drafter.
+
+  Attributes:
+    fault: short name of the fault.
+    evidence: measurement that shows it, as a sentence.
+  """
+
+  fault: str
+  evidence: str
+
+
+class Variant(NamedTuple):
+  """Heads with one difference undone.
+
+  Attributes:
+    fault: name of the fault that the heads have if this variant is better.
+    heads: the heads' configuration.
+    params: their parameters.
+  """
+
+  fault: str
+  heads: Heads
+  params: Any
+
+
+def variants(heads: Heads, params: Any, target: Pretrained
+             ) -> Iterator[Variant]:
+  """Yields the heads with every difference undone that they may have.
+
+  Args:
+    heads: heads as they were loaded.
+    params: their parameters.
+    target: their target.
+  """
+  for fault, change in _changes(heads, target.model.config):
+    try:
+      yield Variant(fault, dataclasses.replace(heads, **change), params)
+    except ValueError:  # the heads exclude this value
+      pass
+  for fault, changed in _permuted(heads, params):
+    yield Variant(fault, heads, changed)
+
+
+def _changes(heads: Heads, config: Any
+             ) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields changes of the heads' configuration, with the faults they undo."""
+  has = lambda name: hasattr(heads, name)
+  if has("taps"):
+    whole = all(isinstance(tap, int) for tap in heads.taps)
+    for step, where in (1, "early"), (-1, "late"):
+      if whole:
+        yield (f"hidden states are read one layer too {where}",
+               {"taps": tuple(tap + step for tap in heads.taps)})
+    swapped = {FINAL: config.layers, config.layers: FINAL}
+    taps = tuple(swapped.get(tap, tap) for tap in heads.taps)
+    if taps != heads.taps:
+      side = "after" if FINAL in heads.taps else "before"
+      yield (f"the last hidden state is read {side} the target's norm",
+             {"taps": taps})
+    if len(heads.taps) > 1:
+      yield ("hidden states are joined in the reverse order",
+             {"taps": heads.taps[::-1]})
+  if has("rope_theta"):
+    for base in dict.fromkeys((config.rope_theta, *_BASES)):
+      if base != heads.rope_theta:
+        yield (f"the RoPE base is {heads.rope_theta:g}, and {base:g} is better",
+               {"rope_theta": base})
+  for name, fault in (
+      ("norm_plus_one", "norms multiply by the scale instead of 1 + scale, or "
+       "the reverse"),
+      ("feed_normed", "the output is fed back on the wrong side of the norm"),
+      ("norm_before_residual", "the residual stream is on the wrong side of "
+       "the norm"),
+      ("from_anchor", "the slot of the anchor counts as a prediction, or the "
+       "reverse")):
+    if has(name):
+      yield fault, {name: not getattr(heads, name)}
+  if has("embedding_scale"):
+    scale = 1.0 if heads.embedding_scale != 1 else config.width**0.5
+    yield (f"embeddings are multiplied by {heads.embedding_scale:g} instead of "
+           f"{scale:g}", {"embedding_scale": scale})
+
+
+def _permuted(heads: Heads, params: Any) -> Iterator[tuple[str, Any]]:
+  """Yields parameters with tensors in another order, and the fault."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  name = lambda path: jax.tree_util.keystr(path)
+  fused = [path for path, x in leaves
+           if "fusion" in name(path) and x.ndim == 2 or (
+               getattr(heads, "fusion", None) == "attention"
+               and "['qkv']['kernel']" in name(path))]
+  if fused:
+    halves = lambda x: jnp.concatenate(jnp.split(x, 2)[::-1])
+    yield ("token embedding and feature are joined in the wrong order",
+           _mapped(params, fused, halves))
+  rotated = [path for path, x in leaves
+             if "['qkv']['kernel']" in name(path) and x.ndim == 4]
+  if rotated:
+    half = np.arange(params_at(params, rotated[0]).shape[-1]).reshape(2, -1)
+    pairs = half.T.ravel()
+    for order in pairs, np.argsort(pairs):
+      yield ("queries and keys have the order of another RoPE (interleaved "
+             "pairs against halves)", _mapped(
+                 params, rotated, lambda x, order=order: x.at[:, :, :-1].set(
+                     x[:, :, :-1][..., order])))
+  stacked = [path for path, x in leaves
+             if x.ndim > 1 and len(x) == heads.num_forecasts]
+  if stacked and len(stacked) == len(leaves) and heads.num_forecasts > 1:
+    for step, where in (1, "early"), (-1, "late"):
+      yield (f"every head predicts a token that is one position too {where}",
+             _mapped(params, stacked, lambda x, step=step: jnp.roll(
+                 x, -step, axis=0)))
+
+
+def params_at(params: Any, path: Any) -> jax.Array:
+  """Returns the leaf at a key path of `jax.tree_util`."""
+  for key in path:
+    params = params[key.key]
+  return params
+
+
+def _mapped(params: Any, paths: Sequence[Any], function: Any) -> Any:
+  names = set(map(jax.tree_util.keystr, paths))
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: function(x)
+      if jax.tree_util.keystr(path) in names else x, params)
+
+
+def check(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
+          ) -> list[Finding]:
+  """Returns the probable faults of heads, best explanation first.
+
+  Args:
+    heads: heads as they were loaded.
+    params: their parameters.
+    target: their target.
+    rows: `[R, S + 1]` tokens that the target generated, with their prompts.
+  """
+  rows = np.asarray(rows, np.int32)
+  found = [*_constant(params), *_unused(heads, params, target, rows)]
+  base = _score(heads, params, target, rows)
+  better = []
+  for variant in variants(heads, params, target):
+    try:
+      score = _score(variant.heads, variant.params, target, rows)
+    except ValueError:  # the target lacks this hidden state
+      continue
+    gain = analysis.relative_gain(*score, *base)
+    if gain.value > _LEAST and gain.low > 0:
+      better.append((gain.value, Finding(
+          variant.fault, f"undone, the heads reach {gain:+.1%} block "
+          "efficiency on the target's own text")))
+  found += [finding for _, finding in sorted(better, key=lambda x: -x[0])]
+  found += _precision(heads, params, target, rows, base)
+  return found + _vocabulary(heads, params, target, rows)
+
+
+def _score(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
+           ) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the accepted tokens and the draft positions of every row."""
+  measure = _measure(heads, target.model, rows.shape, rows.tobytes())
+  found = measure({"target": target.params, "drafter": params},
+                  by_row=True)["by_row"]
+  return found[_SCORE], found["positions"]
+
+
+@functools.lru_cache(maxsize=32)  # variants of the parameters share a program
+def _measure(heads: Heads, model: Transformer, shape: tuple[int, ...],
+             rows: bytes) -> evaluation.Measure:
+  """Returns the accuracy of heads on rows, as a function of parameters."""
+  return evaluation.head_accuracy(
+      methods.of(heads).measure(model, heads),
+      np.frombuffer(rows, np.int32).reshape(shape))
+
+
+def _constant(params: Any) -> list[Finding]:
+  """Returns matrices with one value or with values that are not finite."""
+  found = []
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    x, name = np.asarray(x, np.float32), jax.tree_util.keystr(path)
+    if not np.isfinite(x).all():
+      found.append(Finding("a tensor is not finite", f"{name} has NaN or inf"))
+    elif x.ndim > 1 and x.size > 1 and x.min() == x.max():
+      found.append(Finding(
+          "a tensor was not loaded",
+          f"all entries of {name} {x.shape} are {x.min():g}"))
+  return found
+
+
+def _unused(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
+            ) -> list[Finding]:
+  """Returns tensors that neither a prediction nor the loss depends on."""
+  method = methods.of(heads)
+  objective = method.measure(target.model, heads)
+  training = method.objective(target.model, heads, **{
+      option.name: option.default for option in method.options})
+
+  @jax.jit
+  def gradient(params, target_params):
+    tokens, key = jnp.asarray(rows[:2]), jax.random.key(0)
+
+    def total(params):
+      both = {"target": target_params, "drafter": params}
+
+      def score(k, logits, positions):
+        del k, positions
+        return {"sum": jnp.sum(jnp.where(jnp.isfinite(logits), logits, 0)**2)}
+
+      loss, _ = training(both, {}, {
+          "tokens": tokens, "progress": jnp.float32(1)}, key)
+      return loss + objective.score(both, tokens, key, score)["sum"].sum()
+
+    return jax.tree.map(lambda x: jnp.abs(x).max(), jax.grad(total)(params))
+
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+  return [Finding("a tensor is not used",
+                  f"no prediction depends on {jax.tree_util.keystr(path)}")
+          for path, x in jax.tree_util.tree_leaves_with_path(
+              gradient(wide, target.params)) if float(x) == 0]
+
+
+def _precision(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray,
+               base: tuple[np.ndarray, np.ndarray]) -> list[Finding]:
+  """Returns a finding if the heads are better in float32."""
+  leaves = jax.tree.leaves((params, target.params))
+  if all(x.dtype == jnp.float32 for x in leaves):
+    return []
+  wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+  target = dataclasses.replace(target, params=wide(target.params))
+  gain = analysis.relative_gain(
+      *_score(heads, wide(params), target, rows), *base)
+  if gain.value <= _LEAST or gain.low <= 0:
+    return []
+  return [Finding("the precision is too low", "in float32 the heads reach "
+                  f"{gain:+.1%} block efficiency")]
+
+
+def _vocabulary(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
+                ) -> list[Finding]:
+  """Returns a finding if another map from draft tokens to tokens is better.
+
+  For every draft token, the map is estimated as the target's most frequent
+  token at the positions where the first head prefers the draft token. An
+  estimate does not use the position that it is applied to.
+  """
+  objective = methods.of(heads).measure(target.model, heads)
+
+  @jax.jit
+  def preferred(params, target_params, rows):
+    logits = objective.model(target_params, rows[:, :-1]).logits
+
+    def score(k, logits, positions):
+      del k
+      return {"at": jnp.broadcast_to(positions, logits.shape[:-1]),
+              "token": jnp.argmax(logits, axis=-1)}
+
+    found = objective.score(
+        {"target": target_params, "drafter": params}, rows, jax.random.key(0),
+        score)
+    return jnp.argmax(logits, axis=-1), found["at"][0], found["token"][0]
+
+  counts, pairs = {}, []
+  for i in range(0, len(rows), 2):
+    target_token, at, token = map(np.asarray, preferred(
+        params, target.params, jnp.asarray(rows[i:i + 2])))
+    pairs += zip(token.ravel().tolist(), np.take_along_axis(
+        target_token, at + 1, axis=1).ravel().tolist())
+  for drafted, wanted in pairs:
+    row = counts.setdefault(drafted, {})
+    row[wanted] = row.get(wanted, 0) + 1
+  as_is = mapped = 0
+  for drafted, wanted in pairs:
+    others = dict(counts[drafted])
+    others[wanted] -= 1
+    best = max(others, key=others.get)
+    as_is += drafted == wanted
+    mapped += others[best] > 0 and best == wanted
+  if mapped <= 2 * as_is or mapped < 0.1 * len(pairs):
+    return []
+  return [Finding(
+      "the map from draft tokens to tokens is wrong",
+      f"the first head's favourite is the target's at {as_is / len(pairs):.0%} "
+      "of the positions, and with a map estimated from this text at "
+      f"{mapped / len(pairs):.0%}")]
+
+
+def check_state(decoder: sj.Decoder, params: Any, prompts: list[list[int]],
+                rounds: int = 4) -> list[Finding]:
+  """Compares a drafter's state after rounds with one after a prefill.
+
+  Args:
+    decoder: decoder of a chain or tree drafter.
+    params: `{"target": ..., "drafter": ...}`.
+    prompts: token ids, with room for `rounds` drafts in the context.
+    rounds: rounds before the comparison.
+  """
+  limit = max(map(len, prompts)) + (rounds + 1) * decoder.num_nodes
+  key, capacity = jax.random.key(0), limit + decoder.num_nodes
+  state, _ = decoder.decode(params, decoder.prefill(
+      params, prompts, key, limits=limit, capacity=capacity), rounds=rounds)
+  lengths = np.asarray(state.lengths)
+  read = [row[:n].tolist() for row, n in zip(np.asarray(state.tokens), lengths)]
+  again = decoder.prefill(params, read, key, limits=limit, capacity=capacity)
+
+  @jax.jit
+  def drafted(state):
+    uniforms = decoder.parts.draw_uniforms(state, 1)[0]
+    return decoder.parts.propose(params, state, uniforms)[0].probs[:, 1]
+
+  going = ~np.asarray(state.done)
+  apart = 0.5 * np.abs(np.asarray(drafted(state), np.float64)
+                       - np.asarray(drafted(again))).sum(-1)[going]
+  if not apart.size or apart.max() < _DIFFERENT:
+    return []
+  return [Finding(
+      "the state after rejected drafts is wrong",
+      f"after {rounds} rounds the first draft distribution differs from that "
+      f"of a drafter that reads the same tokens at once, by {apart.max():.2f} "
+      "in total variation")]

@@ -1,0 +1,260 @@
+"""Tables and figure of evaluate_drafter.py."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from lib import common
+from lib.conformance import Finding
+from lib.figures import style
+from lib.rollouts import statistics
+from specjax import analysis
+from specjax.utils import files
+
+_EXPLAINED = {
+    "Block efficiency": "Tokens per target call, with 95 % intervals over "
+    "prompts.",
+    "Positions": "*Reached*: probability that the draft has this position and "
+    "all its earlier tokens are accepted (token verification). *Accepted*: "
+    "probability that the token is accepted if its position is reached. "
+    "*Recall@K*: probability under the target of the K most likely tokens of "
+    "the drafter.",
+    "Oracle length": "Tokens per target call of an ideal tree of the drafter's "
+    "K most likely tokens at every position: a token of the target is accepted "
+    "whenever it is among them.",
+    "Entropy": "Probability that token verification accepts a token, by the "
+    "entropy of the target's distribution in nats, and the share of the "
+    "positions.",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+  """Results of an evaluation, computed from its runs.
+
+  Attributes:
+    runs: `{unit: {kind of draft: run}}`. A unit is (fingerprint, temperature,
+      seed, prompt set, index, digest of the prompt).
+    gammas: draft lengths.
+    rules: names of the verification rules of chains.
+    cluster_of: function from a prompt's digest to its cluster label.
+    observed: names of the observers by kind of draft and temperature; empty
+      for trees.
+    own_rule: name of the verification rule of each kind of draft, which trees
+      are judged by.
+  """
+
+  runs: Mapping[tuple, Mapping[str, Any]]
+  gammas: Sequence[int]
+  rules: Sequence[str]
+  cluster_of: Callable[[str], str]
+  observed: Mapping[tuple[str, float], Sequence[str]]
+  own_rule: Mapping[str, str]
+
+  def _cells(self):
+    """Yields prompts, temperature, kind of draft, its units and its runs."""
+    sets = list(dict.fromkeys(unit[3] for unit in self.runs))
+    for kind, temperature in self.observed:
+      for name in ("all", *(sets if len(sets) > 1 else ())):
+        units = [unit for unit in self.runs
+                 if unit[1] == temperature and name in ("all", unit[3])]
+        yield name, temperature, kind, units, [
+            self.runs[unit][kind] for unit in units]
+
+  def rows(self) -> list[dict[str, Any]]:
+    """Returns the block efficiency by prompts, temperature, rule and length."""
+    rows = []
+    for name, temperature, kind, units, runs in self._cells():
+      place = {"prompts": name, "temperature": temperature, "draft": kind}
+      clusters = [self.cluster_of(unit[5]) for unit in units]
+      rounds = [run["rounds"] for run in runs]
+
+      def efficiency(accepted, clusters=clusters, rounds=rounds):
+        found = analysis.estimate(lambda total, count: 1 + total / count,
+                                  accepted, rounds, clusters=clusters)
+        return {"num_prompts": len(rounds), "clusters": found.clusters,
+                **found.columns("block_efficiency")}
+
+      if not self.observed[kind, temperature]:
+        rows.append({**place, "verifier": self.own_rule[kind], "gamma": None,
+                     **efficiency([run["expected"][0] for run in runs])})
+        continue
+      for rule, gamma in itertools.product(self.rules, self.gammas):
+        at = 1 + self.observed[kind, temperature].index(rule)
+        rows.append({**place, "verifier": rule, "gamma": gamma, **efficiency(
+            [sum(run["survival"][at][1:gamma + 1]) for run in runs])})
+    return rows
+
+  def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:
+    """Returns `{statistic: [N - 1]}`, sums over all prompts by position."""
+    runs = [run[kind] for unit, run in self.runs.items()
+            if unit[1] == temperature]
+    sums = np.sum([run["survival"] for run in runs], axis=0)
+    names = self.observed[kind, temperature]
+    return {"rounds": sum(run["rounds"] for run in runs),
+            **dict(zip(names, sums[1:, 1:]))}
+
+  def positions(self) -> list[dict[str, Any]]:
+    """Returns acceptance and recall by temperature and draft position."""
+    rows = []
+    for (kind, temperature), names in self.observed.items():
+      if not names:
+        continue
+      sums = self._sums(kind, temperature)
+      for i, drafted in enumerate(sums["drafted"]):
+        share = lambda name, i=i, drafted=drafted, sums=sums: (
+            float(sums[name][i] / drafted) if drafted else math.nan)
+        rows.append({
+            "temperature": temperature, "position": i + 1,
+            "reached": float(drafted / sums["rounds"]),
+            "accepted": share("overlap"),
+            **{name.replace(" ", "@"): share(name) for name in names
+               if name.startswith("recall")}})
+    return rows
+
+  def oracle(self) -> list[dict[str, Any]]:
+    """Returns the oracle length by temperature and number of candidates."""
+    rows = []
+    for temperature, some in itertools.groupby(
+        self.positions(), lambda row: row["temperature"]):
+      some = list(some)
+      # Probability that a draft has a position if all earlier ones are right.
+      reached, accepted = (np.array([row[name] for row in some])
+                           for name in ("reached", "accepted"))
+      drafted = reached / np.append(1, (reached * accepted)[:-1])
+      for name in (x for x in some[0] if x.startswith("recall")):
+        right = np.nan_to_num(drafted * [row[name] for row in some])
+        rows.append({"temperature": temperature, "candidates": name[7:],
+                     "length": float(1 + np.cumprod(right).sum())})
+    return rows
+
+  def entropies(self) -> list[dict[str, Any]]:
+    """Returns the acceptance by the entropy of the target."""
+    rows = []
+    for (kind, temperature), names in self.observed.items():
+      if "drafted 0" not in names:
+        continue
+      sums = self._sums(kind, temperature)
+      for low, high in zip(statistics.BINS, statistics.BINS[1:]):
+        drafted = sums[f"drafted {low:g}"].sum()
+        rows.append({
+            "temperature": temperature, "entropy": f"{low:g} to {high:g}",
+            "share": float(drafted / sums["drafted"].sum()),
+            "accepted": float(sums[f"overlap {low:g}"].sum() / drafted)
+                        if drafted else math.nan})
+    return rows
+
+
+def write(output_dir: pathlib.Path, results: Results,
+          faults: Sequence[Finding] | None, title: str) -> None:
+  """Prints the report, and writes it with its tables and figure.
+
+  Args:
+    output_dir: directory of the files.
+    results: results of the evaluation.
+    faults: faults of the drafter; None if they were not looked for.
+    title: names of the drafter and the target.
+  """
+  rows, positions = results.rows(), results.positions()
+  tables = {"Block efficiency": _wide(rows)}
+  if positions:
+    tables |= {"Positions": _formatted(positions, ".3f"),
+               "Oracle length": _formatted(results.oracle(), ".2f"),
+               "Entropy": _formatted(results.entropies(), ".3f")}
+  text = f"# Evaluation of {title}\n"
+  for name, table in tables.items():
+    if table:
+      text += f"\n## {name}\n\n{_EXPLAINED[name]}\n\n{_markdown(table)}"
+  text += _fault_section(faults)
+  print(text, end="")
+  with files.atomically(output_dir / "report.md") as f:
+    f.write(text.encode())
+  common.write_csv(output_dir / "evaluation.csv", rows)
+  if positions:
+    common.write_csv(output_dir / "positions.csv", [
+        dict.fromkeys(max(positions, key=len), "") | row for row in positions])
+    _draw(rows, positions, output_dir)
+
+
+def _wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+  """Returns the rows of a table with one column per draft length."""
+  table = {}
+  for row in rows:
+    place = row["prompts"], row["temperature"], row["draft"], row["verifier"]
+    cells = table.setdefault(place, dict(
+        prompts=row["prompts"], T=f"{row['temperature']:g}",
+        draft=row["draft"], verifier=style.rule(row["verifier"])))
+    column = "tree" if row["gamma"] is None else f"gamma {row['gamma']}"
+    cells[column] = format(analysis.Estimate.of_columns(
+        row, "block_efficiency"), ".2f").rpartition(" ")[0]
+  columns = list(dict.fromkeys(
+      name for row in table.values() for name in row))
+  return [dict.fromkeys(columns, "") | row for row in table.values()]
+
+
+def _formatted(rows: list[dict[str, Any]], form: str) -> list[dict[str, str]]:
+  """Returns rows of text; numbers that are not defined are empty."""
+  columns = list(dict.fromkeys(name for row in rows for name in row))
+
+  def cell(name, x):
+    if name in ("temperature", "position"):
+      return f"{x:g}"
+    if isinstance(x, float):
+      return "" if math.isnan(x) else format(x, form)
+    return str(x)
+
+  return [{name: cell(name, row.get(name, "")) for name in columns}
+          for row in rows]
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
+  """Returns a Markdown table."""
+  lines = [list(rows[0]), ["---"] * len(rows[0]), *(
+      list(row.values()) for row in rows)]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _fault_section(faults: Sequence[Finding] | None) -> str:
+  if faults is None:
+    return ""
+  if not faults:
+    return ("\n## Faults\n\nNone found: no other way to read the heads is "
+            "better, and all their tensors are used.\n")
+  return "\n## Faults\n\n" + "".join(
+      f"- **{fault.fault}**: {fault.evidence}.\n" for fault in faults)
+
+
+def _draw(rows: list[dict[str, Any]], positions: list[dict[str, Any]],
+          output_dir: pathlib.Path) -> None:
+  """Draws block efficiency by draft length, and acceptance by position."""
+  temperatures = list(dict.fromkeys(row["temperature"] for row in positions))
+  figure, axes = style.panels(len(temperatures), 2)
+  for (left, right), temperature in zip(axes, temperatures):
+    chains = [row for row in rows if row["temperature"] == temperature
+              and row["prompts"] == "all" and row["gamma"]]
+    rules = list(dict.fromkeys(row["verifier"] for row in chains))
+    for i, rule in enumerate(rules):
+      mine = [row for row in chains if row["verifier"] == rule]
+      style.apart(left.errorbar(
+          [row["gamma"] for row in mine],
+          [row["block_efficiency"] for row in mine],
+          style.errors(mine, "block_efficiency"), marker="o", capsize=2,
+          color=style.color(rule), label=style.label(rule)), i, len(rules))
+    left.set(xlabel="draft length", ylabel="tokens per target call",
+             title=f"temperature {temperature:g}")
+    mine = [row for row in positions if row["temperature"] == temperature]
+    for name, color, marker in (("reached", "black", "s"),
+                                ("accepted", style.color("token"), "o")):
+      right.plot([row["position"] for row in mine],
+                 [row[name] for row in mine], color=color, marker=marker,
+                 label=f"{name} (token verification)")
+    right.set(xlabel="position in the draft", ylabel="probability",
+              ylim=(0, 1.02), title=f"temperature {temperature:g}")
+  style.save(figure, output_dir / "evaluation.png")

@@ -1,0 +1,92 @@
+"""Statistics of drafted tokens, computed in the decoding loop.
+
+A `Statistic` is an observer of a decoder (`Decoder.observers`). It accepts
+nothing. In the place of its survival it reports one number per draft position,
+so no probabilities leave the loop. The drafts must be chains.
+
+The number at position i is weighted by the probability that token verification
+accepts the i - 1 tokens before it. It is computed exactly from the two models'
+probabilities, without accept and reject decisions. Divide its sum by the sum of
+`drafted` to get a mean over the draft positions that verification reaches.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+import specjax as sj
+from specjax.types import Draft
+
+TOPS = (1, 4, 16)
+BINS = (0.0, 0.25, 0.5, 1.0, 2.0, math.inf)  # entropy of the target in nats
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic(sj.Verifier):
+  """A weighted number per draft position, see the top of this file.
+
+  Let p be the target's distribution at a position, and q the drafter's.
+
+  Attributes:
+    kind: "drafted" for 1, "overlap" for sum_x min(p(x), q(x)), the probability
+      that token verification accepts a token of q, or "recall" for the
+      probability under p of the `top` most likely tokens of q.
+    top: number of tokens of a recall.
+    low: positions count if the entropy of p is at least `low` nats.
+    high: positions count if the entropy of p is below `high` nats.
+  """
+
+  kind: str
+  top: int = 1
+  low: float = 0.0
+  high: float = math.inf
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
+    """Returns the law of token verification, which is not used."""
+    return sj.verifiers.Token().law(draft, target_probs)
+
+  def figures(self, draft: Draft, target_probs: jax.Array, state: None,
+              law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns 0 and the numbers `[N]` of N nodes; that of the root is 0."""
+    del state, law, depths
+    p, q = target_probs[:-1], draft.probs[1:].astype(target_probs.dtype)
+    weights = sj.verifiers.Token().survival(draft, target_probs)[:-1]
+    counted = weights * draft.drafted[1:]
+    if self.low > 0 or self.high < math.inf:
+      entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1)
+      counted *= (self.low <= entropy) & (entropy < self.high)
+    value = counted * self._value(p, q)
+    return jnp.zeros(()), jnp.concatenate([jnp.zeros(1, value.dtype), value])
+
+  def _value(self, p: jax.Array, q: jax.Array) -> jax.Array:
+    if self.kind == "drafted":
+      return jnp.ones(len(p), p.dtype)
+    if self.kind == "overlap":
+      return jnp.minimum(p, q).sum(-1)
+    likely, tokens = jax.lax.top_k(q, self.top)
+    return jnp.sum(
+        jnp.take_along_axis(p, tokens, axis=-1) * (likely > 0), axis=-1)
+
+
+def statistics(temperature: float, vocab_size: int) -> dict[str, Statistic]:
+  """Returns the statistics of a rollout by name.
+
+  Args:
+    temperature: sampling temperature. At 0, p and q have one possible token, so
+      recalls of several tokens and entropies are left out.
+    vocab_size: number of tokens.
+  """
+  found = {"drafted": Statistic("drafted"), "overlap": Statistic("overlap")}
+  if temperature == 0:
+    return found | {"recall 1": Statistic("recall")}
+  found |= {f"recall {top}": Statistic("recall", top)
+            for top in TOPS if top <= vocab_size}
+  for low, high in zip(BINS, BINS[1:]):
+    for kind in "drafted", "overlap":
+      found[f"{kind} {low:g}"] = Statistic(kind, low=low, high=high)
+  return found
