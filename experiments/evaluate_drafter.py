@@ -43,15 +43,11 @@ lists "prompt" and "completion". No target is loaded.
 A killed evaluation resumes if it is started again with the same flags.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-import dataclasses
-import pathlib
-from typing import Any
+from lib import common  # before jax, which takes long to import
 
+# isort: split
 from absl import flags
 import jax
-from lib import common
 from lib import conformance
 from lib import flags as shared
 from lib import models
@@ -62,14 +58,11 @@ from lib.configurations import loading
 from lib.prompts import reading as prompts_lib
 from lib.reports import drafter_evaluation as report
 from lib.rollouts import batches
-from lib.rollouts import resumable
-from lib.rollouts import statistics
+from lib.rollouts import judging
 from lib.rollouts import traces
 import numpy as np
 
 import specjax as sj
-from specjax import interfaces
-from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter()
@@ -100,103 +93,40 @@ _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/evaluation")
 
-_CHAIN, _TREE = "chain", "default tree"
 _PROBED = 8  # prompts whose continuations the conformance check reads
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Setting:
-  """Drafter and target of the evaluation.
-
-  Attributes:
-    target: target model, or a `traces.Trace`.
-    drafters: `{kind of draft: loading.Loaded}`.
-    read: prompts.
-    eos: token ids that end a row, or None.
-    limit: largest number of new tokens.
-    batch: `decoders.Batch`.
-  """
-
-  target: Any
-  drafters: Mapping[str, loading.Loaded]
-  read: prompts_lib.Prompts
-  eos: tuple[int, ...] | None
-  limit: int
-  batch: decoders.Batch
-
-  def decoder(self, kind: str, temperature: float,
-              observers: Sequence[sj.Verifier] = ()) -> sj.Decoder:
-    """Returns the decoder of a kind of draft."""
-    drafter = self.drafters[kind]
-    rule = (common.VERIFIERS["token"] if self.is_chain(kind)
-            else drafter.strategy.verifier)
-    return sj.Decoder(
-        target=drafter.model, drafter=drafter.strategy.drafter, verifier=rule,
-        eos=self.eos, observers=tuple(observers),
-        transform=sj.LogitsTransform(temperature=temperature))
-
-  def is_chain(self, kind: str) -> bool:
-    """Returns whether the drafts are chains."""
-    return "chain" in interfaces.capabilities(
-        self.drafters[kind].strategy.drafter)
-
-  def observed(self, kind: str, temperature: float) -> dict[str, sj.Verifier]:
-    """Returns the rules and statistics of a kind of draft, by name."""
-    if not self.is_chain(kind):
-      return {}
-    rules = {name: common.VERIFIERS[name] for name in _VERIFIERS.value}
-    return rules | statistics.statistics(
-        temperature, self.target.model.vocab_size)
-
-  def params(self, kind: str) -> dict[str, Any]:
-    """Returns the parameters of a decoder."""
-    return {"target": self.target.params,
-            "drafter": self.drafters[kind].params}
-
-  def configurations(self, temperature: float
-                     ) -> dict[str, decoders.DecoderRows]:
-    """Returns a configuration per kind of draft."""
-    nodes = max(x.strategy.drafter.num_nodes for x in self.drafters.values())
-    return {kind: decoders.DecoderRows(
-        self.decoder(kind, temperature,
-                     self.observed(kind, temperature).values()),
-        self.params(kind), self.limit,
-        self.read.longest + self.limit + nodes, batch=self.batch)
-            for kind in self.drafters}
-
-
-def _drafters(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
-              tokenizer: sj.data.Tokenizer, gamma: int,
-              batch: decoders.Batch | None) -> dict[str, loading.Loaded]:
-  """Returns the drafter as a chain, and heads also with their default tree."""
+def _of_models(rules: list[str], gamma: int, batch: decoders.Batch
+               ) -> tuple[judging.Judge, models.SelfDrafter | None]:
+  """Returns the judge of --target and --prompts, and the drafter's heads."""
+  name = _DRAFTER.value
+  target, loaded, tokenizer = loading.load_target(
+      [name], _TARGET.value, _DTYPE.value, batch)
   load = lambda rule: next(iter(loading.load(
       [name], target, loaded, tokenizer, gamma=gamma, nodes=_NODES.value,
       datastore=_DATASTORE.value, dtype=_DTYPE.value, batch=batch,
       rule=rule).values()))
-  chain = load(sj.verifiers.Block())
-  if chain.heads is None:
-    return {_CHAIN: chain}
-  return {_CHAIN: chain, _TREE: load(None)}
-
-
-def _of_models(gamma: int, batch: decoders.Batch) -> _Setting:
-  """Returns the setting of --target and --prompts."""
-  target, loaded, tokenizer = loading.load_target(
-      [_DRAFTER.value], _TARGET.value, _DTYPE.value, batch)
-  drafters = _drafters(
-      _DRAFTER.value, target, loaded, tokenizer, gamma, batch)
+  drafter = load(sj.verifiers.Block())
+  found = {"chain": judging.of_loaded(drafter)}
+  if drafter.heads is not None:
+    found["default tree"] = judging.of_loaded(load(None))
+  elif not found["chain"].is_chain:
+    found = {"tree": found["chain"]}
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
-  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
-      x.strategy.decoder(x.model).context_length for x in drafters.values()))
-  return _Setting(
-      target=target, drafters=drafters, read=read, limit=_NEW_TOKENS.value,
-      eos=models.ends(target, tokenizer) if _CHAT.value else None, batch=batch)
+  prompts_lib.check_room(
+      read.longest, _NEW_TOKENS.value, judging.context(found))
+  return judging.Judge(
+      target=target, candidates=found, rules=rules, read=read,
+      new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
+      eos=models.ends(target, tokenizer) if _CHAT.value else None,
+      detailed=True), drafter.heads
 
 
-def _of_trace(gamma: int, batch: decoders.Batch) -> _Setting:
-  """Returns the setting of --trace."""
+def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
+              ) -> judging.Judge:
+  """Returns the judge of --trace."""
   name = _DRAFTER.value
   if not compositions.composes(name) or compositions.members(name):
     raise ValueError(f"--trace={_TRACE.value} requires a drafter without a "
@@ -204,43 +134,26 @@ def _of_trace(gamma: int, batch: decoders.Batch) -> _Setting:
   trace = traces.read(_TRACE.value)
   strategy, params = compositions.strategy(
       name, gamma, trace, {}, datastore=_DATASTORE.value)
-  return _Setting(
-      target=trace, drafters={_CHAIN: loading.Loaded(
-          strategy, params, trace.model)},
-      read=trace.prompts, eos=(trace.model.end,), limit=trace.longest,
-      batch=batch)
+  return judging.Judge(
+      target=trace, candidates={"draft": judging.Candidate(
+          (strategy,), params, trace.model)},
+      rules=rules, read=trace.prompts, eos=(trace.model.end,),
+      new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True)
 
 
-def _runs(setting: _Setting, temperatures: Sequence[float],
-          path: pathlib.Path) -> dict[tuple, dict[str, Any]]:
-  """Returns `{unit: {kind of draft: run}}` of all prompts."""
-  fingerprint = resumable.fingerprint(
-      [setting.target.params, *(x.params for x in setting.drafters.values())],
-      [x.strategy for x in setting.drafters.values()], setting.eos,
-      _VERIFIERS.value, setting.limit)
-  units = [(fingerprint, t, _SEED.value, name, i, resumable.digest(row))
-           for t in temperatures
-           for name, i, row in prompts_lib.alternating(setting.read.sets)]
-  return resumable.run(
-      units, lambda unit: (
-          setting.read.sets[unit[3]][unit[4]], unit[2], unit[4]),
-      setting.configurations, path, window=batches.window(setting.batch),
-      new_tokens=setting.limit)
-
-
-def _faults(setting: _Setting) -> list[conformance.Finding]:
+def _faults(judge: judging.Judge, own: models.SelfDrafter
+            ) -> list[conformance.Finding]:
   """Returns the faults of heads, see `conformance`."""
   progress.say("looking for faults of the heads")
-  heads, target = setting.drafters[_CHAIN].heads, setting.target
-  prompts = setting.read.all[:_PROBED]
+  target, prompts = judge.target, judge.read.all[:_PROBED]
   written = common.autoregressive(target.model, 1.0).generate(
       {"target": target.params}, prompts, jax.random.key(_SEED.value),
       max_new_tokens=_NEW_TOKENS.value)
   shortest = min(map(len, written.tokens))
   rows = np.array([row[-shortest:] for row in written.tokens])
-  return conformance.check(heads.heads, heads.params, target, rows) + (
-      conformance.check_state(setting.decoder(_CHAIN, 1.0),
-                              setting.params(_CHAIN), prompts))
+  return conformance.check(own.heads, own.params, target, rows) + (
+      conformance.check_state(
+          judge.decoder("chain", 1.0), judge.params("chain"), prompts))
 
 
 def main() -> None:
@@ -248,27 +161,21 @@ def main() -> None:
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   rules = common.verifier_names("--verifier", _VERIFIERS.value)
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
+  heads = None
   if _TRACE.value is None:
-    setting = _of_models(gammas[-1], batch)
+    judge, heads = _of_models(rules, gammas[-1], batch)
   else:
-    temperatures, setting = [0.0], _of_trace(gammas[-1], batch)
+    temperatures, judge = [0.0], _of_trace(rules, gammas[-1], batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
-  runs = _runs(setting, temperatures, output_dir / "runs.jsonl")
-  results = report.Results(
-      runs=runs, gammas=gammas, rules=rules, cluster_of=setting.read.cluster,
-      observed={(kind, t): list(setting.observed(kind, t))
-                for kind in setting.drafters for t in temperatures},
-      own_rule={kind: common.VERIFIER_NAMES[x.strategy.verifier]
-                for kind, x in setting.drafters.items()})
-  faults = (_faults(setting) if _CONFORMANCE.value
-            and setting.drafters[_CHAIN].heads else None)
-  name = models.label(_DRAFTER.value)
+  results = judge.results(temperatures, gammas, output_dir / "runs.jsonl")
+  faults = _faults(judge, heads) if _CONFORMANCE.value and heads else None
   target = _TRACE.value or models.label(_TARGET.value)
-  report.write(output_dir, results, faults, f"{name} for {target}")
+  report.write(output_dir, results, faults,
+               f"{models.label(_DRAFTER.value)} for {target}")
   common.finish(output_dir, "evaluation", {
       "rows": results.rows(), "positions": results.positions(),
       "faults": faults and [fault._asdict() for fault in faults],
-      "source": setting.read.source})
+      "source": judge.read.source})
 
 
 if __name__ == "__main__":

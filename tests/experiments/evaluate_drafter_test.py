@@ -1,4 +1,4 @@
-"""The offline evaluation of a drafter: statistics, traces and faults."""
+"""The offline evaluation of drafters: statistics, traces, faults, arena."""
 
 import dataclasses
 import json
@@ -125,6 +125,26 @@ def test_the_script_reports_and_resumes(tmp_path):
       refused["code"])
 
 
+def test_the_arena_adds_a_drafter(tmp_path):
+  """--add decodes only the new drafter, and other rows stay the same."""
+  flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=2",
+           "--temperature=1", "--max_new_tokens=8", "--prompt_tokens=16",
+           "--nodes=6", "--output_dir=out"]
+  first, second, refused = run_all(
+      "arena.py", flags, [*flags, "--add=ngram"], [*flags, "--add=tiny"],
+      cwd=tmp_path)
+  old, new = last_line(first)["rows"], last_line(second)["rows"]
+  assert new[:len(old)] == old
+  assert {row["draft"] for row in new[len(old):]} == {"ngram"}
+  assert {(row["draft"], row["verifier"]) for row in old} == {
+      ("tiny, chain", "token"), ("tiny, chain", "block"),
+      ("tiny, sampled tree", "traversal"), ("tiny, sampled tree", "recursive"),
+      ("tiny, top-k tree", "target_walk")}
+  for name in "arena.md", "arena.csv", "arena.png", "arena.pdf":
+    assert (tmp_path / "out" / name).stat().st_size > 100
+  assert "the same name" in refused["code"]
+
+
 @pytest.fixture(scope="module")
 def written():
   """The bundled target, and text that it wrote."""
@@ -166,6 +186,7 @@ def _planted(name, target):
   if name == "fusion":
     return heads, _permuted("joined", heads, params), "joined in the wrong"
   if name == "pairs":
+    heads, params = _heads("eagle3", target)
     return heads, _permuted("RoPE", heads, params), "another RoPE"
   if name == "not loaded":
     return heads, {**params, "head": jnp.zeros_like(params["head"])}, (

@@ -43,20 +43,17 @@ class Results:
     runs: `{unit: {kind of draft: run}}`. A unit is (fingerprint, temperature,
       seed, prompt set, index, digest of the prompt).
     gammas: draft lengths.
-    rules: names of the verification rules of chains.
+    observed: names of the rules and statistics by kind of draft and
+      temperature, see `judging.Judge.observed`.
+    chains: kinds of draft that are chains.
     cluster_of: function from a prompt's digest to its cluster label.
-    observed: names of the observers by kind of draft and temperature; empty
-      for trees.
-    own_rule: name of the verification rule of each kind of draft, which trees
-      are judged by.
   """
 
   runs: Mapping[tuple, Mapping[str, Any]]
   gammas: Sequence[int]
-  rules: Sequence[str]
-  cluster_of: Callable[[str], str]
   observed: Mapping[tuple[str, float], Sequence[str]]
-  own_rule: Mapping[str, str]
+  chains: Sequence[str]
+  cluster_of: Callable[[str], str]
 
   def _cells(self):
     """Yields prompts, temperature, kind of draft, its units and its runs."""
@@ -82,14 +79,17 @@ class Results:
         return {"num_prompts": len(rounds), "clusters": found.clusters,
                 **found.columns("block_efficiency")}
 
-      if not self.observed[kind, temperature]:
-        rows.append({**place, "verifier": self.own_rule[kind], "gamma": None,
-                     **efficiency([run["expected"][0] for run in runs])})
-        continue
-      for rule, gamma in itertools.product(self.rules, self.gammas):
-        at = 1 + self.observed[kind, temperature].index(rule)
-        rows.append({**place, "verifier": rule, "gamma": gamma, **efficiency(
-            [sum(run["survival"][at][1:gamma + 1]) for run in runs])})
+      rules = [name for name in self.observed[kind, temperature]
+               if name in common.ALL_VERIFIERS]
+      for rule in rules:
+        at = 1 + rules.index(rule)
+        if kind not in self.chains:
+          rows.append({**place, "verifier": rule, "gamma": None, **efficiency(
+              [run["expected"][at] for run in runs])})
+          continue
+        for gamma in self.gammas:
+          rows.append({**place, "verifier": rule, "gamma": gamma, **efficiency(
+              [sum(run["survival"][at][1:gamma + 1]) for run in runs])})
     return rows
 
   def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ class Results:
     """Returns acceptance and recall by temperature and draft position."""
     rows = []
     for (kind, temperature), names in self.observed.items():
-      if not names:
+      if "drafted" not in names:
         continue
       sums = self._sums(kind, temperature)
       for i, drafted in enumerate(sums["drafted"]):
@@ -163,7 +163,7 @@ def write(output_dir: pathlib.Path, results: Results,
     title: names of the drafter and the target.
   """
   rows, positions = results.rows(), results.positions()
-  tables = {"Block efficiency": _wide(rows)}
+  tables = {"Block efficiency": wide(rows)}
   if positions:
     tables |= {"Positions": _formatted(positions, ".3f"),
                "Oracle length": _formatted(results.oracle(), ".2f"),
@@ -171,7 +171,7 @@ def write(output_dir: pathlib.Path, results: Results,
   text = f"# Evaluation of {title}\n"
   for name, table in tables.items():
     if table:
-      text += f"\n## {name}\n\n{_EXPLAINED[name]}\n\n{_markdown(table)}"
+      text += f"\n## {name}\n\n{_EXPLAINED[name]}\n\n{markdown(table)}"
   text += _fault_section(faults)
   print(text, end="")
   with files.atomically(output_dir / "report.md") as f:
@@ -183,7 +183,7 @@ def write(output_dir: pathlib.Path, results: Results,
     _draw(rows, positions, output_dir)
 
 
-def _wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
   """Returns the rows of a table with one column per draft length."""
   table = {}
   for row in rows:
@@ -214,7 +214,7 @@ def _formatted(rows: list[dict[str, Any]], form: str) -> list[dict[str, str]]:
           for row in rows]
 
 
-def _markdown(rows: list[dict[str, str]]) -> str:
+def markdown(rows: list[dict[str, str]]) -> str:
   """Returns a Markdown table."""
   lines = [list(rows[0]), ["---"] * len(rows[0]), *(
       list(row.values()) for row in rows)]

@@ -1,0 +1,95 @@
+"""Compares all drafters, rules and trees on one target, in one table.
+
+Every drafter drafts as a chain and, if it can, as trees. Every rule that suits
+these drafts is evaluated on them. Acceptance is computed exactly from the
+probabilities of both models, so accept and reject decisions add no noise.
+
+  python experiments/arena.py
+  python experiments/arena.py --add=results/my_heads
+  python experiments/arena.py --target=smollm2 --drafter=smol,smol_eagle,ngram \\
+    --chat --prompts=gsm8k=test.jsonl,mt_bench=question.jsonl
+
+--add=NAME adds one drafter to an arena in the same --output_dir: the results of
+all other drafters are there already. A killed arena resumes.
+
+Output: arena.md, arena.csv and a figure in --output_dir. A row is a drafter
+with its kind of draft, a rule, a draft length (chains) and a temperature. The
+block efficiency is the number of tokens per target call, with a 95 % interval
+over prompts. Chains are drafts of token verification at the largest --gamma;
+rules and shorter drafts are evaluated on the same drafts. Trees have --nodes
+nodes, and are the drafts of the first rule that the table names for them.
+"""
+
+from lib import common  # before jax, which takes long to import
+
+# isort: split
+from absl import flags
+from lib import flags as shared
+from lib import models
+from lib.configurations import compositions
+from lib.configurations import decoders
+from lib.configurations import loading
+from lib.prompts import reading as prompts_lib
+from lib.reports import arena_report as report
+from lib.rollouts import batches
+from lib.rollouts import judging
+
+from specjax.data import prompt_sets
+
+_TARGET = shared.target()
+_DRAFTER = shared.drafters(
+    default="small,tiny,ngram,suffix,recycling,medusa,pass,eagle3,parallel",
+    help_=loading.HELP)
+_ADD = flags.DEFINE_list(
+    "add", [], "Drafters in addition to --drafter, comma-separated")
+_GAMMAS = shared.gammas("2,4,8")
+_NODES = flags.DEFINE_integer(
+    "nodes", 32, "Number of nodes of a draft tree, root included", 2)
+_TEMPERATURE = shared.temperatures("1,0")
+_VERIFIERS = shared.verifiers(
+    "token,block", "Verification rules of chains, comma-separated: "
+    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy")
+_PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
+_FIELD = shared.prompt_field()
+_CHAT = shared.chat()
+_NUM_PROMPTS = shared.num_prompts(12)
+_PROMPT_TOKENS = shared.prompt_tokens()
+_NEW_TOKENS = shared.new_tokens(64)
+_DATASTORE = shared.datastore()
+_DTYPE = shared.dtype()
+_SEED = shared.seed()
+_BATCH = batches.untimed_flags(size=16)
+_OUTPUT_DIR = shared.output_dir("results/arena")
+
+
+def main() -> None:
+  temperatures = common.numbers("--temperature", _TEMPERATURE.value)
+  gammas = common.draft_lengths("--gamma", _GAMMAS.value)
+  rules = common.verifier_names("--verifier", _VERIFIERS.value)
+  names = [*common.given("--drafter", _DRAFTER.value, compositions.HELP),
+           *_ADD.value]
+  batch = batches.settings(_BATCH) or decoders.Batch(size=1)
+  target, found, tokenizer = judging.load(
+      names, _TARGET.value, _DTYPE.value, batch, gamma=gammas[-1],
+      nodes=_NODES.value, datastore=_DATASTORE.value)
+  read = prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  prompts_lib.check_room(
+      read.longest, _NEW_TOKENS.value, judging.context(found))
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "arena")
+  rows = []
+  for name, candidate in found.items():
+    # Every candidate has a file of its own, so that --add decodes only one.
+    judge = judging.Judge(
+        target=target, candidates={name: candidate}, rules=rules, read=read,
+        new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
+        eos=models.ends(target, tokenizer) if _CHAT.value else None)
+    rows += judge.results(temperatures, gammas, output_dir / "runs" / (
+        name.replace(", ", "_").replace(" ", "_") + ".jsonl")).rows()
+  report.write(output_dir, rows, models.label(_TARGET.value))
+  common.finish(output_dir, "arena", {"rows": rows, "source": read.source})
+
+
+if __name__ == "__main__":
+  common.run(main)

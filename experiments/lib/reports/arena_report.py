@@ -1,0 +1,75 @@
+"""Table and figure of arena.py."""
+
+from collections.abc import Sequence
+import pathlib
+from typing import Any
+
+from lib import common
+from lib.figures import style
+from lib.reports import drafter_evaluation
+from specjax.utils import files
+
+
+def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]],
+          target: str) -> None:
+  """Prints the table of all prompts, and writes all tables and the figure.
+
+  Args:
+    output_dir: directory of the files.
+    rows: rows of `drafter_evaluation.Results.rows` of all drafters.
+    target: name of the target.
+  """
+  text = (f"# Arena of {target}\n\nTokens per target call, with 95 % "
+          "intervals.\n")
+  for temperature in dict.fromkeys(row["temperature"] for row in rows):
+    mine = [row for row in rows if row["prompts"] == "all"
+            and row["temperature"] == temperature]
+    table = drafter_evaluation.wide(sorted(mine, key=_best(mine)))
+    text += (f"\n## Temperature {temperature:g}\n\n"
+             + drafter_evaluation.markdown(table))
+  print(text, end="")
+  with files.atomically(output_dir / "arena.md") as f:
+    f.write(text.encode())
+  common.write_csv(output_dir / "arena.csv", list(rows))
+  _draw(rows, output_dir / "arena.png")
+
+
+def _best(rows: Sequence[dict[str, Any]]):
+  """Returns the key that sorts rows by the best result of their draft."""
+  best = {}
+  for row in rows:
+    best[row["draft"]] = max(best.get(row["draft"], 0), row["block_efficiency"])
+  return lambda row: (-best[row["draft"]], row["draft"])
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws the best length of every draft and rule, with its interval."""
+  temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+  drafts = list(dict.fromkeys(row["draft"] for row in rows))
+  figure, axes = style.panels(
+      1, len(temperatures), width=4.5, height=0.3 * len(drafts) + 0.8)
+  for panel, temperature in zip(axes[0], temperatures):
+    best = {}
+    for row in rows:
+      if row["prompts"] == "all" and row["temperature"] == temperature:
+        key = row["draft"], row["verifier"]
+        if key not in best or (
+            row["block_efficiency"] > best[key]["block_efficiency"]):
+          best[key] = row
+    rules = list(dict.fromkeys(rule for _, rule in best))
+    for i, rule in enumerate(rules):
+      mine = [row for (_, name), row in best.items() if name == rule]
+      places = [-drafts.index(row["draft"]) + 0.25 * (i - len(rules) / 2)
+                / len(rules) for row in mine]
+      panel.errorbar([row["block_efficiency"] for row in mine], places,
+                     xerr=style.errors(mine, "block_efficiency"), fmt="o",
+                     markersize=4, capsize=2, label=style.rule(rule),
+                     color=style.color(_COLORS.get(rule, rule)))
+    panel.set_yticks([-i for i in range(len(drafts))], drafts, fontsize=8)
+    panel.set(xlabel="tokens per target call",
+              title=f"temperature {temperature:g}")
+  style.save(figure, path)
+
+
+# Colours of rules on trees, which other figures name with their kind of tree.
+_COLORS = {"recursive": "without_replacement", "target_walk": "top_k"}

@@ -1,0 +1,250 @@
+"""Exact acceptance of drafters under all rules, from one rollout per draft.
+
+A `Candidate` is one way in which a drafter drafts, such as a chain or a sampled
+tree. Its prompts are decoded in batches by one rule. All other rules that suit
+its drafts are evaluated on the same drafts.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from lib import common
+from lib import models
+from lib.configurations import compositions
+from lib.configurations import decoders
+from lib.configurations import loading
+from lib.prompts import reading
+from lib.reports import drafter_evaluation
+from lib.rollouts import batches
+from lib.rollouts import resumable
+from lib.rollouts import statistics
+import specjax as sj
+from specjax import interfaces
+from specjax import methods
+from specjax import strategies
+from specjax.models import Pretrained
+from specjax.strategies import Strategy
+
+_DEPTH = 8  # assumed accuracies of a tree of a draft model, see `_tree`
+
+
+class Candidate(NamedTuple):
+  """One way in which a drafter drafts.
+
+  Attributes:
+    strategies: strategies with this drafter, which differ in their rule.
+    params: `params["drafter"]` of the decoder.
+    model: target model. For heads, it also returns the hidden states that they
+      read.
+  """
+
+  strategies: tuple[Strategy, ...]
+  params: Any
+  model: Any
+
+  @property
+  def drafter(self) -> interfaces.Drafter:
+    return self.strategies[0].drafter
+
+  @property
+  def is_chain(self) -> bool:
+    return "chain" in interfaces.capabilities(self.drafter)
+
+
+def of_loaded(drafter: loading.Loaded) -> Candidate:
+  """Returns a loaded drafter with its own strategy."""
+  return Candidate((drafter.strategy,), drafter.params, drafter.model)
+
+
+def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
+               tokenizer: sj.data.Tokenizer, *, gamma: int, nodes: int,
+               datastore: str | None, dtype: str | None,
+               batch: decoders.Batch) -> dict[str, Candidate]:
+  """Returns the chains and trees of a drafter, by name.
+
+  Args:
+    name: name of the drafter.
+    target: target model.
+    loaded: draft models of `loading.load_target`.
+    tokenizer: the target's tokenizer.
+    gamma: draft length of chains.
+    nodes: size of draft trees, root included.
+    datastore: see `loading.load`.
+    dtype: see `loading.load`.
+    batch: settings of the rollouts.
+  """
+  [(label, drafter)] = loading.load(
+      [name], target, loaded, tokenizer, gamma=gamma, nodes=nodes,
+      datastore=datastore, dtype=dtype, batch=batch,
+      rule=sj.verifiers.Block()).items()
+  if drafter.heads is not None:
+    accuracy = np.diff(
+        drafter.heads.training["accuracy"][1:], axis=1, prepend=0)
+    found = methods.of(drafter.heads.heads).compared(
+        drafter.heads.heads, lambda: sj.trees.medusa_tree(accuracy, nodes))
+  elif compositions.composes(name) or not isinstance(
+      drafter.strategy.drafter, sj.drafters.DraftModel):
+    found = {"": (drafter.strategy,)}
+  else:
+    model, parents = drafter.strategy.drafter.model, _tree(nodes)
+    found = {
+        "chain": (drafter.strategy,),
+        "sampled tree": (strategies.traversal(model, parents),
+                         strategies.sequoia(model, parents)),
+        "top-k tree": (strategies.top_k_tree(model, parents),)}
+  return {", ".join(filter(None, (label, kind))): Candidate(
+      tuple(some), drafter.params, drafter.model)
+          for kind, some in found.items()}
+
+
+def _tree(nodes: int) -> tuple[int, ...]:
+  """Returns a tree for a drafter whose acceptance rates are not known.
+
+  The assumed rate of the k-th most likely token is 2^-k at every depth.
+  """
+  return sj.trees.medusa_tree(np.tile(0.5 ** np.arange(1, 11), (_DEPTH, 1)),
+                              nodes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judge:
+  """Target, candidates and prompts of an evaluation.
+
+  Attributes:
+    target: target model, or a `traces.Trace`.
+    candidates: candidates by name.
+    rules: names of the rules of chains. Trees have the rules of their
+      strategies.
+    read: prompts.
+    eos: token ids that end a row, or None.
+    new_tokens: largest number of new tokens.
+    batch: settings of the rollouts.
+    seed: seed of the rollouts.
+    detailed: whether chains also have the `statistics` of their tokens.
+  """
+
+  target: Any
+  candidates: Mapping[str, Candidate]
+  rules: Sequence[str]
+  read: reading.Prompts
+  eos: tuple[int, ...] | None
+  new_tokens: int
+  batch: decoders.Batch
+  seed: int
+  detailed: bool = False
+
+  def observed(self, name: str, temperature: float) -> dict[str, sj.Verifier]:
+    """Returns the rules and statistics of a candidate, by name."""
+    one = self.candidates[name]
+    if not one.is_chain:
+      return {common.VERIFIER_NAMES[x.verifier]: x.verifier
+              for x in one.strategies}
+    found = {rule: common.VERIFIERS[rule] for rule in self.rules}
+    if self.detailed:
+      found |= statistics.statistics(temperature, self.target.model.vocab_size)
+    return found
+
+  def decoder(self, name: str, temperature: float) -> sj.Decoder:
+    """Returns the decoder of a candidate.
+
+    Chains are decoded with token verification, so that different rules and
+    draft lengths are compared on the same drafts.
+    """
+    one = self.candidates[name]
+    rule = (sj.verifiers.Token() if one.is_chain
+            else one.strategies[0].verifier)
+    return sj.Decoder(
+        target=one.model, drafter=one.drafter, verifier=rule, eos=self.eos,
+        observers=tuple(self.observed(name, temperature).values()),
+        transform=sj.LogitsTransform(temperature=temperature))
+
+  def params(self, name: str) -> dict[str, Any]:
+    """Returns the parameters of a candidate's decoder."""
+    return {"target": self.target.params,
+            "drafter": self.candidates[name].params}
+
+  def configurations(self, temperature: float
+                     ) -> dict[str, decoders.DecoderRows]:
+    """Returns a configuration per candidate."""
+    nodes = max(one.drafter.num_nodes for one in self.candidates.values())
+    return {name: decoders.DecoderRows(
+        self.decoder(name, temperature), self.params(name), self.new_tokens,
+        self.read.longest + self.new_tokens + nodes, batch=self.batch)
+            for name in self.candidates}
+
+  def runs(self, temperatures: Sequence[float], path: pathlib.Path
+           ) -> dict[tuple, dict[str, Any]]:
+    """Decodes all prompts, and returns `{unit: {name of a candidate: run}}`.
+
+    Args:
+      temperatures: sampling temperatures.
+      path: JSONL file of the runs, from which an interrupted evaluation
+        resumes.
+    """
+    fingerprint = resumable.fingerprint(
+        [self.target.params, *(x.params for x in self.candidates.values())],
+        [(name, x.strategies) for name, x in self.candidates.items()],
+        self.eos, list(self.rules), self.new_tokens)
+    units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
+             for t in temperatures
+             for name, i, row in reading.alternating(self.read.sets)]
+    return resumable.run(
+        units, lambda unit: (
+            self.read.sets[unit[3]][unit[4]], unit[2], unit[4]),
+        self.configurations, path, window=batches.window(self.batch),
+        new_tokens=self.new_tokens)
+
+  def results(self, temperatures: Sequence[float], gammas: Sequence[int],
+              path: pathlib.Path) -> drafter_evaluation.Results:
+    """Decodes all prompts and returns the results, see `runs`.
+
+    Args:
+      temperatures: sampling temperatures.
+      gammas: draft lengths of chains, at most that of the candidates.
+      path: JSONL file of the runs.
+    """
+    return drafter_evaluation.Results(
+        runs=self.runs(temperatures, path), gammas=gammas,
+        cluster_of=self.read.cluster,
+        chains=[name for name, x in self.candidates.items() if x.is_chain],
+        observed={(name, t): list(self.observed(name, t))
+                  for name in self.candidates for t in temperatures})
+
+
+def context(judged: Mapping[str, Candidate]) -> int:
+  """Returns the context length that all candidates have."""
+  return min(one.strategies[0].decoder(one.model).context_length
+             for one in judged.values())
+
+
+def load(names: list[str], target: str, dtype: str | None,
+         batch: decoders.Batch, **options: Any
+         ) -> tuple[Pretrained, dict[str, Candidate], sj.data.Tokenizer]:
+  """Loads a target and the candidates of several drafters.
+
+  Args:
+    names: names of the drafters.
+    target: name of the target.
+    dtype: precision of the weights. None: the library's default.
+    batch: settings of the rollouts.
+    **options: gamma, nodes and datastore of `candidates`.
+
+  Raises:
+    ValueError: two drafters have the same name, or one does not fit.
+  """
+  found, loaded, tokenizer = loading.load_target(names, target, dtype, batch)
+  labels = list(map(models.label, names))
+  if len(set(labels)) < len(labels):
+    raise ValueError(f"--drafter is {','.join(names)}, and two drafters have "
+                     "the same name; leave one out, or rename a directory")
+  judged = {}
+  for name in names:
+    judged |= candidates(
+        name, found, loaded, tokenizer, dtype=dtype, batch=batch, **options)
+  return found, judged, tokenizer
