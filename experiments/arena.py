@@ -6,8 +6,8 @@ probabilities of both models, so accept and reject decisions add no noise.
 
   python experiments/arena.py
   python experiments/arena.py --add=results/my_heads
-  python experiments/arena.py --target=smollm2 --drafter=smol,smol_eagle,ngram \\
-    --chat --prompts=gsm8k=test.jsonl,mt_bench=question.jsonl
+  python experiments/arena.py --target=smollm2 --chat \\
+    --drafter=smol,smol_eagle,ngram --prompts=gsm8k=test.jsonl,mine.txt
 
 --add=NAME adds one drafter to an arena in the same --output_dir: the results of
 all other drafters are there already. A killed arena resumes.

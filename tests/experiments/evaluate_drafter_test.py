@@ -130,10 +130,11 @@ def test_the_arena_adds_a_drafter(tmp_path):
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=2",
            "--temperature=1", "--max_new_tokens=8", "--prompt_tokens=16",
            "--nodes=6", "--output_dir=out"]
-  first, second, refused = run_all(
-      "arena.py", flags, [*flags, "--add=ngram"], [*flags, "--add=tiny"],
-      cwd=tmp_path)
-  old, new = last_line(first)["rows"], last_line(second)["rows"]
+  [first] = run_all("arena.py", flags, cwd=tmp_path)
+  old = last_line(first)["rows"]  # read before the next run replaces them
+  second, refused = run_all(
+      "arena.py", [*flags, "--add=ngram"], [*flags, "--add=tiny"], cwd=tmp_path)
+  new = last_line(second)["rows"]
   assert new[:len(old)] == old
   assert {row["draft"] for row in new[len(old):]} == {"ngram"}
   assert {(row["draft"], row["verifier"]) for row in old} == {
