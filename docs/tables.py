@@ -41,6 +41,8 @@ _WORDS = {
     "forward_kl": "forward KL", "lk_alpha": "LK (alpha)",
     "random": "134M + 19M", "bundled": "bundled pair",
     "mt_bench": "MT-bench", "gsm8k": "GSM8K", "humaneval": "HumanEval",
+    "gpt_prompts": "GPT prompts", "webquestions": "WebQuestions",
+    "piqa": "PIQA",
 }
 
 
