@@ -193,7 +193,7 @@ def _planted(name, target):
     return heads, {**params, "head": jnp.zeros_like(params["head"])}, (
         "was not loaded")
   if name == "not used":
-    return heads, {**params, "extra": jnp.arange(9.0).reshape(3, 3)}, "is not used"
+    return heads, {**params, "extra": jnp.eye(3)}, "is not used"
   if name == "vocabulary":
     return *eagle(ids=tuple(range(len(heads.ids)))), "map from draft tokens"
   heads, params = _heads("medusa", target)
