@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Block verification on a published pair, for docs/results/qwen.md. Resumes if
 # started again. Requires: pip install -e '.[experiments,chat,gguf]'
-# The same with SmolLM2, for docs/results/smollm2.md: TARGET=smollm2 DRAFTER=smol
-# DATA=... published_pair.sh --batch=16 --output_dir=results/smollm2/tasks
+# With SmolLM2: TARGET=smollm2 DRAFTER=smol DATA=... published_pair.sh \
+#   --batch=16 --output_dir=results/smollm2_tasks
 # DATA is the directory of chatgpt_prompts.csv, webquestions_test.json,
 # piqa_valid.jsonl, gsm8k_test.jsonl, mt_bench.jsonl, HumanEval.jsonl.gz and
 # spec_bench.jsonl. TARGET and DRAFTER are names on the Hugging Face hub,
