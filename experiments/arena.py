@@ -88,7 +88,11 @@ def main() -> None:
     rows += judge.results(temperatures, gammas, output_dir / "runs" / (
         name.replace(", ", "_").replace(" ", "_") + ".jsonl")).rows()
   report.write(output_dir, rows, models.label(_TARGET.value))
-  common.finish(output_dir, "arena", {"rows": rows, "source": read.source})
+  common.finish(output_dir, "arena", {
+      "rows": rows, "source": read.source, "models": {
+          "target": _TARGET.value, "drafters": names, "dtype": _DTYPE.value,
+          "gamma": gammas[-1], "nodes": _NODES.value,
+          "datastore": _DATASTORE.value}})
 
 
 if __name__ == "__main__":

@@ -98,11 +98,11 @@ def lengths_for(drafter: Any) -> tuple[int, ...]:
   """
   longest = drafter.num_nodes - 1
   some = 1, -(-2 * longest // 5)
-  fit = all(_has_chain_of(drafter, n) for n in some)
+  fit = all(has_chain_of(drafter, n) for n in some)
   return tuple(sorted({0, *(some if fit else ()), longest}))
 
 
-def _has_chain_of(drafter: Drafter, length: int) -> bool:
+def has_chain_of(drafter: Drafter, length: int) -> bool:
   """Returns True if drafts with this gamma have `length` tokens."""
   try:
     chain = drafter.with_gamma(length)
@@ -177,6 +177,42 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
   return Controller(lengths=lengths, **found, **options)
 
 
+def seconds_of_rounds(
+    decoders: Sequence[tuple[Decoder, chex.ArrayTree]], *, batch: int,
+    used: int) -> list[float]:
+  """Returns the measured seconds of a round of each decoder.
+
+  The decoders take turns, so ratios of their times are more reliable than the
+  times. Nothing is stored.
+
+  Args:
+    decoders: decoders without a controller, each with its
+      `{"target": ..., "drafter": ...}`.
+    batch: number of rows B of the batch.
+    used: tokens per row at which rounds are timed; fewer if there is no room.
+  """
+  longest = max(decoder.num_nodes for decoder, _ in decoders)
+  used, rounds = _room(used, min(
+      decoder.context_length for decoder, _ in decoders), longest)
+  calls, counts = [], (rounds // 4, rounds)
+  for decoder, params in decoders:
+    state = decoder.prefill(
+        params, _random_prompts(decoder, batch, used), jax.random.key(0),
+        limits=used + rounds * longest)
+    calls += [(lambda state, n=n, parts=decoder.parts, params=params:
+               rounds_lib.until(parts, params, state, n), state)
+              for n in counts]
+  times = _timed(calls)
+  return [_per_round(short, counts[0], long, counts[1])
+          for short, long in zip(times[::2], times[1::2])]
+
+
+def _random_prompts(decoder: Decoder, batch: int, used: int
+                    ) -> list[np.ndarray]:
+  rng = np.random.default_rng(0)
+  return list(rng.integers(decoder.target.vocab_size, size=(batch, used)))
+
+
 def _first(decoder: Decoder, params: chex.ArrayTree
            ) -> tuple[Decoder | None, Any]:
   """Returns a decoder with only the first drafter of a `Fallback`, and its
@@ -188,7 +224,7 @@ def _first(decoder: Decoder, params: chex.ArrayTree
   drafter = decoder.drafter
   if not drafter.tells:
     return None, None
-  if not all(_has_chain_of(drafter.first, n)
+  if not all(has_chain_of(drafter.first, n)
              for n in decoder.controller.lengths[1:]):
     return None, None
   return (dataclasses.replace(decoder, drafter=drafter.first),
@@ -257,10 +293,9 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
   whole = decoder.context_length
   used, rounds = _room(
       used, min(whole, capacity - longest) if capacity else whole, longest)
-  rng = np.random.default_rng(0)
-  prompts = rng.integers(decoder.target.vocab_size, size=(batch, used))
   state = decoder.prefill(
-      params, list(prompts), jax.random.key(0), context=context,
+      params, _random_prompts(decoder, batch, used), jax.random.key(0),
+      context=context,
       limits=used + rounds * longest, capacity=capacity)
   own = state.controller
 
@@ -276,20 +311,17 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
   kinds = [(i, n) for i in range(len(by_length.rungs)) for n in (few, rounds)]
   kinds = [one for one in kinds if one[1]]
   calls = [of(*one) for one in kinds] + [of(1, rounds, _PERIOD)]
-  *times, changing = _timed(calls, state)
+  *times, changing = _timed([(call, state) for call in calls])
   took = dict(zip(kinds, times))
-  # If starting a call takes longer than its rounds, the difference of two calls
-  # is unreliable. So a round takes at least half of the mean time.
-  seconds = [max((took[i, rounds] - took.get((i, few), 0.0)) / (rounds - few),
-                 took[i, rounds] / (2 * rounds))
+  seconds = [_per_round(took.get((i, few), 0.0), few, took[i, rounds], rounds)
              for i in range(len(by_length.rungs))]
   reading = 0.0
   if interfaces.has_model(by_length.drafter):
     known = jnp.maximum(state.lengths - 2 - _READ, 0)
     read = jax.jit(by_length.drafter.catch_up)
-    long, short = _timed([lambda state: read(params, state, known),
-                          lambda state: read(params, state, state.lengths)],
-                         state)
+    long, short = _timed([
+        (lambda state: read(params, state, known), state),
+        (lambda state: read(params, state, state.lengths), state)])
     reading = max(long - short, 0.0) / min(_READ, max(used - 2, 1))
   drafts = rounds // _PERIOD
   switching = drafts and (changing - took[0, rounds]) / drafts - (
@@ -315,15 +347,25 @@ def _room(used: int, context_length: int, nodes: int) -> tuple[int, int]:
   return min(used, context_length - rounds * nodes), rounds
 
 
-def _timed(calls: Sequence[Callable[[DecodeState], Any]], state: DecodeState
+def _per_round(short: float, few: int, long: float, rounds: int) -> float:
+  """Returns the seconds per round, from the times of two calls.
+
+  The difference excludes the time of starting a call. If starting takes longer
+  than the rounds, the difference is unreliable. So a round takes at least half
+  of the mean time.
+  """
+  return max((long - short) / (rounds - few), long / (2 * rounds))
+
+
+def _timed(calls: Sequence[tuple[Callable[[DecodeState], Any], DecodeState]]
            ) -> list[float]:
-  """Returns the median seconds of each call, which may donate the state.
+  """Returns the median seconds of each call on its state, which it may donate.
 
   The calls alternate, so that a disturbance of the machine affects all of them.
   """
   found = [[] for _ in calls]
   for _ in range(1 + _TIMES):  # the first time compiles
-    for times, call in zip(found, calls):
+    for times, (call, state) in zip(found, calls):
       fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
       start = time.perf_counter()
       jax.block_until_ready(call(fresh))

@@ -1,0 +1,177 @@
+"""Tables of advise.py: the fastest drafts for batch sizes and contexts."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import itertools
+import pathlib
+import statistics
+from typing import Any
+from typing import Protocol
+
+from lib import common
+from lib.figures import style
+from lib.reports import drafter_evaluation
+from lib.rollouts import round_costs
+from specjax.utils import files
+
+_MOST = 1 << 16  # largest batch size of `limits`
+_LOSSLESS = [name for name, x in common.ALL_VERIFIERS.items() if x.lossless]
+
+
+class Costs(Protocol):
+  """Seconds of rounds, see `round_costs`."""
+
+  def seconds(self, name: str, gamma: int, batch: int, context: int
+              ) -> tuple[float, float]:
+    """Returns the seconds of a round without and with a draft."""
+
+
+def _length(row: Mapping[str, Any], costs: Costs) -> int:
+  """Returns the draft length of a row; trees have only one."""
+  return row["gamma"] or costs.rounds.lengths(row["draft"])[0]
+
+
+def predict(rows: Sequence[dict[str, Any]], costs: Costs,
+            batches: Sequence[int], contexts: Sequence[int]
+            ) -> list[dict[str, Any]]:
+  """Returns the predicted speed of every lossless draft and rule.
+
+  Args:
+    rows: rows of arena.py for all prompts together.
+    costs: seconds of rounds.
+    batches: batch sizes.
+    contexts: tokens per row.
+  """
+  found = []
+  for batch, context, row in itertools.product(batches, contexts, rows):
+    if row["verifier"] not in _LOSSLESS or (
+        _length(row, costs) not in costs.rounds.lengths(row["draft"])):
+      continue  # lossy, or longer than the drafts of these heads
+    plain, seconds = costs.seconds(
+        row["draft"], _length(row, costs), batch, context)
+    ratio = float(plain / seconds)
+    name = "block_efficiency"
+    found.append({
+        "temperature": row["temperature"], "batch": batch, "context": context,
+        **{key: row[key] for key in ("draft", "verifier", "gamma", name)},
+        "round_ms": 1e3 * float(seconds), "no_draft_ms": 1e3 * float(plain),
+        "tokens_per_second": batch * row[name] / float(seconds),
+        **{"speedup" + end: row[name + end] and row[name + end] * ratio
+           for end in ("", "_low", "_high")}})
+  return found
+
+
+def _groups(rows: Sequence[dict[str, Any]]):
+  """Yields the rows of each temperature, batch size and context."""
+  place = lambda row: (row["temperature"], row["batch"], row["context"])
+  for key in dict.fromkeys(map(place, rows)):
+    yield key, [row for row in rows if place(row) == key]
+
+
+def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  return max(rows, key=lambda row: row["speedup"])
+
+
+def limits(rows: Sequence[dict[str, Any]], costs: Costs,
+           batches: Sequence[int], contexts: Sequence[int]) -> list[str]:
+  """Returns a sentence per temperature and context: where drafts pay.
+
+  Measured costs are only interpolated. Costs of a chip are linear in the batch
+  size, so batches larger than the compiled ones are also predicted.
+  """
+  most = _MOST if costs.extrapolates else max(batches)
+  sizes = [n for n in (2 ** i for i in range(most.bit_length()))
+           if min(batches) < n < most]
+  sizes = [min(batches), *sizes, *({most} - {min(batches)})]
+  found = []
+  for temperature in dict.fromkeys(row["temperature"] for row in rows):
+    mine = [row for row in rows if row["temperature"] == temperature]
+    for context in contexts:
+      paying = [n for n in sizes
+                if _best(predict(mine, costs, [n], [context]))["speedup"] > 1]
+      text = ("at no batch size" if not paying else
+              "at all batch sizes" if paying == sizes else
+              f"at batch sizes {', '.join(map(str, paying))}")
+      found.append(f"Temperature {temperature:g}, {context:,} tokens per row: "
+                   f"{text}.")
+  return [f"Tested batch sizes: {', '.join(map(str, sizes))}.", *found]
+
+
+def check(rows: Sequence[dict[str, Any]], costs: round_costs.Measured) -> str:
+  """Measures all rounds, and returns the errors of predictions and advice.
+
+  Args:
+    rows: rows of `predict`.
+    costs: the costs that predicted them.
+  """
+  errors, losses = [], []
+  for (_, batch, context), group in _groups(rows):
+    for row in group:
+      gamma = _length(row, costs)
+      plain, seconds = costs.exact(row["draft"], gamma, batch, context)
+      row["measured_speedup"] = row["block_efficiency"] * plain / seconds
+      if costs.is_interpolated(row["draft"], gamma, batch, context):
+        errors.append(abs(row["speedup"] / row["measured_speedup"] - 1))
+    best = max(row["measured_speedup"] for row in group)
+    losses.append(1 - _best(group)["measured_speedup"] / best)
+  text = (f"The advice for {len(losses)} combinations of temperature, batch "
+          "size and context was measured against all other drafts. It is "
+          f"slower than the best one by {statistics.median(losses):.1%} in the "
+          f"median and by {max(losses):.1%} at most.")
+  if errors:
+    text += (f" {len(errors)} predictions are for rounds that were not "
+             "measured before. Their speed-ups differ from measured ones by "
+             f"{statistics.median(errors):.1%} in the median, and by "
+             f"{statistics.quantiles(errors, n=10)[-1]:.1%} at the 90th "
+             f"percentile." if len(errors) > 1 else "")
+  return text
+
+
+def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]], *,
+          title: str, chip: str | None, limits: Sequence[str],
+          check: str | None) -> None:
+  """Prints the report, and writes it with the table of all drafts.
+
+  Args:
+    output_dir: directory of advice.md and advice.csv.
+    rows: rows of `predict`.
+    title: names of the target and the machine.
+    chip: name of the chip; None if rounds were measured.
+    limits: sentences of `limits`.
+    check: text of `check`, or None.
+  """
+  source = (
+      "Rounds are measured on this machine at the smallest and the largest "
+      "draft length, batch size and context, and interpolated between them."
+      if chip is None else
+      "The bytes and operations of a round are counts of the TPU compiler for "
+      f"one chip of a TPU v5e, and the peak figures are those of a {chip}. "
+      "Weights and caches are bfloat16. Real rounds take longer than these.")
+  text = (f"# Advice for {title}\n\n{source} Speed-ups are relative to "
+          "decoding without drafts, with the 95 % intervals of the recorded "
+          "acceptance. Only lossless rules are considered.\n")
+  table = []
+  for (temperature, batch, context), group in _groups(rows):
+    best = _best(group)
+    gamma = "tree" if best["gamma"] is None else str(best["gamma"])
+    interval = "" if best["speedup_low"] is None else (
+        f" [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]")
+    names = ("none", "", "") if best["speedup"] <= 1 else (
+        best["draft"], style.rule(best["verifier"]), gamma)
+    table.append({
+        "T": f"{temperature:g}", "batch": str(batch), "context": str(context),
+        **dict(zip(("draft", "verifier", "gamma"), names)),
+        "speed-up": f"{best['speedup']:.2f}{interval}",
+        "round (ms)": f"{best['round_ms']:.3g}",
+        "without draft (ms)": f"{best['no_draft_ms']:.3g}"})
+  text += "\n## Fastest draft\n\n" + drafter_evaluation.markdown(table)
+  text += ("\nIf the draft is *none*, the numbers are those of the fastest "
+           "draft, and decoding without drafts is faster.\n")
+  text += "\n## Where drafts pay\n\n" + "".join(
+      f"- {line}\n" for line in limits)
+  if check:
+    text += f"\n## Check\n\n{check}\n"
+  print(text, end="")
+  with files.atomically(output_dir / "advice.md") as f:
+    f.write(text.encode())
+  common.write_csv(output_dir / "advice.csv", list(rows))

@@ -1,0 +1,236 @@
+"""Seconds of decoding rounds: measured here, or predicted for a chip.
+
+Few rounds are measured or compiled: the shortest and the longest draft, the
+smallest and the largest batch, and the shortest and the longest context. All
+other rounds are interpolated.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from lib.compiler import chips
+from lib.rollouts import judging
+import specjax as sj
+from specjax.decoding import costs
+from specjax.utils import files
+from specjax.utils import fingerprints
+
+
+class Stored:
+  """Values that are computed once and stored in a JSON file."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self._values = files.read_json(path, "delete it") if path.exists() else {}
+
+  def __call__(self, key: Any, function: Callable[[], Sequence[float]]
+               ) -> Sequence[float]:
+    """Returns the value of a key, and calls the function if it has none."""
+    name = fingerprints.fingerprint(key)
+    if name not in self._values:
+      self._values[name] = list(map(float, function()))
+      files.write_json(self._path, self._values)
+    return self._values[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """Values at the points of a grid, for linear interpolation.
+
+  Attributes:
+    axes: increasing coordinates of the points, per axis.
+    values: array with one axis per element of `axes`; more axes are allowed.
+  """
+
+  axes: Sequence[Sequence[float]]
+  values: np.ndarray
+
+  @classmethod
+  def of(cls, axes: Sequence[Sequence[float]],
+         function: Callable[..., Any]) -> "Grid":
+    """Returns the grid of a function's values."""
+    axes = [sorted(set(axis)) for axis in axes]
+    values = np.array([function(*x) for x in itertools.product(*axes)])
+    shape = tuple(map(len, axes))
+    return cls(axes, values.reshape(shape + values.shape[1:]))
+
+  def __call__(self, *point: float) -> Any:
+    """Returns the value at a point, extrapolated outside the grid."""
+    values = self.values
+    for axis, x in zip(self.axes, point):
+      if len(axis) == 1:
+        values = values[0]
+        continue
+      i = int(np.clip(np.searchsorted(axis, x) - 1, 0, len(axis) - 2))
+      share = (x - axis[i]) / (axis[i + 1] - axis[i])
+      values = (1 - share) * values[i] + share * values[i + 1]
+    return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounds:
+  """Rounds of several drafts on one target.
+
+  Attributes:
+    target: `params["target"]` of the decoders.
+    candidates: kinds of drafts by name.
+    gammas: draft lengths of chains.
+    batches: batch sizes.
+    contexts: tokens per row.
+  """
+
+  target: Any
+  candidates: Mapping[str, judging.Candidate]
+  gammas: Sequence[int]
+  batches: Sequence[int]
+  contexts: Sequence[int]
+
+  def lengths(self, name: str) -> tuple[int, ...]:
+    """Returns the draft lengths of a kind of draft.
+
+    Trees have one. A chain has the lengths of `gammas` that its drafter can
+    draft; all lengths beyond its longest are the same draft, so only the
+    shortest of them is returned.
+    """
+    one = self.candidates[name]
+    longest = one.drafter.num_nodes - 1
+    if not one.is_chain:
+      return (longest,)
+    beyond = [gamma for gamma in self.gammas if gamma >= longest][:1]
+    return tuple(gamma for gamma in self.gammas if gamma in beyond or (
+        gamma < longest and costs.has_chain_of(one.drafter, gamma)))
+
+  def decoder(self, name: str, gamma: int) -> sj.Decoder:
+    """Returns the decoder of a draft.
+
+    Chains are verified by block verification. Other rules for chains cost about
+    the same (`benchmark.py` measures block_over_token).
+    """
+    one = self.candidates[name]
+    drafter = one.drafter
+    if one.is_chain and gamma < drafter.num_nodes - 1:
+      drafter = drafter.with_gamma(gamma)
+    return sj.Decoder(
+        target=one.model, drafter=drafter,
+        verifier=sj.verifiers.Block() if one.is_chain
+        else one.strategies[0].verifier)
+
+  def params(self, name: str) -> dict[str, Any]:
+    return {"target": self.target, "drafter": self.candidates[name].params}
+
+
+class Measured:
+  """Seconds of rounds, measured on this machine."""
+
+  extrapolates = False  # beyond the largest batch size
+
+  def __init__(self, rounds: Rounds, stored: Stored):
+    self.rounds, self._stored = rounds, stored
+    self._grids = {}
+
+  def exact(self, name: str, gamma: int, batch: int, context: int
+            ) -> tuple[float, float]:
+    """Returns the measured seconds of a round without and with a draft."""
+    decoder = self.rounds.decoder(name, gamma)
+    plain = dataclasses.replace(
+        decoder, drafter=sj.drafters.Empty(), verifier=sj.verifiers.Block())
+    return tuple(self._stored(
+        (decoder.target, decoder.drafter, batch, context),
+        lambda: costs.seconds_of_rounds(
+            [(plain, {"target": self.rounds.target, "drafter": ()}),
+             (decoder, self.rounds.params(name))],
+            batch=batch, used=context)))
+
+  def seconds(self, name: str, gamma: int, batch: int, context: int
+              ) -> tuple[float, float]:
+    """Returns the seconds of a round without and with a draft."""
+    rounds = self.rounds
+    if name not in self._grids:
+      self._grids[name] = Grid.of(
+          (_ends(rounds.lengths(name)), _ends(rounds.batches),
+           _ends(rounds.contexts)), functools.partial(self.exact, name))
+    return tuple(self._grids[name](gamma, batch, context))
+
+  def is_interpolated(self, name: str, gamma: int, batch: int, context: int
+                      ) -> bool:
+    """Returns whether `seconds` differs from a measured point."""
+    return any(x not in _ends(some) for x, some in (
+        (gamma, self.rounds.lengths(name)), (batch, self.rounds.batches),
+        (context, self.rounds.contexts)))
+
+
+class Compiled:
+  """Seconds of rounds on a chip, from counts of the TPU compiler.
+
+  The target's pass and the draft run one after the other, so each has its own
+  bound, see `chips.Chip.seconds`. The counts of the target's pass come from a
+  round whose draft is copied from the sequence.
+  """
+
+  extrapolates = True
+
+  def __init__(self, rounds: Rounds, stored: Stored, chip: chips.Chip):
+    self.rounds, self._stored, self._chip = rounds, stored, chip
+    self._grids = {}
+    self._capacity = -(-(max(rounds.contexts) + 1) // 128) * 128
+
+  def _counts(self, decoder: sj.Decoder, params: Any, batch: int):
+    """Returns `[2, 2]`: bytes and operations, with no and all slots in use."""
+    moved, cached, flops = self._stored(
+        (decoder.target, decoder.drafter, batch, self._capacity, "v5e"),
+        lambda: chips.counts(decoder, params, batch, self._capacity))
+    return [[moved, flops], [moved + cached, flops]]
+
+  def _over_slots(self, axes, function) -> Grid:
+    grid = Grid.of(axes, function)
+    return Grid([*grid.axes, (0, self._capacity)], grid.values)
+
+  @functools.cached_property
+  def _passes(self) -> Grid:
+    """Counts of a target pass over nodes, batch size and slots in use."""
+    rounds = self.rounds
+    target = next(iter(rounds.candidates.values())).model
+    most = max(rounds.decoder(name, max(rounds.lengths(name))).num_nodes
+               for name in rounds.candidates)
+
+    def counts(nodes, batch):
+      drafter = (sj.drafters.Empty() if nodes == 1 else
+                 sj.strategies.prompt_lookup(nodes - 1).drafter)
+      decoder = sj.Decoder(target=target, drafter=drafter,
+                           verifier=sj.verifiers.Block())
+      return self._counts(decoder, {"target": rounds.target, "drafter": ()},
+                          batch)
+
+    return self._over_slots(((1, most), _ends(rounds.batches)), counts)
+
+  def _grid(self, name: str) -> Grid:
+    """Counts of a whole round over draft length, batch size and slots."""
+    if name not in self._grids:
+      self._grids[name] = self._over_slots(
+          (_ends(self.rounds.lengths(name)), _ends(self.rounds.batches)),
+          lambda gamma, batch: self._counts(
+              self.rounds.decoder(name, gamma), self.rounds.params(name),
+              batch))
+    return self._grids[name]
+
+  def seconds(self, name: str, gamma: int, batch: int, context: int
+              ) -> tuple[float, float]:
+    """Returns the seconds of a round without and with a draft."""
+    nodes = self.rounds.decoder(name, gamma).num_nodes
+    one, verified = (self._passes(n, batch, context) for n in (1, nodes))
+    draft = np.maximum(self._grid(name)(gamma, batch, context) - verified, 0)
+    seconds = self._chip.seconds
+    return seconds(one), seconds(verified) + seconds(draft)
+
+
+def _ends(numbers: Sequence[int]) -> list[int]:
+  """Returns the smallest and the largest number, once if they are equal."""
+  return sorted({min(numbers), max(numbers)})
