@@ -77,11 +77,12 @@ class Forced(constraining.Constraint):
       object.__setattr__(self, name, pairs)
       twice = len(pairs) - len({one for one, _ in pairs})
       if twice:
-        raise ValueError(f"Forced.{name} is {pairs}; the first elements of the "
-                         "pairs must differ")
+        raise ValueError(f"Forced.{name} is {pairs}; two pairs have the same "
+                         "first element, which must not occur twice: leave one "
+                         "of them out")
     if any(place < 0 for place, _ in self.at):
-      raise ValueError(f"Forced.at is {self.at}; positions must be at least 0, "
-                       "the first new token")
+      raise ValueError(f"Forced.at is {self.at}; positions count from 0, the "
+                       "first new token")
 
   @property
   def must_come(self) -> tuple[int, ...]:
