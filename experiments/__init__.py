@@ -1,4 +1,7 @@
-"""Scripts; `python -m experiments.generate` runs one as its path does."""
+"""Experiment scripts.
+
+Run a script by its path, or as a module: `python -m experiments.generate`.
+"""
 
 import pathlib
 import sys

@@ -92,7 +92,7 @@ def main() -> None:
                      f"{room}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "advice")
   rounds = round_costs.Rounds(
-      target=target.params, candidates=candidates, gammas=gammas or [1],
+      target=target, candidates=candidates, gammas=gammas or [1],
       batches=batches, contexts=contexts)
   stored = round_costs.Stored(output_dir / "costs.json")
   costs = (round_costs.Compiled(rounds, stored, chips.CHIPS[_CHIP.value])

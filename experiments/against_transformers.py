@@ -1,11 +1,10 @@
 """Compares the speed of specjax and transformers with the same weights.
 
-Every prompt is continued by each variant in turn, on one machine and in one
-run:
+The variants continue every prompt one after another, on one machine in one run:
 
-  specjax                   autoregressive decoding of specjax
-  specjax, DRAFTER          speculative decoding of specjax with block
-                            verification
+  specjax                   autoregressive decoding by specjax
+  specjax, DRAFTER          speculative decoding by specjax, with the draft
+                            model --drafter and block verification
   transformers              `generate` of transformers
   transformers, assisted    assisted generation with the same drafter and
                             default settings: at most 20 draft tokens, fewer
@@ -14,26 +13,29 @@ run:
                             in every round
 
 All variants run on the CPU, in float32, one prompt at a time, with the same
-number of threads. A time covers one call from the prompt's ids to the last
-token, including the prefill. It excludes compilation and a first call. Both
-libraries get token ids from specjax's tokenizer. Without --chat, end tokens are
-ignored and every output has --max_new_tokens tokens. Run the script on an idle
-machine, because other processes slow torch down more than specjax.
+number of threads. A measured time covers one generation, from the prompt's
+token ids to the last token, including the prefill. Compilation and a warm-up
+call are not timed. Both libraries get token ids from specjax's tokenizer.
+Without --chat, end-of-text tokens are ignored and every output has
+--max_new_tokens tokens. Run the script on an idle machine, because other
+processes slow torch down more than specjax.
 
   python experiments/against_transformers.py --target=smollm2 --chat
   python experiments/against_transformers.py --target=big --drafter=small_one \\
     --prompts=copy,gsm8k=test.jsonl
 
 At temperature 0 all outputs of a prompt must be equal. If they differ, the
-script reports the first difference and the gap between the logits of the two
-tokens, and leaves the prompt out of the table. The libraries round differently,
-so two tokens with almost equal logits can change places. The script fails if
-the outputs differ on more than the fraction --most_different of the prompts.
+script prints the first two different tokens and the gap between their logits,
+and leaves the prompt out of the table. Small differences are expected, because
+the libraries round differently: two tokens with almost equal logits can change
+places. The script fails if the outputs differ on more than the fraction
+--most_different of the prompts.
 
-A speed ratio compares two calls on one prompt. The table has its median and
-quartiles over prompts. Times are appended to runs.jsonl in --output_dir. A
-killed script resumes if models, prompts and flags are the same. Results:
-against_transformers.csv and .json; the last line of stdout names them.
+A speed ratio compares the tokens per second of two variants on one prompt. The
+table contains the median and quartiles of this ratio over prompts. Times are
+appended to runs.jsonl in --output_dir. If the script is killed, the same
+command resumes it. Results: against_transformers.csv and .json in
+--output_dir; the last line of stdout names them.
 """
 
 from collections.abc import Callable
@@ -62,8 +64,10 @@ from specjax.models import Pretrained
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    "Draft model for speculative decoding in both libraries: none, small, "
-    f"tiny, smol, {shared.PUBLISHED}", default="none")
+    "Draft model for speculative decoding in both libraries: none (compare "
+    "decoding without drafts only), small or tiny (bundled, for the bundled "
+    f"target), smol (bundled, for smollm2), {shared.PUBLISHED}",
+    default="none")
 _GAMMA = shared.gamma(4)
 _PROMPTS = shared.prompts("copy")
 _FIELD = shared.prompt_field()
@@ -73,9 +77,9 @@ _PROMPT_TOKENS = shared.prompt_tokens(512)
 _NEW_TOKENS = shared.new_tokens(128)
 _TEMPERATURE = shared.temperature(0.0)
 _MOST_DIFFERENT = flags.DEFINE_float(
-    "most_different", 0.1, "Fraction of prompts, in [0, 1], on which the "
-    "outputs of the libraries may differ at temperature 0 (by rounding). Above "
-    "it the script fails", 0.0, 1.0)
+    "most_different", 0.1, "Largest allowed fraction of prompts, in [0, 1], on "
+    "which the outputs of the libraries differ at temperature 0 (because they "
+    "round differently). If the fraction is larger, the script fails", 0.0, 1.0)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/against_transformers")
 
@@ -85,7 +89,7 @@ _OURS, _THEIRS = "specjax", "transformers"
 def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
               eos: tuple[int, ...] | None, prompts: Sequence[Sequence[int]],
               capacity: int):
-  """Returns the variants of specjax: without a drafter, and with each."""
+  """Returns `{name: variant}`: specjax without drafts and with each drafter."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, _TEMPERATURE.value), eos=eos)
   variant = functools.partial(
@@ -102,9 +106,9 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
 
 
 def _assistant(target: Pretrained, name: str, member: Pretrained):
-  """Loads the drafter into transformers.
+  """Returns the drafter as a model of transformers.
 
-  Prints a message and returns None if transformers does not support it.
+  If transformers cannot use this drafter, prints a message and returns None.
   """
   try:
     models.check_tokens(target, member, name)
@@ -115,10 +119,10 @@ def _assistant(target: Pretrained, name: str, member: Pretrained):
 
 
 def _their_variants(model: Any, assistant: Any, eos: tuple[int, ...] | None):
-  """Returns the variants of transformers.
+  """Returns `{name: variant}` of transformers.
 
-  They are decoding without an assistant and with it: under the default
-  schedule, and with a constant draft length.
+  With an assistant, there are three variants: decoding without the assistant,
+  with the default draft-length schedule, and with a constant draft length.
   """
   variant = functools.partial(
       generation.Theirs, model=model, new_tokens=_NEW_TOKENS.value,
@@ -136,13 +140,17 @@ def _their_variants(model: Any, assistant: Any, eos: tuple[int, ...] | None):
 
 def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
                  prompt_of: Callable[[tuple], tuple], tokenizer: Tokenizer):
-  """Returns the first difference of each output from specjax's.
+  """Returns the first difference of each output from the output of specjax.
 
   Args:
     runs: `{unit: {variant: result}}`.
-    model: transformers model. Its logits give the distance of the two tokens.
+    model: target model in transformers. The gap between two different tokens is
+      the absolute difference of their logits under this model.
     prompt_of: function `unit -> (token ids, seed, request id)`.
     tokenizer: specjax's tokenizer.
+
+  Returns:
+    A list with one dict per output that differs.
   """
   differences = []
   for unit, variants in runs.items():
@@ -161,9 +169,9 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
 
 def _tokens_at(place: int, first: list[int], second: list[int], model: Any,
                prompt: list[int], tokenizer: Tokenizer):
-  """Returns the text and the distance of two different tokens.
+  """Returns the texts of two different tokens and the gap of their logits.
 
-  The token of an output that ended earlier is None. Its distance is unknown.
+  If one output ended before this place, its token and the gap are None.
   """
   pair = [ids[place:place + 1] for ids in (first, second)]
   gap = None
@@ -225,7 +233,8 @@ def _report(runs: dict[tuple, dict[str, Any]],
             output_dir: pathlib.Path):
   """Prints and writes the results.
 
-  Raises `ValueError` if the outputs differ on too many prompts.
+  Raises:
+    ValueError: the outputs differ on more than --most_different of the prompts.
   """
   different = [] if _TEMPERATURE.value else _differences(
       runs, model, prompt_of, tokenizer)
@@ -238,17 +247,17 @@ def _report(runs: dict[tuple, dict[str, Any]],
     _print_table(rows)
     common.write_csv(output_dir / "against_transformers.csv", rows)
   print(f"{len(equal)} of {len(runs)} prompts; speeds are medians over prompts "
-        "(quartiles), tokens/round has 95 % intervals. The limit of a text "
-        "cuts the last round of transformers, whose tokens/round is a lower "
-        "bound.")
+        "(quartiles), tokens/round has 95 % intervals. For transformers, "
+        "tokens/round is a lower bound, because --max_new_tokens cuts the last "
+        "round.")
   common.finish(output_dir, "against_transformers", {
       "rows": rows, "different": different, **facts})
   if len(left_out) / len(runs) > _MOST_DIFFERENT.value or not equal:
     raise ValueError(
         f"{len(left_out)} of {len(runs)} prompts have different outputs at "
         f"temperature 0, and --most_different is {_MOST_DIFFERENT.value:g}; "
-        "the libraries do not compute the same model, or round differently: "
-        "see the lines above the table")
+        "the libraries do not compute the same model, or they round "
+        "differently; the lines above the table list the differences")
 
 
 def _print_differences(different: list[dict[str, Any]]):

@@ -1,23 +1,28 @@
-"""Compares all drafters, rules and trees on one target, in one table.
+"""Compares drafters, verification rules and draft trees on one target.
 
-Every drafter drafts as a chain and, if it can, as trees. Every rule that suits
-these drafts is evaluated on them. Acceptance is computed exactly from the
-probabilities of both models, so accept and reject decisions add no noise.
+A drafter drafts chains, trees or both. Every verification rule that applies to
+a kind of draft is evaluated on the same drafts of this kind. The expected
+number of accepted tokens is computed exactly from the probabilities of both
+models, so random accept and reject decisions add no noise.
 
   python experiments/arena.py
   python experiments/arena.py --add=results/my_heads
   python experiments/arena.py --target=smollm2 --chat \\
     --drafter=smol,smol_eagle,ngram --prompts=gsm8k=test.jsonl,mine.txt
 
---add=NAME adds one drafter to an arena in the same --output_dir: the results of
-all other drafters are there already. A killed arena resumes.
+--add=NAME adds one drafter to the table of an earlier run with the same flags.
+Only the new drafter is decoded, because --output_dir contains the results of
+the others. If the script is killed, the same command resumes it.
 
-Output: arena.md, arena.csv and a figure in --output_dir. A row is a drafter
-with its kind of draft, a rule, a draft length (chains) and a temperature. The
-block efficiency is the number of tokens per target call, with a 95 % interval
-over prompts. Chains are drafts of token verification at the largest --gamma;
-rules and shorter drafts are evaluated on the same drafts. Trees have --nodes
-nodes, and are the drafts of the first rule that the table names for them.
+Output: arena.md, arena.csv and arena.png in --output_dir. Each row is one
+combination of drafter, kind of draft, rule, draft length (chains only) and
+temperature. The block efficiency is the number of tokens per target call, with
+a 95 % confidence interval over prompts.
+
+Chains are drafted with the largest --gamma while token verification generates
+the text. All rules and all shorter draft lengths are evaluated on these drafts.
+Trees are drafted while the first rule of the tree in the table generates the
+text.
 """
 
 from lib import common  # before jax, which takes long to import
@@ -41,14 +46,19 @@ _DRAFTER = shared.drafters(
     default="small,tiny,ngram,suffix,recycling,medusa,pass,eagle3,parallel",
     help_=loading.HELP)
 _ADD = flags.DEFINE_list(
-    "add", [], "Drafters in addition to --drafter, comma-separated")
+    "add", [], "Drafters to compare in addition to those of --drafter, "
+    "comma-separated, such as the output directory of train_drafter.py. "
+    "Default: none")
 _GAMMAS = shared.gammas("2,4,8")
 _NODES = flags.DEFINE_integer(
-    "nodes", 32, "Number of nodes of a draft tree, root included", 2)
+    "nodes", 32, "Size in nodes of the draft trees of draft models and heads, "
+    "including the root (the last generated token). Other drafters have their "
+    "own tree sizes", 2)
 _TEMPERATURE = shared.temperatures("1,0")
 _VERIFIERS = shared.verifiers(
-    "token,block", "Verification rules of chains, comma-separated: "
-    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy")
+    "token,block", "Verification rules for chains, comma-separated: "
+    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy (they change "
+    "the output distribution). Trees always use their own rules")
 _PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -80,7 +90,8 @@ def main() -> None:
   output_dir = common.output_directory(_OUTPUT_DIR.value, "arena")
   rows = []
   for name, candidate in found.items():
-    # Every candidate has a file of its own, so that --add decodes only one.
+    # Each candidate's runs are stored in a separate file. So --add decodes only
+    # the new drafter.
     judge = judging.Judge(
         target=target, candidates={name: candidate}, rules=rules, read=read,
         new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,

@@ -1,39 +1,42 @@
-"""Times the parts of a decoding round against each other on this machine.
+"""Measures the relative cost of the parts of a decoding round on this machine.
 
-A round is one step of speculative decoding: a drafter proposes gamma tokens,
-and one pass of the target verifies them. Absolute times vary on shared
-machines. So every result is a ratio of two operations that are timed in turn,
-the median over several timings. Rounds are set up several times, because their
-speed depends on the memory addresses of arrays. Run the script on an idle
-machine:
+In a round of speculative decoding, a drafter proposes gamma tokens and one pass
+of the target verifies them. Absolute times vary on shared machines. So every
+result is the ratio of the times of two operations that run alternately, as the
+median over --pairs timings. The speed of a round also depends on the memory
+addresses of arrays. So rounds are timed with --made different allocations. Run
+the script on an idle machine:
 
   python experiments/benchmark.py
 
-Ratios, where "A over B" is the time of A divided by the time of B:
+Results, where "A / B" is the time of A divided by the time of B:
 
-  bandwidth            bytes per second of weights and KV cache that an
-                       autoregressive loop reads, over those of a sum over a
-                       large array
-  round_overhead       round at gamma 4 over (one verification pass + gamma
-                       draft steps) timed separately
-  allocation           pass over one token with 4096 allocated cache slots over
-                       the same with 256 slots; 64 slots are used
-  block_over_token     round with block verification over one with token
+  bandwidth            memory bandwidth of an autoregressive loop (bytes of
+                       weights and KV cache per second) divided by the
+                       bandwidth of summing a large array
+  round_overhead       complete round / sum of its parts (one verification pass
+                       and gamma draft steps, timed separately)
+  allocation           pass over one token with 4096 allocated cache slots /
+                       the same pass with 256 slots; --used slots are filled
+  block_over_token     round with block verification / round with token
                        verification
-  autoregressive_loop  decoding with an empty draft over a bare scan
-  pass_cost            pass over 5, 9 or 17 tokens over a pass over one token,
-                       also in milliseconds
-  tree_law             verification of a tree of 64 nodes over a target pass
-                       over the same nodes, for batch sizes 1 and 8
-  training             (forward pass of the target + forward and backward pass
-                       of four Medusa heads) timed separately, over a training
-                       step of the heads: the fraction of the best possible
-                       throughput. Bundled pair only
+  autoregressive_loop  decoding without drafts by specjax / a minimal loop
+                       (`jax.lax.scan`) with the same model
+  pass_cost            pass over 5, 9 or 17 tokens / pass over one token; also
+                       in milliseconds
+  tree_law             verification of a draft tree of --nodes nodes / target
+                       pass over as many nodes, for batch sizes 1 and 8
+  training             parts of a training step of four Medusa heads (forward
+                       pass of the target, forward and backward pass of the
+                       heads, timed separately) / the complete step. It is the
+                       fraction of the best possible throughput. Bundled pair
+                       only
 
-There are two pairs of models: a random Llama of 134M parameters with a drafter
-of 19M, and the bundled pair. With --mesh the target is split over the devices,
-and each device has a full copy of the drafter. Writes benchmark.json to
---output_dir; the last line of stdout names it.
+Two pairs of models are timed: a target of 134M parameters and a drafter of 19M
+(Llama architecture, random weights), and the bundled pair. With --mesh the
+target is split over the devices, and each device has a full copy of the
+drafter. Results are printed, and written to benchmark.json in --output_dir. The
+last line of stdout names the file.
 """
 
 from collections.abc import Callable
@@ -72,15 +75,16 @@ from specjax.training import loop
 from specjax.training import optimizers
 
 _PAIRS = flags.DEFINE_integer(
-    "pairs", 15, "Number of timings per ratio, at least 3. Each times both "
-    "operations of the ratio", 3)
+    "pairs", 15, "Number of timings per ratio, at least 3. Each timing "
+    "measures both operations of the ratio", 3)
 _MADE = flags.DEFINE_integer(
-    "made", 3, "Number of repetitions of round_overhead and block_over_token, "
-    "each with newly allocated arrays, because times depend on memory "
-    "addresses", 1)
+    "made", 3, "Number of times that the arrays of round_overhead and "
+    "block_over_token are allocated again and timed --pairs times, because the "
+    "speed depends on memory addresses", 1)
 _GAMMA = shared.gamma(4, "Draft length of the timed rounds, in tokens")
 _USED = flags.DEFINE_integer(
-    "used", 64, "Number of tokens in the KV cache, at least 2", 2)
+    "used", 64, "Number of tokens in the KV cache before each timed operation, "
+    "at least 2", 2)
 _TREE_NODES = shared.nodes(
     64, "Number of nodes of the draft trees in the ratio tree_law")
 _SUM_MEGABYTES = flags.DEFINE_integer(
@@ -95,8 +99,9 @@ _TREE_VERIFIERS = (sj.verifiers.Recursive(), sj.verifiers.TargetWalk(),
                    sj.verifiers.KSeq(), sj.verifiers.Traversal())
 _PAIRS_OF_MODELS = flags.DEFINE_multi_enum(
     "models", ["random", "bundled"], ["random", "bundled"],
-    "Pair of target and drafter to time: random (random weights) or bundled; "
-    "repeat the flag for both. Default: both")
+    "Pair of target and drafter to time: random (134M and 19M parameters, "
+    "random weights) or bundled (models that ship with specjax). Repeat the "
+    "flag to time both. Default: both")
 _MESH = shared.mesh()
 
 
@@ -125,7 +130,7 @@ def _bundled_pair():
 
 def _bare_autoregression(model: Transformer, params: Any, capacity: int,
                          used: int):
-  """Times token-by-token sampling in a scan, without the loop of specjax."""
+  """Returns timed autoregressive sampling in a scan, without specjax's loop."""
   depths, ancestors = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
   transform = sj.LogitsTransform()
 
@@ -149,7 +154,7 @@ def _bare_autoregression(model: Transformer, params: Any, capacity: int,
 
 def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
             capacity: int, used: int, placement: Placement | None):
-  """Times complete decoding rounds after a prompt of `used` tokens."""
+  """Returns timed decoding rounds after a prompt of `used` tokens."""
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier)
   state = decoder.prefill(params, [jnp.ones((used,), jnp.int32)],
                           jax.random.key(0), limits=capacity // 2,
@@ -165,7 +170,7 @@ def _rounds(target: Transformer, drafter: Any, params: Any, verifier: Verifier,
 
 
 def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
-  """Times the verification of `batch` draft trees.
+  """Returns the timed verification of `batch` draft trees.
 
   The children of a node are drawn as `verifier` requires: independently,
   without replacement, or as the most likely tokens.
@@ -176,7 +181,8 @@ def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
           "conditional": _trees.without_replacement}.get(
               next(iter(verifier.requires), None), _trees.top_k)
   keys = jax.random.split(jax.random.key(0), (batch, 2))
-  # Two distributions about as far apart as those of a target and its drafter.
+  # The distance between the distributions of `logits` and `near` is similar to
+  # the distance between those of a target and its drafter.
   logits = 3 * jax.random.normal(
       jax.random.key(1), (batch, _TREE_NODES.value, vocab_size))
   near = 0.7 * logits + jax.random.normal(keys[0, 0], logits.shape)
@@ -202,10 +208,10 @@ def _tree_law(verifier: Verifier, vocab_size: int, batch: int):
 
 
 def _training(target: Transformer, params: Any):
-  """Times a training step of Medusa heads, and its two parts separately.
+  """Returns a timed training step of Medusa heads, and its two timed parts.
 
-  The target is frozen. The parts are its forward pass, and the heads' forward
-  and backward pass.
+  The target is frozen. The parts are the target's forward pass, and the forward
+  and backward pass of the heads.
   """
   heads = methods.MedusaHeads(
       width=target.config.width, vocab_size=target.vocab_size, heads=4,
@@ -247,13 +253,13 @@ def _training(target: Transformer, params: Any):
 
 
 def _interleaved(progress: tqdm.tqdm, *timed: Timed):
-  """Times all operations in turn, --pairs times.
+  """Times all operations one after another, and repeats this --pairs times.
 
-  Every second repetition has the reverse order, so that a drift of the
+  The order is reversed in every second repetition, so that a drift of the
   machine's speed affects all operations equally.
 
   Returns:
-    Seconds, `[pairs][timed]`.
+    Seconds, a list `[pairs][operations]`.
   """
   rows = []
   for i in range(_PAIRS.value):
@@ -278,10 +284,10 @@ def _second(row: list[float]):
 
 
 def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
-  """Returns the cost of passes over several tokens.
+  """Returns the time of passes over several tokens.
 
-  The milliseconds are returned too, because a ratio alone does not show which
-  of its two passes has changed.
+  The milliseconds are also returned, because a changed ratio does not show
+  which of its two times has changed.
 
   Args:
     target_pass: function `tokens -> Timed`.
@@ -289,7 +295,8 @@ def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
     progress: progress bar.
 
   Returns:
-    `{tokens: ratio}`, and `{tokens: milliseconds}` including one token.
+    `{tokens: time divided by that of one token}`, and `{tokens: milliseconds}`
+    for the same numbers of tokens and for one token.
   """
   costs, milliseconds = {}, {}
   for size in _SIZES:
@@ -303,16 +310,19 @@ def _pass_costs(target_pass: Callable, one: Timed, progress: tqdm.tqdm):
 
 def _loop_ratios(target: Transformer, drafter: Any, params: Any,
                  rounds: Callable, target_pass: Callable, progress: tqdm.tqdm):
-  """Returns the ratios of the loop, and the bytes per second of a large sum.
+  """Returns the ratios of decoding loops, and the bandwidth of a large sum.
+
+  The ratios are bandwidth, autoregressive_loop, round_overhead and
+  block_over_token. The bandwidth is in bytes per second.
 
   Args:
     target: target model.
     drafter: `DraftModel`.
     params: parameters of target and drafter.
-    rounds: function `(drafter, verifier) -> Timed`; times rounds.
-    target_pass: function `tokens -> Timed`; times a pass at the same cache
-      length.
-    progress: progress bar that counts pairs.
+    rounds: function `(drafter, verifier) -> Timed` that times decoding rounds.
+    target_pass: function `tokens -> Timed` that times a pass over this number
+      of tokens, at the same cache length.
+    progress: progress bar, advanced once per timing.
   """
   used, gamma, ratios = _USED.value, drafter.gamma, {}
   sum_bytes = _SUM_MEGABYTES.value * 2**20
@@ -348,7 +358,8 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
 def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
   """Returns the time of each tree verifier divided by that of a target pass.
 
-  The result is `{"verifier batch size": ratio}`, for batch sizes 1 and 8.
+  The result is `{"VERIFIER BATCH": ratio}` for batch sizes 1 and 8, such as
+  `"Recursive 8"`.
   """
   ratios = {}
   for batch in (1, 8):
@@ -363,7 +374,10 @@ def _tree_ratios(vocab_size: int, passes_of: Callable, progress: tqdm.tqdm):
 
 def _ratios(name: str, target: Transformer, drafter_model: Transformer,
             params: Any, progress: tqdm.tqdm, placement: Placement | None):
-  """Returns every ratio of the module docstring for one pair of models."""
+  """Returns the ratios of the module docstring for one pair of models.
+
+  Also returns absolute speeds: GB/s of a large sum, and milliseconds of passes.
+  """
   drafter = sj.drafters.DraftModel(model=drafter_model, gamma=_GAMMA.value)
   if placement:
     params = placement.put(sj.Decoder(

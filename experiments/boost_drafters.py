@@ -1,24 +1,33 @@
-"""Trains drafters that propose the tokens earlier drafters miss (SpecInfer).
+"""Trains several draft models that complement each other (SpecInfer).
 
-Implements "boost-tuning" of Miao et al. 2023 (arXiv:2305.09781, section 3). The
-target continues prompts cut from text. Drafter 1 is --drafter. Each further
-drafter starts from the weights of drafter 1 and is fine-tuned on the tokens
-that no earlier drafter ranks first. With --window=1, single tokens are left out
-of its training. The paper leaves out a complete continuation if an earlier
-drafter proposes all of it; set --window to --continuation for this.
+Implements the "boost-tuning" of Miao et al. 2023 (arXiv:2305.09781, section 3).
+Drafter 1 is --drafter. The target generates the training rows: it continues
+prompts that are cut from --data. Drafter 2 starts from the weights of drafter 1
+and is fine-tuned only on the tokens that drafter 1 does not rank first. Each
+further drafter also starts from drafter 1, and is fine-tuned on the tokens that
+no earlier drafter ranks first.
+
+By default (--window=1), this selection is made for every token. The paper
+instead excludes a complete continuation if an earlier drafter ranks all its
+tokens first. For the selection of the paper, set --window to the value of
+--continuation.
 
   python experiments/boost_drafters.py --output_dir=/tmp/boosted
 
 Writes a model with its tokenizer, metrics.csv and checkpoints to drafter_2/,
-drafter_3/, ... in --output_dir. A killed run resumes exactly. Draft with all
-models by `specjax.drafters.Paths(models=(first, second, ...))`. The last line
-of stdout names boost_drafters.json, which contains:
+drafter_3/, ... in --output_dir. If the script is killed, the same command
+resumes it with identical results. To draft with all models, use
+`specjax.drafters.Paths(models=(first, second, ...))`. The last line of stdout
+names boost_drafters.json, which contains for k = 1, 2, ... drafters:
 
   coverage         fraction of the target's held-out tokens that at least one
                    of the first k drafters ranks first
-  top_k_coverage   fraction that is among the first k proposals of drafter 1
-  tokens_per_pass  block efficiency of one path per drafter, and of equally
-                   many paths from drafter 1
+  top_k_coverage   for comparison: fraction of these tokens that drafter 1 ranks
+                   among its k most likely tokens
+
+It also contains tokens_per_pass, the block efficiency with one draft path from
+each drafter ("boosted"), and with equally many paths from drafter 1
+("first_alone").
 """
 
 from collections.abc import Sequence
@@ -59,34 +68,41 @@ from specjax.utils.fingerprints import fingerprint
 Params = dict[str, Any]
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"First drafter: small, tiny, smol, {shared.PUBLISHED}")
+    "Drafter 1, the draft model from which all others are trained: small or "
+    "tiny (bundled, for the bundled target), smol (bundled, for smollm2), "
+    f"{shared.PUBLISHED}")
 _DTYPE = shared.training_dtype("target and drafters")
 _DRAFTERS = flags.DEFINE_integer(
-    "num_drafters", 2, "Total number of drafters, at least 2. All except "
-    "--drafter are trained", 2)
+    "num_drafters", 2, "Total number of drafters including --drafter, at least "
+    "2. All drafters except --drafter are trained", 2)
 _DATA = shared.data("Text from which prompts are cut")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the drafters and the sampled rows")
-_ROWS = flags.DEFINE_integer("rows", 2048, "Number of training rows", 1)
+_ROWS = flags.DEFINE_integer(
+    "rows", 2048, "Number of training rows. A row is a prompt of "
+    "--prompt_tokens with its continuation by the target", 1)
 _HELD_OUT_ROWS = shared.held_out_rows(64)
-_PROMPT_TOKENS = shared.prompt_tokens(64, "Prompt tokens per row")
+_PROMPT_TOKENS = shared.prompt_tokens(
+    64, "Length in tokens of the prompt at the start of each row")
 _CONTINUATION = flags.DEFINE_integer(
-    "continuation", 192, "Number of tokens that the target generates per row",
-    1)
+    "continuation", 192, "Number of tokens that the target generates after the "
+    "prompt of each row", 1)
 _TEMPERATURE = shared.temperature(1.0, "Sampling temperature of the target")
 _WINDOW = flags.DEFINE_integer(
     "window", 1, "Length in tokens of a training window, a divisor of "
-    "--continuation. A window is left out of training if an earlier drafter "
-    "proposes all its tokens", 1)
+    "--continuation. A window is excluded from training if an earlier drafter "
+    "ranks all its tokens first. 1 selects single tokens; the value of "
+    "--continuation selects complete continuations, as in the paper", 1)
 _BATCH_SIZE = shared.batch_size()
-_STEPS = shared.steps(1000, "Training steps per drafter")
+_STEPS = shared.steps(1000, "Number of training steps of each drafter")
 _LEARNING_RATE = shared.learning_rate(1e-3, "Peak learning rate of AdamW")
 _WARMUP_FRACTION = shared.warmup_fraction()
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _LENGTH = shared.gamma(
-    4, "Draft length: tokens per path in the measurement of tokens_per_pass")
+    4, "Draft length in tokens of each path, in the final measurement of "
+    "tokens_per_pass")
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for prompts, sampling and shuffling")
 _MESH = shared.mesh()
@@ -97,7 +113,14 @@ _BATCH = 16  # rows per pass that computes ranks
 def _rows(target: Pretrained, first: sj.zoo.Member, tokenizer: Tokenizer,
           output_dir: pathlib.Path, mesh: jax.sharding.Mesh | None
           ) -> dict[str, np.ndarray]:
-  """Returns `{"training", "held_out"}`: rows `[R, S + 1]` of target output."""
+  """Returns rows of prompts with the target's continuations.
+
+  Returns:
+    `{"training": ids, "held_out": ids}`. The ids are `[R, S + 1]`.
+
+  Raises:
+    ValueError: the lengths or numbers of rows do not fit together.
+  """
   length = _PROMPT_TOKENS.value + _CONTINUATION.value
   context = min(one.model.context_length for one in (target, first))
   if length > context:
@@ -145,11 +168,12 @@ def missed(proposed: np.ndarray, window: int) -> np.ndarray:
   """Returns a mask of the windows that no drafter proposes completely.
 
   Args:
-    proposed: bool `[drafters, R, T]` mask of proposed tokens.
-    window: length of a window, a divisor of T.
+    proposed: bool `[drafters, R, T]`. True if the drafter ranks the token
+      first.
+    window: length of a window in tokens, a divisor of T.
 
   Returns:
-    bool `[R, T]`.
+    bool `[R, T]`. True for each token of such a window.
   """
   rows, size = proposed.shape[1:]
   whole = proposed.reshape(-1, rows, size // window, window).all(-1).any(0)
@@ -160,7 +184,10 @@ def _train(number: int, first: sj.zoo.Member, drafters: Sequence[sj.zoo.Member],
            rows: np.ndarray, held_out: np.ndarray, tokenizer: Tokenizer,
            output_dir: pathlib.Path, mesh: jax.sharding.Mesh | None,
            specs: Params | None, dtype: str) -> sj.zoo.Member:
-  """Trains drafter `number` on tokens that the earlier `drafters` miss."""
+  """Trains and returns drafter `number`.
+
+  It is trained on the windows of `rows` that the earlier `drafters` miss.
+  """
   directory = common.output_directory(output_dir / f"drafter_{number}", "run")
   model = first.model
   weights = np.zeros((len(rows), rows.shape[1] - 1), np.float32)
@@ -208,7 +235,11 @@ def _train(number: int, first: sj.zoo.Member, drafters: Sequence[sj.zoo.Member],
 
 def _tokens_per_pass(target: Pretrained, drafters: Sequence[sj.zoo.Member],
                      prompts: np.ndarray, temperature: float) -> float:
-  """Returns the block efficiency with a merged path per drafter (SpecInfer)."""
+  """Returns the block efficiency with one path per drafter (SpecInfer).
+
+  The paths are merged into a draft tree. If all drafters are the same object,
+  it drafts all paths.
+  """
   models = tuple(d.model for d in drafters)
   same = all(d is drafters[0] for d in drafters)
   strategy = strategies.merged_specinfer(
@@ -255,9 +286,9 @@ def main() -> None:
   for k, (mine, alone) in enumerate(zip(coverage, top_k), 1):
     print(f"{k:8d}  {mine:8.3f}  {alone:8.3f}")
   for temperature, value in tokens.items():
-    print(f"temperature {temperature}: {value['boosted']:.3f} tokens a pass "
+    print(f"temperature {temperature}: {value['boosted']:.3f} tokens per pass "
           f"with {len(drafters)} drafters, {value['first_alone']:.3f} with as "
-          "many paths of the first")
+          "many paths from the first drafter")
   common.finish(output_dir, "boost_drafters", {
       "drafters": len(drafters), "window": _WINDOW.value, "coverage": coverage,
       "top_k_coverage": top_k, "tokens_per_pass": tokens})

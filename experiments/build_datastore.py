@@ -1,17 +1,22 @@
-"""Builds a datastore: a text index in which drafters look up continuations.
+"""Builds a datastore, a text index from which retrieval drafters copy tokens.
 
   python experiments/build_datastore.py --target=smollm2 --output=code.store
   python experiments/build_datastore.py --data=notes/ --part=all \\
     --output=notes.store
 
-The datastore contains tokens of the target's tokenizer and works only with that
-tokenizer. The studies take their prompts from held-out documents. These are
-excluded unless --part=all. Usage:
+The datastore contains token ids of the target's tokenizer, so it works only
+with targets that have this tokenizer. The studies take their prompts from
+held-out documents of --data. With --part=training these documents are not
+indexed.
+
+To decode with it, give the file to the flag --datastore of another script, or
+in Python:
 
   store = datastores.load("code.store", tokenizer)
   params = {"target": ..., "drafter": jax.device_put(store)}
 
-`strategies.rest` and `strategies.suffix_decoding` take these parameters.
+These are the parameters of decoders that `strategies.rest` and
+`strategies.suffix_decoding` create.
 """
 
 import json
@@ -33,17 +38,20 @@ from specjax.data import Tokenizer
 _DATA = shared.data("Text to index")
 _FIELD = shared.field()
 _TARGET = flags.DEFINE_string(
-    "target", "bundled", "Model whose tokenizer is used: bundled, "
-    f"a tokenizer.json, {shared.PUBLISHED}")
+    "target", "bundled", "Target model or its tokenizer file. Only the "
+    "tokenizer is read: bundled, a file tokenizer.json, "
+    f"{shared.PUBLISHED}")
 _PART = flags.DEFINE_enum(
-    "part", "training", ["training", "all"], "Documents to index: training "
-    "(all except the held-out documents, from which the studies take their "
-    "prompts) or all")
+    "part", "training", ["training", "all"], "Documents of --data to index: "
+    "training (all except the held-out documents, from which the studies take "
+    "their prompts) or all")
 _DEPTH = flags.DEFINE_integer(
-    "depth", datastores.DEPTH, "Longest match, in tokens, that a drafter can "
-    "look up. Suffixes are sorted by this many tokens", 1, datastores.DEEPEST)
+    "depth", datastores.DEPTH, "Maximum number of last tokens of the sequence "
+    "that a drafter can look up in the datastore. The suffixes of the text are "
+    "sorted by this many tokens", 1, datastores.DEEPEST)
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "File for the datastore", required=True)
+    "output", None, "File to which the datastore is written, such as "
+    "results/mine.store", required=True)
 
 _BATCH = 256  # documents per tokenizer call, which limits its memory
 
@@ -55,7 +63,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-  """Returns the tokens of each text, without the separator before it."""
+  """Returns the token ids of each text, without the separator token."""
   found = []
   for start in range(0, len(texts), _BATCH):
     stream = tokenizer.encode_stream(texts[start:start + _BATCH])

@@ -1,18 +1,18 @@
 """Compares the adaptive controller with the best fixed draft length.
 
 The controller chooses the draft length before every round (one draft and one
-target pass). Batches of prompts are continued without drafts, with each fixed
-length, and with the controller. All of these variants decode the same batches
-in turn. A speed ratio compares two calls on one batch; the table has medians
-over batches. The best fixed length is the fastest in these measurements.
+target pass). Every random batch of prompts is decoded without drafts, with each
+fixed draft length of --gamma, and with the controller. A speed ratio compares
+two of these variants on the same batch, without the prefill. The table contains
+medians over batches. The best fixed length is the one with the largest median
+speed-up in the same measurements. It may be 0 (no drafts).
 
   python experiments/controller_study.py
   python experiments/controller_study.py --drafter=noise,ngram \\
     --target=smollm2 --chat --prompts=rename,summarise --slots=1
 
-Drafters have the names of free_drafts_study.py; tree drafters are excluded. A
-killed study resumes. Writes controller.csv and .json. Run it on an idle
-machine.
+Run the script on an idle machine. If it is killed, the same command resumes it.
+Writes controller.csv and controller.json to --output_dir.
 """
 
 from collections.abc import Callable
@@ -41,15 +41,18 @@ from specjax.strategies import Strategy
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
-    default="small,noise", help_=f"{compositions.HELP}, ")
+    default="small,noise", help_="Drafters of chains to compare "
+    "(comma-separated; recycling and suffix_tree draft trees and are "
+    f"rejected): {compositions.HELP}, ")
 _BATCH = flags.DEFINE_list(
-    "slots", "1,4,16", "Batch sizes (prompts decoded together), "
-    "comma-separated")
+    "slots", "1,4,16", "Batch sizes to compare (numbers of prompts decoded "
+    "together), comma-separated")
 _LENGTHS = shared.gammas(
-    "2,4,8", "Draft lengths in tokens, comma-separated. The length 0 (no "
-    "draft) is always measured too")
+    "2,4,8", "Fixed draft lengths in tokens, comma-separated. The controller "
+    "chooses among these and 0. Length 0 (no draft) is always measured")
 _BATCHES = flags.DEFINE_integer(
-    "batches", 6, "Number of random batches per batch size, at least 2", 2)
+    "batches", 6, "Number of random batches that are decoded per batch size, "
+    "at least 2", 2)
 _PROMPTS = shared.prompts("code,tests,docstrings,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -102,8 +105,8 @@ def _variants(target: Pretrained, strategy: Strategy, own: Any,
       drafter=strategy.drafter.with_gamma(gamma))
   decoders = {"0": alone, **{str(n): fixed(n) for n in lengths}}
   longest = decoders[str(lengths[-1])]
-  print(f"measuring what rounds of {batch} rows cost, unless it is known",
-        file=sys.stderr)
+  print(f"measuring the cost of rounds of {batch} rows, or reading stored "
+        "costs", file=sys.stderr)
   decoders[_CONTROLLER] = dataclasses.replace(
       longest, controller=sj.decoding.costs.measured(
           longest, params, batch=batch, lengths=(0, *lengths), waits=True,
@@ -114,7 +117,7 @@ def _variants(target: Pretrained, strategy: Strategy, own: Any,
 
 
 def _rows(runs: dict[tuple, dict[str, Any]], unit_of: Callable[[tuple], tuple]):
-  """Returns a row per temperature, drafter, batch size and length."""
+  """Returns one table row per temperature, drafter, batch size and length."""
   groups = {}
   for unit, variants in runs.items():
     groups.setdefault(unit_of(unit), []).append(variants)
@@ -152,8 +155,8 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   lengths = common.draft_lengths("--gamma", _LENGTHS.value)
   batches = common.batch_sizes("--slots", _BATCH.value)
-  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
-                            "as ngram"))
+  names = list(common.given("--drafter", _DRAFTER.value, "at least one "
+                            "drafter, such as ngram"))
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, names), []),
       ", ".join(compositions.NAMES), dtype=_DTYPE.value)
@@ -176,7 +179,8 @@ def main():
   fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], eos, lengths,
       _NEW_TOKENS.value, resumable.digest(read.all))
-  # Batches with equal settings are adjacent: compiled code is freed after them.
+  # Batches with equal settings are adjacent, because compiled code is freed
+  # when the settings change.
   units = [(fingerprint, t, name, batch, i, _SEED.value)
            for t in temperatures for name in names for batch in batches
            for i in range(_BATCHES.value)]

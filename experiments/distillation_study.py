@@ -1,25 +1,30 @@
 """Compares losses for the distillation of a draft model.
 
-The target continues prompts cut from text. --drafter is trained on these rows
-once per loss, with the same initial weights and row order. Then each trained
-drafter is measured on held-out prompts. Values of --losses:
+The target generates the training rows at temperature 1: it continues prompts
+that are cut from --data. The weights of --drafter are trained on these rows
+once per loss and seed. All runs start from the same weights, and the row order
+depends only on the seed. Then each trained drafter is measured on held-out
+prompts. Values of --losses:
 
   forward_kl, reverse_kl, jensen_shannon, likeliest, total_variation,
-  lk_alpha, lk_hybrid       divergence of the two distributions at each token
+  lk_alpha, lk_hybrid       divergence between the distributions of target and
+                            drafter, averaged over tokens
                             (specjax.training.divergences)
-  adaspec                   forward KL on the 40 % of the tokens that the
-                            drafter can still improve most, measured against a
-                            reference drafter trained with `forward_kl`
-  token, block              accepted length of a round under this verification
-                            rule (objectives.AcceptedLength)
+  adaspec                   forward KL on 40 % of the tokens: those where it
+                            exceeds the forward KL of a reference drafter most.
+                            The reference is trained with forward_kl
+  token, block              expected number of accepted tokens per round under
+                            this verification rule (objectives.AcceptedLength)
 
   python experiments/distillation_study.py
 
-Every seed draws a new row order. The table has the block efficiency (tokens per
-target call) of token and block verification at temperature 1, and the gain over
-the initial drafter. Each drafter is measured on the text that it helps to
-generate. Intervals are 95 %, over held-out prompts; seeds are averaged. A
-killed study resumes. Writes distillation.csv and .json.
+The table contains the block efficiency (tokens per target call) of token and
+block verification at temperature 1, and the gain over the initial drafter. Each
+drafter generates its own text with token verification. Block verification is
+evaluated on the same drafts. Results are averaged over seeds. The 95 %
+confidence intervals are over held-out prompts. If the script is killed, the
+same command resumes it. Writes distillation.csv and distillation.json to
+--output_dir.
 """
 
 from collections.abc import Callable
@@ -61,7 +66,7 @@ from specjax.utils.fingerprints import fingerprint
 
 Params = dict[str, Any]
 Row = dict[str, Any]  # of the results table
-# `{rule: (accepted tokens, rounds) of every prompt}`.
+# `{rule: (accepted tokens [P], rounds [P])}` of P prompts.
 Totals = dict[str, tuple[np.ndarray, np.ndarray]]
 _RULES = ("token", "block")
 _ADASPEC, _REFERENCE, _KEEP = "adaspec", "forward_kl", 0.4
@@ -69,30 +74,40 @@ _LOSSES = (*DIVERGENCES, _ADASPEC, *_RULES)
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    f"Draft model to train: small, tiny (bundled), {shared.PUBLISHED}")
+    "Draft model whose weights are trained further: small or tiny (bundled, "
+    f"for the bundled target), {shared.PUBLISHED}")
 _DTYPE = shared.dtype()
 _LOSS = flags.DEFINE_list(
-    "losses", list(_LOSSES), "Losses to compare, comma-separated: "
+    "losses", list(_LOSSES), "Training losses to compare, comma-separated: "
     f"{', '.join(_LOSSES)}. Default: all")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of training runs per loss", 1)
+_SEEDS = flags.DEFINE_integer(
+    "seeds", 3, "Number of training runs per loss, each with another order of "
+    "the training rows", 1)
 _DATA = shared.data("Text from which prompts are cut")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir("results/distillation")
-_ROWS = flags.DEFINE_integer("rows", 2048, "Number of training rows", 1)
-_PROMPT_TOKENS = shared.prompt_tokens(32, "Prompt tokens per row")
+_ROWS = flags.DEFINE_integer(
+    "rows", 2048, "Number of training rows. A row is a prompt of "
+    "--prompt_tokens with its continuation by the target", 1)
+_PROMPT_TOKENS = shared.prompt_tokens(
+    32, "Length in tokens of the prompt at the start of each training row. "
+    "Held-out prompts have twice this length")
 _CONTINUATION = flags.DEFINE_integer(
-    "continuation", 160, "Number of tokens that the target generates per row; "
-    "at least twice --gamma", 1)
+    "continuation", 160, "Number of tokens that the target generates after the "
+    "prompt of each training row; at least twice --gamma", 1)
 _BATCH_SIZE = shared.batch_size()
-_STEPS = shared.steps(300, "Training steps per run")
+_STEPS = shared.steps(300, "Number of training steps per loss and seed")
 _LEARNING_RATE = shared.learning_rate(1e-3, "Peak learning rate of AdamW")
 _GAMMA = shared.gamma(8)
 _NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 64, "Number of held-out prompts for decoding, at least 2", 2)
-_ROUNDS = flags.DEFINE_integer("rounds", 32, "Decoding rounds per prompt", 1)
+    "num_prompts", 64, "Number of held-out prompts on which the drafters are "
+    "measured, at least 2", 2)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 32, "Number of decoding rounds (target calls) per held-out "
+    "prompt", 1)
 _SEED = shared.seed("Random seed for prompts and sampling")
 _BATCH = batches.untimed_flags(32)
-_MEASURED = "measured.json"  # in the directory of a run
+_MEASURED = "measured.json"  # results of a training run, in its directory
 
 
 def _objective(loss: str, model: Transformer, target: Transformer
@@ -110,7 +125,7 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
            batch: Batch) -> tuple[np.ndarray, np.ndarray]:
   """Returns training rows `[R, S + 1]` and held-out prompts `[P, T]`.
 
-  The target generates the rows after prompts of the training text.
+  The rows are prompts from the training text with the target's continuations.
   """
   learned, held_out = corpora.split(
       corpora.read_documents(_DATA.value, _FIELD.value))
@@ -129,7 +144,10 @@ def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
 def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
              rows: np.ndarray, directory: pathlib.Path,
              reference: Params | None, batch: Batch) -> Params:
-  """Trains a drafter, or continues its run; returns its parameters."""
+  """Trains a drafter and returns its parameters.
+
+  Resumes from a checkpoint in `directory` if there is one.
+  """
   order = distillation.RowBatches(
       np.arange(len(rows)), _BATCH_SIZE.value, seed)
   weights = np.zeros((_BATCH_SIZE.value, rows.shape[1] - 1), np.float32)
@@ -162,7 +180,10 @@ def _trained(loss: str, seed: int, first: sj.zoo.Member, target: Pretrained,
 
 def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray,
               batch: Batch) -> Totals:
-  """Returns `{rule: (accepted tokens [P], rounds [P])}` of P prompts."""
+  """Decodes P prompts and returns `{rule: (accepted [P], rounds [P])}`.
+
+  The accepted tokens are the exact expectation, given the drafts.
+  """
   params = batches.placed(batch, decoder, params)
   room = _ROUNDS.value * decoder.num_nodes
   limit = min(prompts.shape[1] + room, decoder.context_length)
@@ -186,7 +207,7 @@ def _measured(decoder: sj.Decoder, params: Params, prompts: np.ndarray,
 
 def _stored(path: pathlib.Path, key: str, measure: Callable[[], Totals]
             ) -> Totals:
-  """Returns the totals in a file, or measures and stores them.
+  """Returns the totals from a file, or measures and stores them.
 
   Args:
     path: JSON file.
@@ -207,7 +228,13 @@ def _stored(path: pathlib.Path, key: str, measure: Callable[[], Totals]
 
 
 def _row(loss: str, runs: Sequence[Totals], before: Totals) -> Row:
-  """Returns the results of a loss over all seeds and the initial drafter."""
+  """Returns the table row of a loss.
+
+  Args:
+    loss: name of the loss.
+    runs: totals of the drafter of each seed.
+    before: totals of the initial drafter.
+  """
   row = {"loss": loss, "seeds": len(runs)}
   for rule in _RULES:
     accepted, rounds = (sum(run[rule][i] for run in runs) for i in (0, 1))
@@ -225,7 +252,7 @@ def _print_table(rows: Sequence[Row]) -> None:
   shown = lambda row, name, form: format(
       analysis.Estimate.of_columns(row, name), form)
   print(f"{'loss':16s}" + "".join(
-      f" {rule + ', tokens a round':>26s} {'gain, own rollouts':>30s}"
+      f" {rule + ', tokens/round':>26s} {'gain, own rollouts':>30s}"
       for rule in _RULES))
   for row in rows:
     print(f"{row['loss']:16s}" + "".join(
@@ -236,7 +263,7 @@ def _print_table(rows: Sequence[Row]) -> None:
 def _losses() -> list[str]:
   """Returns the values of --losses, without duplicates."""
   losses = list(dict.fromkeys(common.given(
-      "--losses", _LOSS.value, "one at least, such as forward_kl")))
+      "--losses", _LOSS.value, "at least one, such as forward_kl")))
   for loss in losses:
     if loss not in _LOSSES:
       raise ValueError(f"--losses contains {loss!r}; choose among "
@@ -251,9 +278,12 @@ def _losses() -> list[str]:
 def _totals(losses: list[str], target: Pretrained, first: Pretrained,
             texts: tuple[np.ndarray, np.ndarray], output_dir: pathlib.Path,
             batch: Batch) -> tuple[Totals, dict[str, list[Totals]]]:
-  """Returns the totals before training, and those of all seeds of each loss.
+  """Returns the totals of the initial drafter and of all trained drafters.
 
-  Every run of a loss and a seed is stored when it is measured.
+  The totals of a trained drafter are stored as soon as they are measured.
+
+  Returns:
+    The totals of the initial drafter, and `{loss: [totals of each seed]}`.
   """
   rows, prompts = texts
   decoder = sj.Decoder(

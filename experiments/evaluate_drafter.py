@@ -1,46 +1,51 @@
-"""Judges a drafter: acceptance by rule, draft length and position, and faults.
+"""Evaluates one drafter, and looks for the reason if drafts are rejected often.
 
-The drafter is anything that loads: a language model, heads (a directory of
-train_drafter.py or of a published drafter), or a drafter without training. No
-server is needed. A batch of prompts is decoded once per temperature. All
-figures come from this one rollout: given a draft, the acceptance of a rule is
-computed exactly from the probabilities of both models, so accept and reject
-decisions add no noise. Intervals are 95 %, over prompts.
+The drafter is a draft model, heads (a directory of train_drafter.py or of a
+published drafter), or a drafter without training such as ngram. The prompts are
+decoded once per temperature, and all results are computed from this rollout.
+Given a draft, the expected number of accepted tokens under a rule is computed
+exactly from the probabilities of both models, so random accept and reject
+decisions add no noise. Confidence intervals are 95 %, over prompts.
 
   python experiments/evaluate_drafter.py --drafter=small
   python experiments/evaluate_drafter.py --target=smollm2 --chat \\
     --drafter=results/my_heads --prompts=gsm8k=test.jsonl,mine.txt
   python experiments/evaluate_drafter.py --drafter=ngram --trace=answers.jsonl
 
-Output, in --output_dir: report.md with the tables below, evaluation.csv,
+Output in --output_dir: report.md with these tables, evaluation.csv,
 positions.csv, and a figure as PNG and PDF.
 
-  block efficiency  tokens per target call, for every rule and draft length. The
-                    drafts are those of token verification at the largest
-                    --gamma. Drafters of trees are judged by their own rule
-  positions         of a draft: probability that the position is reached (all
-                    earlier tokens are accepted) and that its token is accepted
-                    if it is reached. recall@K: probability under the target of
-                    the K most likely tokens of the drafter
-  oracle length     tokens per target call of an ideal tree of the K most likely
-                    tokens per position: 1 + the sum over positions of the
-                    product of the recalls so far
-  entropy           probability of acceptance by the entropy of the target
-  faults            of heads, see below
+  block efficiency  tokens per target call, for every rule and draft length.
+                    Chains are drafted with the largest --gamma while token
+                    verification generates the text. All rules and shorter
+                    lengths are evaluated on these drafts. A draft tree is
+                    evaluated with its own rule
+  positions         for every position of a draft: probability that the position
+                    is reached (all earlier tokens are accepted), probability
+                    that its token is accepted if it is reached, and recall@K,
+                    the target's total probability of the drafter's K most
+                    likely tokens
+  oracle length     tokens per target call of an ideal draft tree with the K
+                    most likely tokens at every position: 1 + the sum over
+                    positions of the product of the recalls up to the position
+  entropy           acceptance probability of a token, by the entropy of the
+                    target's distribution
+  faults            probable errors in the heads' configuration or weights
 
-Faults: --conformance reads text that the target generated, and scores the heads
-as they are and with one difference of reading undone at a time: hidden states
-one layer off, before instead of after the norm or in another order, another
-RoPE base or RoPE order, tensors joined in another order, heads shifted by a
-position, norms and embeddings with another scale. It also reports tensors that
-are constant or not used, a wrong map from draft tokens to tokens, a precision
-that is too low, and a state that is wrong after rejected drafts.
+Faults: with --conformance, the script tests whether heads are read in another
+way than they were trained. It scores the heads on text that the target
+generated, and again after each of these changes: hidden states of another
+layer, before the norm or in another order; another RoPE base or order;
+concatenated tensors in another order; heads shifted by a position; norms and
+embeddings with another scale. It also reports tensors that are constant or not
+used, a wrong map from draft tokens to target tokens, a precision that is too
+low, and a drafter state that is wrong after rejected drafts.
 
---trace judges a drafter that needs no training on a file of token ids that any
-model wrote, at temperature 0 and exactly. A line is a JSON object with the
-lists "prompt" and "completion". No target is loaded.
+Trace: with --trace, a drafter without a model, such as ngram, is evaluated on
+stored token ids instead of a target, at temperature 0. Any model can have
+generated these ids. The result is exact for that model.
 
-A killed evaluation resumes if it is started again with the same flags.
+If the script is killed, the same command resumes it.
 """
 
 from lib import common  # before jax, which takes long to import
@@ -69,8 +74,9 @@ _DRAFTER = shared.drafter()
 _GAMMAS = shared.gammas("2,4,8")
 _TEMPERATURE = shared.temperatures("1,0")
 _VERIFIERS = shared.verifiers(
-    "token,block", "Verification rules of chains, comma-separated: "
-    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy")
+    "token,block", "Verification rules for chains, comma-separated: "
+    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy (they change "
+    "the output distribution). Trees always use their own rules")
 _PROMPTS = shared.prompts("code,docstrings")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -78,27 +84,34 @@ _NUM_PROMPTS = shared.num_prompts(12)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _NODES = flags.DEFINE_integer(
-    "nodes", 32, "Size of the draft tree of heads, root included. Heads are "
-    "judged as a chain, and with the default tree of their method", 2)
+    "nodes", 32, "Size in nodes, including the root, of the draft tree of "
+    "heads. Heads are evaluated with chains and with the default tree of their "
+    "method. Other drafters ignore this flag", 2)
 _DATASTORE = shared.datastore()
 _TRACE = flags.DEFINE_string(
     "trace", None, "JSONL file of token ids, one sequence per line: "
-    '{"prompt": [...], "completion": [...]}. Replaces --target and --prompts, '
-    "for drafters without training")
+    '{"prompt": [...], "completion": [...]}. The drafter must have no model, '
+    "such as ngram. It is evaluated on these sequences at temperature 0, and "
+    "--target and --prompts are ignored. Default: decode --prompts with "
+    "--target")
 _CONFORMANCE = flags.DEFINE_bool(
-    "conformance", True, "Also look for faults of heads. Takes about a minute, "
-    "because every possible fault compiles a program")
+    "conformance", True, "If the drafter has heads, also look for faults in "
+    "their configuration and weights. This takes about a minute, because one "
+    "program is compiled per possible fault")
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/evaluation")
 
-_PROBED = 8  # prompts whose continuations the conformance check reads
+_PROBED = 8  # number of prompts whose continuations the conformance check uses
 
 
 def _of_models(rules: list[str], gamma: int, batch: decoders.Batch
                ) -> tuple[judging.Judge, models.SelfDrafter | None]:
-  """Returns the judge of --target and --prompts, and the drafter's heads."""
+  """Returns the `Judge` for --target and --prompts, and the drafter's heads.
+
+  The heads are None for other drafters.
+  """
   name = _DRAFTER.value
   target, loaded, tokenizer = loading.load_target(
       [name], _TARGET.value, _DTYPE.value, batch)
@@ -126,7 +139,7 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch
 
 def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
               ) -> judging.Judge:
-  """Returns the judge of --trace."""
+  """Returns the `Judge` for the sequences of --trace."""
   name = _DRAFTER.value
   if not compositions.composes(name) or compositions.members(name):
     raise ValueError(f"--trace={_TRACE.value} requires a drafter without a "
@@ -136,14 +149,15 @@ def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
       name, gamma, trace, {}, datastore=_DATASTORE.value)
   return judging.Judge(
       target=trace, candidates={"draft": judging.Candidate(
-          (strategy,), params, trace.model)},
+          (strategy,), {"target": trace.params, "drafter": params},
+          trace.model)},
       rules=rules, read=trace.prompts, eos=(trace.model.end,),
       new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True)
 
 
 def _faults(judge: judging.Judge, own: models.SelfDrafter
             ) -> list[conformance.Finding]:
-  """Returns the faults of heads, see `conformance`."""
+  """Returns the probable faults of heads, found on text of the target."""
   progress.say("looking for faults of the heads")
   target, prompts = judge.target, judge.read.all[:_PROBED]
   written = common.autoregressive(target.model, 1.0).generate(

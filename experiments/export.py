@@ -1,37 +1,41 @@
-"""Exports a model or trained heads in a published format.
+"""Exports a language model or trained heads for use in other libraries.
 
-A model becomes a Hugging Face directory, for transformers and other libraries:
+A language model is written as a Hugging Face directory:
 
   python experiments/export.py --model=bundled --output_dir=exported/target
   python experiments/export.py --model=smollm2 --output_dir=exported/smollm2
 
-Every model whose architecture also exists in transformers can be exported. Then
-`transformers.AutoModelForCausalLM` and `AutoTokenizer` load it by
-`from_pretrained(output_dir)`.
+A model can be exported if its architecture exists in transformers. To load it,
+call `from_pretrained(output_dir)` of `transformers.AutoModelForCausalLM` and
+`transformers.AutoTokenizer`.
 
-Heads become a drafter for inference servers. --target is the model for which
-they were trained:
+Heads are written as a drafter for inference servers. --target is the model for
+which the heads were trained:
 
   python experiments/export.py --model=/tmp/eagle --target=smollm2 \\
     --layout=speculators --output_dir=exported/eagle
   python experiments/generate.py --target=smollm2 --drafter=exported/eagle
 
-Values of --layout, by the method that trained the heads:
+Each training method (--method of train_drafter.py) has its own values of
+--layout:
 
   medusa, medusa2   medusa (format of Medusa's authors and of Text Generation
-                    Inference) or vllm. Each head gets its own output matrix,
-                    so the files are larger than low-rank heads
+                    Inference) or vllm. Both formats store one output matrix
+                    per head, so the files are larger than those of low-rank
+                    heads
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
   parallel          speculators (vLLM)
   mtp               speculators; only if one module is applied repeatedly
                     (--reuse of train_drafter.py)
-  others            none: no server supports heads of blockwise, hydra,
-                    kangaroo, parallel_layers and pass
 
-A drafter with a reduced vocabulary (--draft_vocabulary) stores its token ids in
-the tensors d2t and t2d. Files in the speculators layout name the target, so
-`vllm serve exported/eagle` loads both models.
+Heads of blockwise, hydra, kangaroo, parallel_layers and pass cannot be
+exported, because no server supports them.
+
+If a drafter has a reduced vocabulary (--draft_vocabulary of train_drafter.py),
+the tensors d2t and t2d map its token ids to the target's and back. Files in the
+speculators layout name the target, so `vllm serve exported/eagle` loads both
+models.
 """
 
 import json
@@ -62,14 +66,16 @@ _LAYOUT = flags.DEFINE_string(
     "speculators. Required if the directory of the heads also contains a "
     "target. Default: the first layout that can store the heads")
 _TARGET = shared.target()
-_OUTPUT_DIR = shared.output_dir(None, "Directory for the exported model")
+_OUTPUT_DIR = shared.output_dir(
+    None, "Directory for the exported model or heads; it is created if needed")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"],
-    "Precision of the exported weights. float32 stores every value exactly")
+    "Precision of the exported weights. float32 stores all weights without "
+    "rounding")
 
 
 def _check_output() -> None:
-  """Rejects an output directory with files that would be overwritten."""
+  """Raises `ValueError` if weights in --output_dir would be overwritten."""
   if pathlib.Path(_OUTPUT_DIR.value, runs.MANIFEST).exists():
     raise ValueError(f"--output_dir={_OUTPUT_DIR.value} contains a training "
                      "run, and its weights would be overwritten; choose "
@@ -82,7 +88,7 @@ def _check_output() -> None:
 
 
 def _model() -> dict[str, str | int]:
-  """Exports a language model; returns its summary."""
+  """Exports a language model and returns its architecture and size."""
   found = models.load_model(_MODEL.value, _DTYPE.value)
   directory = common.output_directory(_OUTPUT_DIR.value, "export")
   progress.say(f"writing {directory}")
@@ -96,7 +102,7 @@ def _model() -> dict[str, str | int]:
 
 
 def _heads() -> dict[str, str | int]:
-  """Exports heads; returns their summary."""
+  """Exports heads and returns their layout and sizes."""
   target, _, tokenizer = models.load_models(_TARGET.value, [], dtype="float32")
   own = models.load_self_drafter(_MODEL.value, target, tokenizer, "float32")
   directory = pathlib.Path(_OUTPUT_DIR.value)
@@ -113,9 +119,9 @@ def _heads() -> dict[str, str | int]:
         f"{size:,} bytes in {directory}")
   bits = {"float32": 4}.get(_DTYPE.value, 2)
   if size > 1.05 * bits * before:
-    print(f"{size / (bits * before):.1f} times the size of the heads: the "
-          "layout has places only for matrices that these heads share with "
-          "their target")
+    print(f"The files have {size / (bits * before):.1f} times the size of the "
+          "heads, because the layout also stores matrices that these heads "
+          "share with their target")
   if verifier is None and layout.endswith("speculators"):
     print("config.json names no target: add its name or directory as "
           "speculators_config.verifier.name_or_path", file=sys.stderr)

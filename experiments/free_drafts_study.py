@@ -1,10 +1,11 @@
-"""Measures the speedup of drafters that need no training.
+"""Measures the speed-up of drafters that need no training.
 
-Every prompt is continued without drafts and with each drafter, in turn. Each
+Every prompt is continued without drafts, and then with each drafter. Each
 drafter runs with a fixed draft length and with the adaptive controller, which
-chooses the length of every draft and may choose 0. At temperature 0 all outputs
-must be equal. If the library transformers is installed, it decodes the same
-prompts with the same weights, by `generate` and by its prompt lookup.
+chooses the length of every draft (possibly 0). If the library transformers is
+installed, it also continues the same prompts with the same weights, without
+drafts and with its prompt lookup. At temperature 0 all outputs of a prompt must
+be equal. Prompts with different outputs are excluded from the table.
 
   python experiments/free_drafts_study.py
   python experiments/free_drafts_study.py --target=smollm2 --chat \\
@@ -13,35 +14,38 @@ prompts with the same weights, by `generate` and by its prompt lookup.
 Drafters (--drafter, comma-separated):
 
   ngram           copies from the sequence itself (prompt lookup)
-  suffix          most frequent continuations of the sequence's suffixes
-  sampled_suffix  samples from the counts of these continuations
-  recycling       tree of earlier likely tokens of the target
+  suffix          most frequent continuations of the last tokens, from earlier
+                  text of the sequence (and --datastore)
+  sampled_suffix  as suffix, but sampled from the counts of continuations
+  suffix_tree     tree of such samples
+  recycling       tree of tokens that earlier target calls ranked highest
   rest            tree of frequent continuations in a --datastore
-  noise           random tokens, to measure the cost of drafts
+  noise           uniformly random tokens, to measure the cost of drafting
   a+b             cascade: a drafts for b, and b drafts for the target
   a|b             b drafts in rows where a has no draft
-  others          language models, as in the other studies; or heads, bundled or
-                  from train_drafter.py, with their default strategy
+  others          draft models as in the other studies, or heads (bundled or
+                  from train_drafter.py) with their default strategy
 
-A time covers one call from the prompt's ids to the last token. A speed ratio
-compares two calls on one prompt; the table has medians over prompts. A column
-`all` has the ratio over all prompts together, so long outputs weigh more. The
-column `decoding` excludes the prefill.
+A measured time covers one generation, from the prompt's token ids to the last
+token. A speed ratio compares two variants on one prompt. The table contains its
+median and quartiles over prompts. The columns "all" contain the ratio of tokens
+per second over all prompts together, in which long outputs weigh more. The
+columns "decoding" exclude the prefill.
 
-`gain` is the relative gain in block efficiency (tokens per target pass) over
-the first drafter in --drafter, on the same prompts. Each drafter is measured on
-the text that it helps to generate. Intervals are 95 %, over prompts. The token
-limit cuts the last round of transformers, so its tokens per round are a lower
-bound.
+"gain" is the relative gain in block efficiency (tokens per target call) over
+the first drafter of --drafter, on the same prompts. Each drafter generates its
+own text. Confidence intervals are 95 %, over prompts. For transformers, tokens
+per round are a lower bound, because --max_new_tokens cuts the last round.
 
---batch=B decodes B prompts together, on the devices of --mesh if there are
-several, with the same tokens and acceptance in float32. Such a study does not
-measure speed: it omits the speed columns, the controller and transformers.
+--batch=B decodes B prompts together, on several devices with --mesh. In
+float32, tokens and acceptance do not depend on B. Speed is not measured then,
+so the speed columns, the controller and transformers are omitted:
 
   python experiments/free_drafts_study.py --batch=16
 
-A killed study resumes. Writes free_drafts.csv, .json and two figures. Measure
-speed on an idle machine.
+Measure speed on an idle machine. If the script is killed, the same command
+resumes it. Writes free_drafts.csv, free_drafts.json and two figures to
+--output_dir.
 """
 
 from collections.abc import Callable
@@ -77,18 +81,19 @@ _DRAFTER = shared.drafters(
     help_=loading.HELP)
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", True, "Also measure every drafter with the adaptive "
-    "controller, which chooses the draft length before every target pass, if "
-    "latency is measured. The times that it needs are measured once per "
-    "machine")
+    "controller", True, "If --timing is latency, also measure every drafter "
+    "with the adaptive controller, which chooses the draft length before every "
+    "target call. The costs of rounds, from which it chooses, are measured "
+    "once per machine")
 _TAIL = flags.DEFINE_bool(
-    "tail", True, "For a cascade --drafter=a+b, where a drafts for b: after "
-    "the tokens of b, a drafts further tokens for the target")
+    "tail", True, "For a cascade --drafter=a+b, in which a drafts for b: "
+    "append tokens that a drafts directly for the target to the tokens of b")
 _DATASTORE = shared.datastore()
 _TRANSFORMERS = flags.DEFINE_enum(
     "transformers", "auto", ["auto", "yes", "no"],
-    "Also decode with the library transformers, which requires "
-    "--timing=latency. auto: if it is installed and latency is measured")
+    "Whether to also decode with the library transformers: yes (requires "
+    "--timing=latency), no, or auto (yes if it is installed and --timing is "
+    "latency)")
 _PROMPTS = shared.prompts("rename,summarise,code,prose")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -102,16 +107,16 @@ _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/free_drafts")
 
 _ALONE, _THEIRS, _LOOKUP = "none", "transformers", "transformers, prompt lookup"
-_LOOKUP_TOKENS = 10  # value from its documentation
+_LOOKUP_TOKENS = 10  # draft length in the documentation of transformers
 _CONTROLLED = ", controller"
-_NODES = 64  # per draft tree of heads
+_NODES = 64  # size of the draft trees of heads
 
 
 def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
                   temperature: float, eos: tuple[int, ...] | None,
                   prompts: Sequence[Sequence[int]], capacity: int,
                   batch: decoders.Batch | None):
-  """Returns `{drafter: variant}`; the variant without drafts is first."""
+  """Returns `{name: variant}` of specjax, first the variant without drafts."""
   variant = functools.partial(
       generation.Ours, prompts=prompts) if batch is None else functools.partial(
           decoders.DecoderRows, batch=batch)
@@ -123,10 +128,10 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
   for name, drafter in drafters.items():
     decoder = drafter.strategy.decoder(
         drafter.model, transform=alone.transform, eos=eos)
-    params = {"target": target.params, "drafter": drafter.params}
+    params = drafter.params
     variants[name] = variant(decoder, params)
     if _CONTROLLER.value and batch is None:
-      print(f"measuring what rounds of {name} cost, unless it is known",
+      print(f"measuring the cost of rounds of {name}, or reading stored costs",
             file=sys.stderr)
       controller = sj.decoding.costs.measured(
           decoder, params, capacity=capacity, used=int(np.median(
@@ -137,9 +142,12 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
 
 
 def _versions(timed: bool):
-  """Returns the versions of transformers and torch.
+  """Returns the versions of the libraries, if transformers is compared.
 
-  Returns None if the flags exclude the comparison with transformers.
+  Returns None if the flags exclude transformers, or it is not installed.
+
+  Args:
+    timed: whether latency is measured.
   """
   choice = _TRANSFORMERS.value
   if choice == "yes" and not timed:
@@ -154,9 +162,9 @@ def _versions(timed: bool):
 def _their_variants(target: Pretrained, temperature: float,
                     eos: tuple[int, ...] | None,
                     versions: dict[str, Any] | None):
-  """Returns the variants of transformers: without and with prompt lookup.
+  """Returns `{name: variant}` of transformers: without and with prompt lookup.
 
-  Returns `{}` if `versions` is None.
+  The result is empty if `versions` is None.
   """
   if versions is None:
     return {}
@@ -175,7 +183,17 @@ def _torch_model(target: Pretrained):
 def _row(prompts: str, temperature: float, name: str, rule: str,
          runs: list[dict[str, dict[str, Any]]], base: str,
          clusters: Sequence[str]):
-  """Returns the results of a drafter on the prompts of a set."""
+  """Returns the table row of a drafter on a prompt set.
+
+  Args:
+    prompts: name of the prompt set.
+    temperature: sampling temperature.
+    name: name of the variant in `runs`.
+    rule: name of its verification rule.
+    runs: `{variant: run}` of every prompt.
+    base: variant over which the gain is computed.
+    clusters: cluster label of every prompt.
+  """
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
   tokens = analysis.estimate(lambda total, count: 1 + total / count,
@@ -201,7 +219,11 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
 def _put_ratio(row: dict[str, Any], column: str,
                runs: list[dict[str, dict[str, Any]]], *variants: str,
                **options: Any):
-  """Adds the speed ratio of two variants to a row, per prompt and in total."""
+  """Adds the speed ratio of two variants to a row.
+
+  The columns are the median and quartiles over prompts, and the ratio over all
+  prompts together.
+  """
   row[column], row[f"{column}_low"], row[f"{column}_high"] = (
       generation.speed_ratio(runs, *variants, **options))
   row[f"{column}_total"] = generation.total_ratio(runs, *variants, **options)
@@ -214,9 +236,9 @@ def _accepted(runs: list[dict[str, dict[str, Any]]], name: str):
 
 
 def _agreeing(runs: dict[tuple, dict[str, Any]]):
-  """Returns the runs to compare, and the number of excluded runs.
+  """Returns the units to compare, and the number of excluded units.
 
-  A run at temperature 0 is excluded if its variants' outputs differ.
+  At temperature 0, a unit is excluded if the outputs of its variants differ.
   """
   text = lambda run: run.get("text") or tuple(run["tokens"])
   same = {unit: variants for unit, variants in runs.items()
@@ -227,11 +249,15 @@ def _agreeing(runs: dict[tuple, dict[str, Any]]):
 def _rows(runs: dict[tuple, dict[str, Any]], sets: list[str],
           temperatures: list[float], rules: Mapping[str, str], base: str,
           cluster_of: Callable[[str], str]):
-  """Returns a row per prompt set (and all sets), temperature and drafter.
+  """Returns one row per prompt set (and all sets), temperature and drafter.
 
-  `gain` is the gain in block efficiency over the drafter `base` on the same
-  prompts; each drafter is measured on its own rollouts. `cluster_of` returns
-  the label of a prompt's digest.
+  Args:
+    runs: `{unit: {variant: run}}`.
+    sets: names of the prompt sets.
+    temperatures: sampling temperatures.
+    rules: verification rule by variant.
+    base: variant over which the gain is computed.
+    cluster_of: function from a prompt's digest to its cluster label.
   """
   rows = []
   for temperature in temperatures:
@@ -267,7 +293,7 @@ def _print_table(rows: list[dict[str, Any]]):
 
 
 def _ratio(row: dict[str, Any], column: str) -> str:
-  """Returns a speed ratio as text, empty if the row lacks it."""
+  """Returns a speed ratio as text, or blanks if the row has no such column."""
   if column not in row:
     return " " * 28
   ratio = (f"{row[column]:.2f} ({row[f'{column}_low']:.2f} to "
@@ -276,9 +302,9 @@ def _ratio(row: dict[str, Any], column: str) -> str:
 
 
 def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
-  """Plots block efficiency, and speed over decoding without drafts."""
+  """Draws two figures: block efficiency, and speed over no drafts."""
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-  for column, title in (("tokens_per_round", "tokens of a round"),
+  for column, title in (("tokens_per_round", "tokens per round"),
                         ("speedup", "speed over decoding without drafts")):
     if column not in rows[0]:
       continue
@@ -309,7 +335,8 @@ def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
                  batch: decoders.Batch | None):
   """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
-      [target.params, *(drafter.params for drafter in drafters.values())],
+      [target.params,
+       *(drafter.params["drafter"] for drafter in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
       _TAIL.value, versions, "accepted" if batch is None else "no times")
 
@@ -329,8 +356,8 @@ def _decoded(read: prompts_lib.Prompts, temperatures: list[float],
 
 def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
-                            "as ngram"))
+  names = list(common.given("--drafter", _DRAFTER.value, "at least one "
+                            "drafter, such as ngram"))
   batch = batches.settings(_BATCH)
   versions = _versions(timed=batch is None)
   target, members, tokenizer = loading.load_target(
@@ -373,13 +400,14 @@ def main():
 
 
 def _check_different(different: int, total: int) -> None:
-  """Reports prompts with different outputs at temperature 0.
+  """Prints the number of prompts with different outputs at temperature 0.
 
-  Raises `ValueError` if they are more than a quarter of `total`.
+  Raises:
+    ValueError: they are more than a quarter of all prompts.
   """
   if different:
-    print(f"{different} of {total} prompts were left out: at temperature 0 "
-          "their texts differ by rounding", file=sys.stderr)
+    print(f"{different} of {total} prompts were left out: at temperature 0, "
+          "the variants' outputs differ", file=sys.stderr)
   if different > total / 4:
     raise ValueError(f"{different} of {total} prompts have different outputs "
                      "at temperature 0, so the variants do not compute the "

@@ -1,16 +1,17 @@
 """Generates text by speculative decoding: continues a prompt, or chats.
 
 A drafter proposes several tokens, and the target model verifies them in one
-pass. The script prints the text as it is decoded. On a terminal, accepted draft
-tokens are green. The target's own tokens (corrections and bonus tokens) are
-red. The last line gives the number of tokens and rounds, the tokens per round,
-and the tokens per second.
+pass. The script prints the text as it is generated. On a terminal, accepted
+draft tokens are green. The target's own tokens (corrections and bonus tokens)
+are red. The last line reports the numbers of tokens and rounds, the tokens per
+round, and the tokens per second.
 
-Example, with the bundled models (the target continues Python code):
+This example uses the bundled models, whose target continues Python code:
 
   python experiments/generate.py --prompt='def fibonacci(n):'
 
-Add --compare to measure the speed with and without the drafter. More drafters:
+Add --compare to measure the speed with and without the drafter. Some values of
+--drafter:
 
   --drafter=tiny             smaller draft model (default: small)
   --drafter=medusa           Medusa heads of the bundled target
@@ -18,24 +19,26 @@ Add --compare to measure the speed with and without the drafter. More drafters:
   --drafter=parallel         block-parallel network of the bundled target
   --drafter=pass             look-ahead tokens of the bundled target (PaSS)
   --drafter=ngram            copies from the text so far (prompt lookup)
-  --drafter=ngram+small      ngram drafts for small, small for the target
-  '--drafter=ngram|small'    small drafts where ngram finds no match
+  --drafter=ngram+small      cascade: ngram drafts for small, and small drafts
+                             for the target
+  '--drafter=ngram|small'    small drafts if ngram finds no match
   --drafter=none             no drafter: autoregressive decoding
 
-A prompt can also be piped in:
+Without --prompt, the prompt is read from standard input:
 
   cat part.py | python experiments/generate.py --drafter=tiny --gamma=3
 
-A published model answers a question, or chats on the terminal. In a chat,
-Ctrl-C stops an answer, /reset starts again, and /quit or Ctrl-D ends:
+Published chat models answer a question, or chat on the terminal. In a chat,
+Ctrl-C stops an answer, /reset starts a new conversation, and /quit or Ctrl-D
+ends the program:
 
   python experiments/generate.py --target=smollm2 --chat --prompt='Why me?'
   python experiments/generate.py --target=smollm2 --interactive
 
-The output has exactly the target's distribution for every drafter and every
-verifier except typical and top_2, which are lossy. Sampling flags, --regex,
---json_schema and the penalties change this distribution for target and drafter
-in the same way:
+The output follows exactly the target's distribution, for every drafter and
+every verifier except typical and top_2, which are lossy. The sampling flags,
+--regex, --json_schema and the penalties change this distribution. They apply to
+target and drafter in the same way:
 
   python experiments/generate.py --target=smollm2 --chat \\
     --prompt='Yes or no?' --regex='(Yes|No)[.]'
@@ -72,77 +75,83 @@ _SPECIAL = flags.DEFINE_bool(
     "special", False, "Parse special tokens such as <|endoftext|> in the "
     "prompt. Default: treat them as ordinary text")
 _KEEP_LAST = flags.DEFINE_bool(
-    "keep_last", False, "Truncate input that exceeds the context length: a "
-    "prompt keeps its last tokens, a chat its last exchanges. Default: such "
-    "input is an error")
+    "keep_last", False, "Truncate input that exceeds the context length: of a "
+    "prompt, keep the last tokens; of a chat, keep the last exchanges. "
+    "Default: such input is an error")
 _CHAT = shared.chat("Format the prompt as a user message in the target's chat "
                     "template, and print only the answer")
 _SYSTEM = flags.DEFINE_string(
     "system", None, "System message at the start of a chat; requires --chat or "
     "--interactive. Default: the system message of the chat template")
 _INTERACTIVE = flags.DEFINE_bool(
-    "interactive", False, "Chat: each line of the terminal or of standard "
-    "input is a user message. --prompt, if given, is the first message")
+    "interactive", False, "Chat with the target: each line of the terminal or "
+    "of standard input is a user message. The first message is --prompt, if it "
+    "is set")
 _TARGET = shared.target()
 _DRAFTER = shared.drafter(
-    "Drafter. Bundled: small, tiny (draft models), "
-    f"{', '.join(sj.zoo.HEADS)} for the bundled target; "
+    "Source of the draft tokens. Bundled with specjax: small, tiny (draft "
+    f"models), {', '.join(sj.zoo.HEADS)} for the bundled target; "
     f"{', '.join((*sj.zoo.FOR_SMOLLM2, *sj.zoo.HEADS_FOR_SMOLLM2))} for "
-    f"smollm2. Other models: {shared.PUBLISHED}, or itself (a copy of the "
-    "target, changed by --quantize or --draft_cache). Trained heads: an "
+    f"smollm2. Other draft models: {shared.PUBLISHED}, or itself (a copy of "
+    "the target, changed by --quantize or --draft_cache). Trained heads: an "
     "--output_dir of "
     "train_drafter.py, or a directory of a published drafter (Medusa, Hydra, "
-    "EAGLE, MTP, DFlash, DSpark). Without training: "
-    f"{compositions.HELP}. none: no drafter. Default: small for the bundled "
-    "target, smol for smollm2, otherwise none",
+    "EAGLE, MTP, DFlash, DSpark). Drafters without training, and compositions: "
+    f"{compositions.HELP}. Decoding without drafts: none. Default: small for "
+    "the bundled target, smol for smollm2, none for other targets",
     None)
 _TAIL = flags.DEFINE_bool(
-    "tail", False, "For a cascade --drafter=a+b, where a drafts for b: after "
-    "the tokens of b, a drafts further tokens for the target")
+    "tail", False, "For a cascade --drafter=a+b, in which a drafts for b: "
+    "append tokens that a drafts directly for the target to the tokens of b")
 _VOCABULARY = flags.DEFINE_enum(
     "vocabulary", "auto", ["auto", "intersection", "strings"],
     "Method for a draft model whose vocabulary differs from the target's. "
-    "intersection: it drafts only tokens that both vocabularies contain. "
-    "strings: its text is tokenised again with the target's tokenizer. auto: "
-    "intersection if the vocabularies differ")
+    "intersection: the draft model proposes only tokens that both vocabularies "
+    "contain. strings: the draft is decoded to text, and the text is encoded "
+    "with the target's tokenizer. auto: intersection if the vocabularies "
+    "differ, no method if they are equal")
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data()
 _DTYPE = shared.dtype()
 _QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, list(copies.BITS), "Quantise the weights of the draft "
-    "model to 8 or 4 bits. Default: not quantised")
+    "quantize", None, list(copies.BITS), "Precision to which the weights of "
+    "the draft model are quantised (8 or 4 bits). Default: not quantised")
 _QUANTIZE_TARGET = flags.DEFINE_enum(
-    "quantize_target", None, list(copies.BITS), "Quantise the target's weights "
-    "to 8 or 4 bits; the output then has the distribution of the quantised "
-    "model. Default: not quantised")
+    "quantize_target", None, list(copies.BITS), "Precision to which the "
+    "target's weights are quantised (8 or 4 bits). The output then follows the "
+    "distribution of the quantised target. Default: not quantised")
 _QUANTIZE_GROUP = flags.DEFINE_integer(
     "quantize_group", None, "Number of consecutive input channels of a weight "
     "matrix that share a quantisation scale, such as 64; requires --quantize "
     "or --quantize_target. Default: one scale per output channel", 1)
 _DRAFT_CACHE = flags.DEFINE_string(
-    "draft_cache", None, "Smaller KV cache for the draft model: "
-    f"{copies.CACHES}. int8 and int4 quantise it; streaming keeps the first "
-    "tokens (sinks) and a window of the last ones. Default: a full cache")
+    "draft_cache", None, "Kind of smaller KV cache for the draft model: "
+    f"{copies.CACHES}. int8 and int4 quantise keys and values; streaming "
+    "stores only the first tokens (sinks) and a window of the last tokens. "
+    "Default: a full cache")
 _VERIFIER = flags.DEFINE_enum(
-    "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule. For "
+    "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule, which "
+    "decides how many draft tokens are accepted. For "
     "chains: token, block, greedy_block, top_2. For trees: recursive, k_seq, "
     "traversal, target_walk, typical. typical and top_2 are lossy: they change "
     "the output distribution. Default: the usual rule of the drafter, such as "
     "block for a draft model and target_walk for a tree of the most likely "
     "tokens")
-_GAMMA = shared.gamma(6, "Draft length of a chain in tokens; fewer if the "
-                      "drafter has fewer heads or look-ahead tokens")
+_GAMMA = shared.gamma(6, "Draft length gamma: number of tokens drafted as a "
+                      "chain before each target call. Drafters with fewer "
+                      "heads or look-ahead tokens draft fewer tokens")
 _NODES = shared.nodes(16)
 _STOP = stops.flag()
 _DATASTORE = shared.datastore()
 _CONTROLLER = flags.DEFINE_bool(
-    "controller", False, "Choose the draft length before every target pass, "
-    "from 0 to --gamma or --nodes, by the acceptance so far and the measured "
-    "time of drafting and verification. Times are measured once per machine, "
-    "which takes some seconds")
+    "controller", False, "Choose the size of the draft before every target "
+    "call, from 0 to --gamma (chains) or --nodes (trees). The choice depends "
+    "on the acceptance so far and on the times of drafting and verification, "
+    "which are measured once per machine in some seconds. Default: a constant "
+    "size")
 _MEASURE = flags.DEFINE_bool(
-    "measure", False, "Measure the times for --controller again, instead of "
-    "reading the stored ones")
+    "measure", False, "Measure the times for --controller again. Default: use "
+    "the stored times of this machine, if there are any")
 _TEMPERATURE = shared.temperature(0.8)
 _TOP_K = flags.DEFINE_integer(
     "top_k", 0, "Top-k sampling: keep the k most likely tokens; 0 keeps all")
@@ -171,20 +180,21 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "answer", 1)
 _SEED = shared.seed("Random seed for sampling")
 _COLOR = flags.DEFINE_enum(
-    "color", "auto", ["auto", "always", "never"], "Colour the generated tokens "
-    "by origin; auto: only on a terminal, unless NO_COLOR is set or TERM is "
-    "dumb")
+    "color", "auto", ["auto", "always", "never"], "Whether accepted draft "
+    "tokens are printed in green and the target's own tokens in red. auto: "
+    "only on a terminal, unless NO_COLOR is set or TERM is dumb")
 _COMPARE = flags.DEFINE_bool(
-    "compare", False, "Then decode the prompt several times with and without "
-    "the drafter, in alternation, and print the tokens per second of both")
+    "compare", False, "After the output, decode the prompt several times, "
+    "alternately with and without the drafter, and print the tokens per second "
+    "of both")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "File to which the output is also written, at the end or "
-    "after Ctrl-C, and in a chat after every answer. Default: no file")
+    "output", None, "File to which the printed text is also written: at the "
+    "end or after Ctrl-C, in a chat after every answer. Default: no file")
 
 _MESH = shared.mesh()
 _SPLIT_DRAFTER = flags.DEFINE_bool(
-    "split_drafter", False, "With --mesh: split the drafter's weights over the "
-    "devices too. Default: a full copy on each device")
+    "split_drafter", False, "With --mesh: also split the drafter's weights "
+    "over the devices. Default: a full copy of the drafter on each device")
 
 _DEFAULT_PROMPT = (
     '"""Reads files."""\n\nimport os\nimport sys\n\n\nclass Reader:')
@@ -295,7 +305,7 @@ def _check_drafter(name: str):
 
 
 def _has_model(name: str) -> bool:
-  """Returns whether a language model other than the target drafts."""
+  """Returns whether the drafter contains a separate language model."""
   if compositions.composes(name):
     return bool(compositions.members(name))
   return name != "none" and not models.drafts_for_itself(name, _TARGET.value)
@@ -390,7 +400,7 @@ def _check_compare():
 
 
 def _keep(text: str):
-  """Writes the text so far to --output, if the flag is set."""
+  """Writes the generated text to --output, if the flag is set."""
   if _OUTPUT.value is not None:
     with files.atomically(
         common.output_file("--output", _OUTPUT.value)) as f:
@@ -398,7 +408,11 @@ def _keep(text: str):
 
 
 def _ids(tokenizer: Tokenizer, room: int):
-  """Returns the token ids of the prompt, at most `room`."""
+  """Returns the token ids of the prompt.
+
+  A prompt with more than `room` tokens is truncated if --keep_last is set, and
+  an error otherwise.
+  """
   text = _read_prompt()
   if not text:
     raise ValueError("--prompt is empty; set --prompt, or pipe the prompt to "
@@ -416,7 +430,7 @@ def _ids(tokenizer: Tokenizer, room: int):
 
 def _continue(writer: streaming.Writer, ids: list[int],
               printer: streaming.Printer):
-  """Generates after a prompt and prints statistics, even after Ctrl-C."""
+  """Continues a prompt, then prints statistics (also after Ctrl-C)."""
   answer, state = streaming.Answer(), writer.start(ids, _MAX_NEW_TOKENS.value)
   try:
     if not _CHAT.value:

@@ -1,29 +1,33 @@
 """Measures whether an online drafter adapts to a change of topic.
 
-The target continues requests of several users: first code, then prose. An
-online drafter (`drafters.Online`) is a draft model with a small trainable
-correction of its logits. The correction is trained on the target's
-distributions during decoding. Each user has a separate correction, which later
-requests of the user continue to train. For comparison, the same draft model
-without correction decodes the same requests.
+Simulated users send prompts to the target: first code, then prose. The online
+drafter (`drafters.Online`) is a draft model with a small trainable correction
+of its logits. During decoding, the correction is trained on the target's
+distributions. Each user has a separate correction, and all requests of the user
+train it. For comparison, the same draft model without a correction ("fixed")
+decodes the same requests.
 
   python experiments/online_study.py
   python experiments/online_study.py --prose=mine.txt --positions=rejected
 
-The table has accepted tokens per round (their expectation, given the drafts)
-against the number of tokens generated per user. Intervals are 95 %, over the
-users of all --seeds. Summary values:
+The table contains the expected number of accepted tokens per round, given the
+drafts, averaged over windows of --window generated tokens per user. Confidence
+intervals are 95 %, over the users of all --seeds. Three values summarise the
+accepted tokens per round of each drafter:
 
   lost        last window of code minus first window of prose
-  recovered   (last window of prose minus its first window) / lost; meaningless
-              if the interval of `lost` contains 0
-  over_fixed  (trained minus fixed drafter in the last window of prose) / (code
-              minus prose of the fixed drafter). It does not use the first
-              window of prose, in which the drafter already adapts
+  recovered   (last window of prose minus first window of prose) / lost. The
+              value is meaningless if the interval of "lost" contains 0
+  over_fixed  (this drafter minus fixed drafter, in the last window of prose) /
+              (mean over code minus mean over prose, of the fixed drafter). This
+              value does not depend on the first window of prose, in which the
+              online drafter already adapts
 
-All random choices depend on --seed. Runs with the same flags give the same
-hash, `texts` in online.json. A killed study, or one with more --seeds, resumes
-after the last completed seed. Writes online.csv, .json and .png.
+All random choices depend on --seed. Runs with the same flags generate the same
+text. To compare runs, online.json contains hashes of the text of each drafter
+and seed ("texts"). If the script is killed, or started again with more --seeds,
+it resumes after the last completed seed. Writes online.csv, online.json and
+online.png to --output_dir.
 """
 
 from collections.abc import Callable
@@ -66,50 +70,53 @@ _LICENSE = pathlib.Path(__file__).parents[1] / "LICENSE"
 _TARGET = shared.target()
 _DRAFTER = shared.drafter()
 _DTYPE = shared.dtype()
-_CODE = shared.data("Text of the first topic. Prompts come from its held-out "
-                    "documents")
+_CODE = shared.data("Text of the first topic, from whose held-out documents "
+                    "prompts are cut")
 _FIELD = shared.field()
 _PROSE = flags.DEFINE_string(
-    "prose", None, "Text of the second topic, in the form of --data. Default: "
-    "the licence of specjax")
+    "prose", None, "Text of the second topic, from which prompts are cut; it "
+    "takes the same values as --data. Default: the licence of specjax")
 _CODE_TOKENS = flags.DEFINE_integer(
-    "code_tokens", 5000, "Tokens generated per user before the change of "
-    "topic", 1)
+    "code_tokens", 5000, "Number of tokens generated per user before the "
+    "change of topic", 1)
 _PROSE_TOKENS = flags.DEFINE_integer(
-    "prose_tokens", 20000, "Tokens generated per user after the change of "
-    "topic", 1)
+    "prose_tokens", 20000, "Number of tokens generated per user after the "
+    "change of topic", 1)
 _WINDOW = flags.DEFINE_integer(
-    "window", 1000, "Length of an averaging window in tokens per user", 1)
+    "window", 1000, "Number of generated tokens per user over which accepted "
+    "tokens per round are averaged for one row of the table", 1)
 _USERS = flags.DEFINE_integer(
-    "users", 8, "Number of users (batch rows), at least 2. The online drafter "
-    "trains one correction per user", 2)
-_PROMPT_TOKENS = shared.prompt_tokens(64, "Prompt tokens per request")
-_ROUNDS = flags.DEFINE_integer("rounds", 24, "Decoding rounds per request", 1)
+    "users", 8, "Number of simulated users (batch rows), at least 2. The "
+    "online drafter trains one correction per user", 2)
+_PROMPT_TOKENS = shared.prompt_tokens(
+    64, "Length in tokens of each request's prompt")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 24, "Number of decoding rounds (target calls) per request", 1)
 _GAMMA = shared.gamma(4)
 _TEMPERATURE = shared.temperature()
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "sgd", list(_OPTIMIZERS), "Optimiser of the online drafter's "
-    "correction")
+    "optimizer", "sgd", list(_OPTIMIZERS), "Optimiser that trains the online "
+    "drafter's correction of its logits")
 _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 0.03, "Learning rate of the online drafter's correction",
     0.0)
 _RANK = flags.DEFINE_integer(
-    "rank", 8, "Rank of the correction, a low-rank map from the drafter's "
-    "hidden states to logits. 0 trains only a bias", 0)
+    "rank", 8, "Rank of the online drafter's correction, a low-rank map from "
+    "hidden states to logits with a bias. 0 trains only the bias", 0)
 _POSITIONS = flags.DEFINE_enum(
     "positions", "path", list(online.POSITIONS), "Positions of a draft on "
-    "which the drafter is trained: rejected (the token that the target "
-    "replaced), path (also the accepted tokens) or all (every drafted token "
-    "and the next one)")
+    "which the online drafter is trained: rejected (the first rejected token), "
+    "path (all accepted tokens and the next token) or all (all draft tokens "
+    "and the position after the last)")
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 1, "Number of repetitions. Each has new random prompts and "
-    "--users users", 1)
+    "seeds", 1, "Number of repetitions, each with --users other users and "
+    "other random prompts", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
 
 
 def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
-  """Returns the tokens of both topics."""
+  """Returns the token ids of the texts of both topics."""
   _, code = corpora.split(corpora.read_documents(_CODE.value, _FIELD.value))
   prose = corpora.read_documents(_PROSE.value or str(_LICENSE), _FIELD.value)
   return [tokenizer.encode_stream([d.text for d in side])
@@ -118,11 +125,18 @@ def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
 
 def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
              learns: bool, seed: int) -> tuple[Windows, str]:
-  """Decodes all requests of a seed's users.
+  """Decodes all requests of all users for one seed.
+
+  Args:
+    decoder: decoder with the online or the fixed drafter.
+    params: parameters of target and drafter.
+    streams: token ids of both topics.
+    learns: whether the drafter is online.
+    seed: seed of prompts and sampling.
 
   Returns:
     `{(topic, window): accepted tokens per round [users]}`, with windows of
-    --window tokens per user; and a hash of the generated text.
+    --window tokens per user, and a hash of the generated text.
   """
   drafter, learned, found, written = decoder.drafter, None, [], []
   limit = _PROMPT_TOKENS.value + _ROUNDS.value * decoder.num_nodes
@@ -157,7 +171,7 @@ def _decoded(decoder: sj.Decoder, params: Params, streams: Sequence[np.ndarray],
 
 def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
           ) -> tuple[Windows, str]:
-  """Returns the result of `decode`, which is cached in the file `path`."""
+  """Returns the result of `decode`, cached in the JSON file `path`."""
   if path.exists():
     kept = files.read_json(path, "delete it")
   else:
@@ -170,7 +184,11 @@ def _kept(path: pathlib.Path, decode: Callable[[], tuple[Windows, str]]
 
 
 def _windows(found: Sequence[Row]) -> Windows:
-  """Returns the mean over the requests that start in each window."""
+  """Returns the mean over the requests that start in each window.
+
+  Args:
+    found: one dict per request of all users.
+  """
   groups = {}
   for one in found:
     groups.setdefault(
@@ -180,7 +198,7 @@ def _windows(found: Sequence[Row]) -> Windows:
 
 
 def _joined(seeds: Sequence[Windows]) -> Windows:
-  """Concatenates the users of all seeds, for windows that all seeds have."""
+  """Returns the windows that all seeds have, with the users of all seeds."""
   return {key: np.concatenate([windows[key] for windows in seeds])
           for key in seeds[0] if all(key in windows for windows in seeds)}
 
@@ -188,7 +206,7 @@ def _joined(seeds: Sequence[Windows]) -> Windows:
 def _of_all_seeds(decoder: sj.Decoder, params: Params,
                   streams: Sequence[np.ndarray], output_dir: pathlib.Path
                   ) -> tuple[Windows, tuple[str, ...]]:
-  """Returns the windows of all users, and each seed's hash of its text."""
+  """Returns the windows of all users, and a hash of the text of each seed."""
   learns = isinstance(decoder.drafter, sj.drafters.Online)
   name = "learning" if learns else "fixed"
   seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
@@ -204,10 +222,15 @@ def _topic(windows: Windows, topic: int) -> list[np.ndarray]:
 
 
 def _summary(windows: Windows, fixed: Windows) -> Row:
-  """Returns `lost`, `recovered` and `over_fixed`, see the module docstring.
+  """Returns `lost`, `recovered` and `over_fixed` (see the module docstring).
 
-  Fractions are ratios of means over users. They are also returned if `lost` is
-  negative by chance, because a selection by noisy values would bias them.
+  Fractions are ratios of means over users. They are returned even if `lost` is
+  negative by chance. To omit them in this case would bias them, because it
+  would select results by a noisy value.
+
+  Args:
+    windows: windows of the drafter.
+    fixed: windows of the fixed drafter.
   """
   code, first, last = (_topic(windows, topic)[at]
                        for topic, at in ((0, -1), (1, 0), (1, -1)))
@@ -244,9 +267,9 @@ def _plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     axes.errorbar(place, [r["accepted"] for r in mine],
                   style.errors(mine, "accepted"), label=arm, color=color)
   axes.axvline(0, color="black", linewidth=0.8)
-  axes.set_xlabel("tokens written after the change from code to prose")
-  axes.set_ylabel("accepted tokens of a round")
-  style.save(figure, path, "A drafter that learns while it drafts; 95 % "
+  axes.set_xlabel("tokens generated after the change from code to prose")
+  axes.set_ylabel("accepted tokens per round")
+  style.save(figure, path, "Drafter that is trained during decoding; 95 % "
              "intervals over users")
 
 
@@ -256,9 +279,9 @@ def _print_table(rows: Sequence[Row], summaries: dict[str, Row]) -> None:
           f"{analysis.Estimate.of_columns(row, 'accepted'):.3f}")
   for arm, found in summaries.items():
     for name, words in (
-        ("lost", "accepted tokens of a round were lost"),
-        ("recovered", "of it, as a share, came back"),
-        ("over_fixed", "of what the fixed one lost is had over it at the end")):
+        ("lost", "accepted tokens per round lost by the change to prose"),
+        ("recovered", "of this loss recovered at the end (fraction)"),
+        ("over_fixed", "of the fixed drafter's loss gained at the end")):
       print(f"{arm}: {analysis.Estimate.of_columns(found, name):.3f} {words}")
 
 

@@ -2,13 +2,16 @@
 
 The script checks the theorems of "Block Verification Accelerates Speculative
 Decoding" (Sun et al. 2024, arXiv:2403.10444) on the code of specjax. All
-expectations are computed exactly by enumeration of drafts, without sampling.
+expectations are computed exactly by enumeration of drafts, without sampling. No
+language model is loaded. The pairs of models are small probability tables.
 
-Result: no valid rule accepts more tokens in one round than block verification,
-and none needs fewer expected rounds for a sequence. But some valid rules have
-more expected tokens after two rounds.
+A verification rule is valid if the tokens of one round, continued by the
+target, have the target's distribution from every context. Result: no valid rule
+accepts more tokens in one round than block verification, and none needs fewer
+expected rounds for a sequence. But some valid rules have more expected tokens
+after two rounds.
 
-Example (no model is loaded; under five minutes on two CPU cores):
+This command takes less than five minutes on two CPU cores:
 
   python experiments/optimality.py
 
@@ -17,45 +20,52 @@ A smaller and faster run:
   python experiments/optimality.py --largest=3 --seeds=1 --gamma=2 \\
     --round_pairs=50
 
-Output: seven tables on stdout. optimality.csv, optimality.json and five plots
-go to --output_dir. The tables are:
+Output: seven tables on stdout; optimality.csv, optimality.json and five plots
+in --output_dir. The tables are:
 
-  rounds     Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
-             example. Greedy block verification is ahead after the first round,
-             block verification from the third round on.
-  one round  Largest deviation of the code from each theorem, on random pairs of
-             a target and a drafter that depend on the context. It is zero up to
-             rounding if the theorem holds. Theorem 2: no valid verifier accepts
-             more tokens than block verification (linear program over all valid
-             verifiers). Lemma 4: none accepts a prefix more often (the same
-             program with random prefix weights). Theorem 3: greedy block
-             verification equals the full-information optimum. Lemma 8: this
-             optimum equals the optimum of a transport problem. Dual
-             certificate: its value, in exact fractions, equals the value of
-             block verification.
-  two rounds A valid rule with more expected tokens than block verification
-             after two rounds (draft length gamma 3, 4, 5) or three (gamma 2).
-             Also a pair of models for which a longer draft gives fewer tokens.
-             All values are fractions.
-  rounds of  Largest deviation from two theorems on random pairs. R: no valid
-  a text     rule needs fewer expected rounds for a sequence of any length than
-             block verification. It is checked by linear programs over all valid
-             rules at every context c, and by the value D(c) of a token, the
-             rounds that it saves. T: for every sequence and number of rounds,
-             block verification has emitted at least as many tokens as token
-             verification.
-  lengths    Mean cost of a sequence, rounds plus a cost per drafted token, for
-             the draft length of optimal stopping and for other stop rules.
-  extremal   The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
-             round over all models, where tau is the number of accepted tokens.
-             It is found by gradient ascent over the models. The supremum is
-             computed by dynamic programming on a grid, to three decimals.
-  growth     The same ratio for explicit pairs of models up to gamma 4,096. It
-             grows linearly in gamma; lib/reports/growth.py has the proof.
+  rounds      Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
+              example. Greedy block verification is ahead after the first round,
+              and block verification from the third round on.
+  one round   Largest deviation of the code from each theorem, on random pairs
+              of a target and a drafter that depend on the context. It is 0 up
+              to rounding if the theorem holds:
+              Theorem 2: no valid rule accepts more tokens than block
+              verification (linear program over all valid rules).
+              Lemma 4: no valid rule accepts a prefix with a larger probability
+              (the same program with random weights of prefixes).
+              Theorem 3: greedy block verification attains the optimum of
+              lossless rules that know both models completely (full
+              information).
+              Lemma 8: this optimum equals the optimum of a transport problem.
+              Dual certificate: an upper bound on the accepted tokens of all
+              lossless rules, in exact fractions, equals the value of block
+              verification.
+  two rounds  A valid rule with more expected tokens than block verification
+              after two rounds (draft length gamma 3, 4, 5) or three (gamma 2).
+              Also a pair of models for which a longer draft gives fewer tokens.
+              All values are fractions.
+  sequences   Largest deviation from two theorems on random pairs.
+              Theorem R: no valid rule needs fewer expected rounds for a
+              sequence of any length than block verification. It is checked by
+              linear programs over all valid rules at every context c. It is
+              also checked by D(c), the number of expected rounds that one more
+              token saves.
+              Theorem T: for every sequence and number of rounds, block
+              verification has emitted at least as many tokens as token
+              verification.
+  lengths     Mean cost of a sequence (rounds, plus a cost per drafted token),
+              for the draft length of optimal stopping and for other stop rules.
+  extremal    The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
+              round over all models, where tau is the number of accepted tokens.
+              Gradient ascent searches for these models. The supremum of the
+              ratio is computed by dynamic programming on a grid, to three
+              decimals.
+  growth      The same ratio for explicit pairs of models up to gamma 4,096. It
+              grows linearly in gamma; lib/reports/growth.py contains the proof.
 
-The last line of stdout names optimality.json. The plots are
-optimality_rounds.png, optimality_pairs.png, optimality_two_rounds.png,
-optimality_extremal.png and optimality_growth.png.
+The plots are optimality_rounds.png, optimality_pairs.png,
+optimality_two_rounds.png, optimality_extremal.png and optimality_growth.png.
+The last line of stdout names optimality.json.
 """
 
 import itertools
@@ -80,22 +90,24 @@ import tqdm
 import specjax as sj
 
 _SEEDS = flags.DEFINE_integer(
-    "seeds", 8, "For the table `one round`: number of random pairs of models "
-    "for every vocabulary size, draft length and kind of pair", 1)
+    "seeds", 8, "Number of random pairs of models for every vocabulary size, "
+    "draft length and kind of pair, in the table 'one round'", 1)
 _SIZES = flags.DEFINE_integer(
-    "largest", 4, "For the table `one round`: largest vocabulary size V and "
-    "largest draft length gamma of the pairs; both start at 2", 2, 4)
+    "largest", 4, "Largest vocabulary size V and largest draft length gamma of "
+    "the pairs in the table 'one round', from 2 to 4. All values from 2 up to "
+    "it are tested", 2, 4)
 _ROUND_PAIRS = flags.DEFINE_integer(
-    "round_pairs", 1008, "For the table `rounds of a text`: number of random "
-    "pairs of models", 1)
+    "round_pairs", 1008, "Number of random pairs of models in the table "
+    "'sequences'", 1)
 _GAMMAS = shared.gammas(
-    "2,4,8", "For the table `extremal`: draft lengths in tokens, at most 12, "
+    "2,4,8", "Draft lengths in tokens, at most 12, in the table 'extremal', "
     "comma-separated")
 _STEPS = shared.steps(
-    4000, "For the table `extremal`: steps of gradient ascent")
+    4000, "Number of steps of gradient ascent in the table 'extremal'")
 _STARTS = flags.DEFINE_integer(
-    "starts", 16, "For the table `extremal`: number of random starts of "
-    "gradient ascent; large cases use a quarter of it", 1)
+    "starts", 16, "Number of random starts of gradient ascent in the table "
+    "'extremal'. Cases with more than 300 possible drafts use a quarter of it",
+    1)
 _OUTPUT_DIR = shared.output_dir("results/optimality")
 
 _KINDS = ("dense", "zeros", "mixed")
@@ -103,11 +115,14 @@ _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
           "greedy_block": sj.verifiers.GreedyBlock()}
 _COMPILED = {name: sj.exact.Compiled(rule) for name, rule in _RULES.items()}
 _ROUNDS = 4
-_LEAVES = 4096  # limit for the drafts of a pair in gradient ascent
+_LEAVES = 4096  # maximum number of drafts of a pair in gradient ascent
 
 
 def _bernoulli():
-  """Prints and returns expected tokens after 1 to 4 rounds of the example."""
+  """Prints and returns expected tokens after 1 to 4 rounds, by rule.
+
+  The pair of models is the Bernoulli example of the paper.
+  """
   gamma = 2
   pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3),
                            _ROUNDS * (gamma + 1))
@@ -124,8 +139,13 @@ def _bernoulli():
 def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
   """Returns the expected weight of prefixes accepted by block verification.
 
-  It is E[sum_{i<=tau} w_i(X^i)]: tau is the number of accepted tokens, X^i the
-  first i drafted tokens, and `weights[i - 1]` the weight w_i of each X^i.
+  The value is E[sum_{i<=tau} w_i(X^i)]. tau is the number of accepted tokens,
+  and X^i the first i draft tokens.
+
+  Args:
+    pair: models of target and drafter.
+    gamma: draft length.
+    weights: `weights[i - 1]` `[V**i]` contains the weight w_i of each X^i.
   """
   digits, rows = _drafts(pair.vocab_size, gamma)
   p, q = (np.stack([tables[i][rows[:, i]] for i in range(gamma)], axis=1)
@@ -141,8 +161,8 @@ def _block_value(pair: sj.exact.Pair, gamma: int, weights: list[np.ndarray]):
 def _theorems():
   """Returns one row per random pair of models.
 
-  A row has the expected accepted tokens of every rule, and their differences
-  from the optima of the theorems ("gaps").
+  A row contains the expected accepted tokens of every rule, and the differences
+  between two values that are equal according to a theorem ("gaps").
   """
   sizes = range(2, _SIZES.value + 1)
   cases = list(itertools.product(sizes, sizes, _KINDS, range(_SEEDS.value)))
@@ -219,8 +239,9 @@ def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
   Returns:
     `(survival [drafts, gamma + 1], q [drafts])`.
   """
-  # A rule expects one target distribution more than drafted tokens, for the
-  # bonus token. The survival does not depend on it, so the last is repeated.
+  # A rule expects one target distribution more than draft tokens, for the bonus
+  # token. The survival does not depend on this distribution, so the last one is
+  # repeated.
   p = jnp.concatenate([p, p[:, -1:]], axis=1)
   survive = jax.vmap(lambda tokens, p, q: _RULES[name].survival(
       sj.Draft.chain(0, tokens, q), p))(digits, p, q)
@@ -229,7 +250,15 @@ def _survival(name: str, digits: np.ndarray, p: jax.Array, q: jax.Array):
 
 
 def _ascend(vocab: int, gamma: int, iid: bool):
-  """Returns the largest ratio of expected tokens found by gradient ascent."""
+  """Returns the largest ratio of expected tokens found by gradient ascent.
+
+  The ratio is that of block verification over token verification in one round.
+
+  Args:
+    vocab: vocabulary size.
+    gamma: draft length.
+    iid: if True, the models do not depend on the context.
+  """
   digits, rows = _drafts(vocab, gamma)
   starts = np.cumsum([0, *(vocab**d for d in range(gamma))])
   rows = np.zeros_like(rows) if iid else rows + starts[:-1]
@@ -284,18 +313,19 @@ def _extremal(gammas: list[int]):
 
 
 def _plot_rounds(bernoulli: dict[str, list[float]], path: pathlib.Path):
-  """Plots expected tokens per round of every rule over the rounds."""
+  """Plots expected tokens per round against the number of rounds, by rule."""
   figure, [[axes]] = style.panels()
   rounds = np.arange(1, _ROUNDS + 1)
   for name, totals in bernoulli.items():
     axes.plot(rounds, np.array(totals) / rounds, marker="o",
               color=style.color(name), label=style.label(name))
-  axes.set(xlabel="rounds", ylabel="expected tokens of a round", xticks=rounds)
+  axes.set(xlabel="rounds", ylabel="expected tokens per round", xticks=rounds)
   style.save(figure, path, "The paper's Bernoulli example, gamma 2")
 
 
 def _plot_pairs(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Plots the accepted tokens of each rule against full information."""
+  """Plots the accepted tokens of each rule against those of full information.
+  """
   figure, grid = style.panels(1, 2, sharex=True, sharey=True)
   top = max(r["full_information"] for r in rows)
   for axes, name in zip(grid[0], ("token", "block")):
@@ -310,7 +340,7 @@ def _plot_pairs(rows: list[dict[str, Any]], path: pathlib.Path):
 
 
 def _plot_extremal(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Plots the largest ratio of block to token verification over gamma."""
+  """Plots the largest ratio of block to token verification against gamma."""
   figure, [[axes]] = style.panels()
   gammas = sorted({r["gamma"] for r in rows})
   kinds = ("i.i.d.", "context")
@@ -330,7 +360,7 @@ def main():
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   if 2**max(gammas) > _LEAVES:
     raise ValueError(f"--gamma contains {max(gammas)}; gradient ascent "
-                     f"enumerates all drafts, at most {_LEAVES}: give lengths "
+                     f"enumerates all drafts, at most {_LEAVES}: set lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = pathlib.Path(_OUTPUT_DIR.value)
   print("compiling the rules; the whole study takes minutes", file=sys.stderr,

@@ -1,13 +1,14 @@
-"""Redraws the figures of a study from its CSV file, without measuring.
+"""Redraws the figures of earlier studies from their CSV files.
 
-For verification_study.py the script also recomputes tables and intervals from
-verification_prompts.csv, and prints the first table of the README.
+Nothing is measured again. For verification_study.py, the script also computes
+tables and confidence intervals again from verification_prompts.csv, and prints
+the first table of the README.
 
   python experiments/redraw.py --results=results/trees
 
-Without --results it redraws all figures of experiments/results/, except the
-figures of optimality.py, whose CSV does not contain all data. Learning
-curves for self_drafting_study.py are read from the bundled heads.
+Without --results, the script redraws all figures of experiments/results/,
+except those of optimality.py, because its CSV file does not contain all data.
+The learning curves of self_drafting_study.py are read from the bundled heads.
 """
 
 import csv
@@ -27,8 +28,9 @@ import specjax as sj
 
 _RESULTS = flags.DEFINE_string(
     "results", str(pathlib.Path(__file__).parent / "results"),
-    "Directory that is searched, with its subdirectories, for "
-    "verification.csv, trees.csv, self_drafting.csv and features.csv")
+    "Directory of a study's results. It is searched, with its subdirectories, "
+    "for verification.csv, trees.csv, self_drafting.csv and features.csv. "
+    "Default: experiments/results")
 
 _WORDS = {"True": True, "False": False, "": None}
 
@@ -41,7 +43,8 @@ def _curves():
 
 
 def _draw_features(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """Draws the rows, and the learning curves of their heads."""
+  """Draws the figures of features.csv, with the learning curves of its heads.
+  """
   heads = {row["drafter"].split(",")[0] for row in rows}
   self_drafting_report.draw(directory, rows, {
       name: curve for name, curve in _curves().items() if name in heads},
@@ -49,7 +52,11 @@ def _draw_features(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 
 def _draw_verification(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """Draws the rows, with intervals recomputed if results per prompt exist."""
+  """Draws the figures of verification.csv.
+
+  If results per prompt exist, intervals are recomputed and the file is
+  rewritten.
+  """
   prompts = directory / verification_cells.PROMPTS
   if prompts.exists():
     rows = verification_cells.recomputed(rows, _read(prompts))

@@ -1,9 +1,10 @@
 """Evaluates verification rules on recorded drafts.
 
-First, a target and a drafter decode prompts with one rule, the acting verifier.
-The script records the drafts and the probabilities of both models. Then it
-evaluates every rule on this record, without a model and without sampling. The
-same command completes an interrupted recording.
+First, a target and a drafter decode prompts with one rule, the acting verifier
+(--acting). The script records the drafts and the probabilities of both models.
+Then it evaluates all rules of --verifier on this record, without a model and
+without sampling. If the recording is interrupted, the same command completes
+it.
 
   python experiments/replay.py
   python experiments/replay.py --acting=block --record=results/replay_block
@@ -11,24 +12,24 @@ same command completes an interrupted recording.
   python experiments/replay.py --prompts=mt_bench=question.jsonl
   python experiments/replay.py --batch=8 --mesh=data:2,model:4
 
---batch=B decodes B prompts together, on the devices of --mesh if there are
-several. In float32 the record is the same up to rounding.
+--batch=B decodes B prompts together, on several devices with --mesh. In float32
+the record does not depend on B up to rounding.
 
-Every round starts where the acting verifier ended the previous round. So
-compare rules only within one record, not with block efficiencies that rules
-reach when they generate the text themselves.
+Every recorded round starts where the acting verifier ended the previous round.
+So compare rules only within one record. Block efficiencies of rules that
+generate their own text are not comparable.
 
 The column "over the best" compares a rule with the best possible rule of one
 round on these drafts. Let p and q be the probabilities of target and drafter,
-and R_i the product of p/q over the first i drafted tokens. A rule is valid if
-its accepted tokens, one further token and a continuation by the unmodified
-target together have the target's distribution. Every valid rule accepts the
-first l drafted tokens with probability at most min_{i<=l} R_l / R_i, given
-these tokens. Block verification attains this bound for every l, so it is at
-0 %. The bound does not hold over several rounds, for lossy rules or for rules
-with state.
+and R_i the product of p/q over the first i draft tokens. A rule is valid if its
+accepted tokens, one further token and a continuation by the unmodified target
+together have the target's distribution. Every valid rule accepts the first l
+draft tokens with probability at most min_{i<=l} R_l / R_i, given these tokens.
+Block verification attains this bound for every l, so its value is 0 %. The
+bound does not hold over several rounds, for lossy rules or for rules with
+state.
 
-Writes replay.json to --output_dir; the last line of stdout is its path.
+Writes replay.json to --output_dir; the last line of stdout names the file.
 """
 
 import pathlib
@@ -51,18 +52,21 @@ from specjax import analysis
 from specjax.utils import files
 
 _RECORD = shared.directory(
-    "record", None, "Directory of the record (drafts and probabilities). "
-    "Default: --output_dir",
+    "record", None, "Directory to which the drafts and probabilities are "
+    "recorded, or of an existing record. Default: --output_dir",
     required=False)
 _EVALUATE_ONLY = flags.DEFINE_bool(
     "evaluate_only", False,
-    "Evaluate the existing record in --record, which may be incomplete, "
-    "without decoding")
+    "Evaluate the existing record in --record without decoding, even if it is "
+    "incomplete. Default: record the drafts, or complete an existing record, "
+    "and then evaluate")
 _VERIFIERS = shared.verifiers(
-    list(common.VERIFIERS), "Verification rules to evaluate, comma-separated")
+    list(common.VERIFIERS), "Verification rules to evaluate on the recorded "
+    "drafts, comma-separated. Default: all rules for chains. typical and top_2 "
+    "are lossy (they change the output distribution)")
 _ACTING = flags.DEFINE_enum(
     "acting", "token", sorted(common.VERIFIERS),
-    "Verification rule with which the prompts are decoded and recorded")
+    "Verification rule that generates the text of the record")
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
@@ -77,10 +81,10 @@ _NEW_TOKENS = shared.new_tokens(64)
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags()
 _OUTPUT_DIR = shared.output_dir(
-    "results/replay", "Directory for the results as JSON, and for the record "
-    "unless --record is set")
+    "results/replay", "Directory for replay.json, and also for the record if "
+    "--record is not set; it is created if needed")
 
-_MOST_BYTES = 2**31  # memory for the record of the prompts of a batch
+_MOST_BYTES = 2**31  # maximum memory for the probabilities of one batch
 _CLUSTERS = "clusters.json"  # file in the record: cluster label of each prompt
 
 
@@ -90,7 +94,7 @@ def _place() -> str:
 
 
 def _record() -> analysis.Record:
-  """Records all prompts, or completes an existing record."""
+  """Records all prompts, or completes an existing record, and returns it."""
   batch = batches.settings(_BATCH, splits_prompts=False)
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
@@ -116,7 +120,7 @@ def _record() -> analysis.Record:
 
 
 def _check_size(vocab_size: int) -> None:
-  """Raises unless the probabilities of a batch's rounds fit the memory."""
+  """Raises `ValueError` if a batch's probabilities exceed `_MOST_BYTES`."""
   nodes = _GAMMA.value + 1
   size = 4 * 2 * _BATCH.size.value * _NEW_TOKENS.value * nodes * vocab_size
   if size > _MOST_BYTES:
@@ -183,8 +187,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
   fresh = [r["verifier"] for r in rows if not r["online_block_efficiency"]
            and common.VERIFIERS[r["verifier"]].remembers]
   if fresh:
-    print(f"{', '.join(fresh)}: every round starts from a fresh state, unlike "
-          "in a rollout of its own")
+    print(f"{', '.join(fresh)}: here every round starts from a fresh state. "
+          "In generation, the state continues from round to round")
 
 
 def main() -> None:

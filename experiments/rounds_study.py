@@ -1,29 +1,30 @@
-"""Computes the rounds that token and block verification need for a sequence.
+"""Computes how many rounds token and block verification need for a sequence.
 
   python experiments/rounds_study.py
 
-A round is one draft and one pass of the target. The target generates one
-sequence per prompt, up to --max_new_tokens or an end-of-text token. Let p and q
-be the probabilities of target and drafter. The ratios p/q of the sequence's
-tokens determine the exact distribution of the number of rounds, for every draft
-length (`text_rounds.given_text`).
+A round is one draft and one target call. The target generates one sequence per
+prompt, up to --max_new_tokens or an end-of-text token. Let p and q be the
+probabilities of target and drafter. The ratios p/q of the sequence's tokens
+determine the exact distribution of the number of rounds, for every draft length
+(`text_rounds.given_text`).
 
-Both rules are compared on the same sequences, so accept and reject decisions
-add no noise. Intervals are over the sequences. A lossless rule generates
-sequences of the target's distribution. So the mean over these sequences
-estimates the expected rounds of decoding with the rule, and the mixture of the
-distributions estimates the quantiles.
+Both rules are compared on the same sequences, so random accept and reject
+decisions add no noise. With a lossless rule, sequences follow the target's
+distribution. So the mean over these sequences estimates the expected rounds of
+decoding with the rule, and the mixture of the distributions estimates the
+quantiles. Confidence intervals are 95 %, over the sequences.
 
 The drafter's q must depend only on the sequence before a token. Then a draft of
-one token gives q at every position. Greedy block verification is not included:
-it has state, and no such formula is known. Output: rounds.csv in --output_dir.
+one token determines q at every position. Greedy block verification is not
+included, because it has state and no such formula is known for it. Output:
+rounds.csv and rounds.json in --output_dir.
 
---token_cost also compares stop rules, which choose the draft length, under
-block verification. Its values are costs of a drafted token, in target calls.
-The stop rules are the best fixed length, a threshold on the confidence (max q),
-and optimal stopping by estimates (`draft_stopping`). They are tuned on one half
-of the prompts and evaluated on the other. One draft of the largest --gamma is
-drawn at every position. Output: lengths.csv in --output_dir.
+With --token_cost, the script also compares stop rules under block verification.
+A stop rule chooses the draft length of a round. The compared rules are the best
+fixed length, a threshold on the confidence (max q), and optimal stopping with
+estimated acceptance rates (`draft_stopping`). They are tuned on one half of the
+prompts and evaluated on the other. One draft of the largest --gamma is drawn at
+every position. Output: lengths.csv in --output_dir.
 
   python experiments/rounds_study.py --token_cost=0.02,0.05,0.1,0.2
 """
@@ -65,11 +66,11 @@ _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/rounds")
 
 _TOKEN_COST = flags.DEFINE_list(
-    "token_cost", [], "Also compare rules that choose the draft length, for "
-    "these costs of a drafted token relative to a target call, "
-    "comma-separated and above 0. Default: no comparison")
+    "token_cost", [], "Costs of drafting one token relative to a target call, "
+    "above 0, comma-separated, such as 0.02,0.1. For each cost, rules that "
+    "choose the draft length are also compared. Default: no such comparison")
 
-_ROWS, _ROUNDS = 8, 8  # rows and rounds of a call, which limit its memory
+_ROWS, _ROUNDS = 8, 8  # rows and rounds per call, to limit its memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class _RejectAll(sj.Verifier):
 
 @jax.jit
 def _seen(trace: sj.types.Trace):
-  """Returns p/q of emitted tokens; max q and survival along the drafts."""
+  """Returns p/q of emitted tokens, and max q and survival along the drafts."""
   at = lambda probs, token: jnp.take_along_axis(
       probs, token[..., None], -1)[..., 0]
   p, q = trace.target_probs[..., :-1, :], trace.draft.probs[..., 1:, :]
@@ -97,7 +98,7 @@ def _seen(trace: sj.types.Trace):
 
 
 def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
-  """Returns a `draft_stopping.Text` for every prompt."""
+  """Generates the sequences, and returns a `draft_stopping.Text` for each."""
   found = []
   for first in tqdm.trange(0, len(prompts), _ROWS, dynamic_ncols=True):
     some = prompts[first:first + _ROWS]
@@ -118,7 +119,7 @@ def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
 
 def _rows(name: str, texts: list[draft_stopping.Text], gammas: Sequence[int],
           clusters: Sequence[str]):
-  """Returns the rows of one drafter, for every gamma and rule."""
+  """Returns the table rows of one drafter, one per gamma and rule."""
   rows = []
   for gamma in gammas:
     within = {rule: _padded([text_rounds.given_text(text.ratios, gamma, rule)
@@ -143,7 +144,7 @@ def main():
   prices = (common.numbers("--token_cost", _TOKEN_COST.value)
             if _TOKEN_COST.value else [])
   if min(prices, default=1) <= 0:
-    raise ValueError(f"--token_cost contains {min(prices):g}; give costs above "
+    raise ValueError(f"--token_cost contains {min(prices):g}; set costs above "
                      "0, because without a cost the longest draft is best")
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)

@@ -1,46 +1,52 @@
 """Compares self-drafting heads with small draft models on the same target.
 
-Every drafter decodes the same prompts with the verifiers for its drafts. The
-script prints block efficiency (tokens per target call), the parameters that the
-drafter adds, and the speed-up over autoregressive decoding. Configurations:
+Every drafter decodes the same prompts, with each verification rule that applies
+to its drafts. The script prints block efficiency (tokens per target call), the
+number of parameters that the drafter adds, and the speed-up over autoregressive
+decoding. Configurations:
 
-  small, tiny            bundled draft models, a chain
-  pass, two passes       PaSS as published: one pass drafts at look-ahead
-                         tokens, another verifies
-  pass, folded           PaSS with drafting and verification in one pass
-  blockwise              a chain of the heads' most likely tokens
-  medusa, top-k tree     Medusa's tree for the heads' measured accuracies
-  medusa, sampled chain  a chain, each token sampled from its own head
-  medusa, sampled tree   that tree, children sampled without replacement
-  medusa, i.i.d. tree    that tree, children sampled independently
-  eagle3, sampled chain  a chain, each token sampled given the previous
-  eagle3, dynamic tree   EAGLE-2's tree of the most likely tokens
-  eagle3, sampled dynamic tree   sampled tokens, expanded where q is high
-  parallel, sampled chain   a block, each token given the previous one
-  parallel, sampled tree    a tree of such tokens, without replacement
-  parallel, best-first tree   the most likely paths of a block (DDTree)
+  small, tiny                   chain drafted by a bundled draft model
+  pass, two passes              PaSS as published: one pass drafts with
+                                look-ahead tokens, another pass verifies
+  pass, folded                  PaSS with drafting and verification in one pass
+  blockwise                     chain of the heads' most likely tokens
+  medusa, top-k tree            tree of the most likely tokens, whose shape
+                                depends on the heads' measured accuracies
+  medusa, sampled chain         chain, each token sampled from its head
+  medusa, sampled tree          tree of the same shape, with children sampled
+                                without replacement
+  medusa, i.i.d. tree           tree of the same shape, with children sampled
+                                independently
+  eagle3, sampled chain         chain, each token sampled given the previous one
+  eagle3, dynamic tree          EAGLE-2's tree of the most likely tokens
+  eagle3, sampled dynamic tree  tree of sampled tokens; the nodes with the
+                                largest q get children
+  parallel, sampled chain       chain, each token sampled given the previous one
+  parallel, sampled tree        tree of such tokens, without replacement
+  parallel, best-first tree     tree of the most likely paths (DDTree)
 
   python experiments/self_drafting_study.py
   python experiments/self_drafting_study.py \\
     --heads=pass,medusa,/tmp/blockwise,/tmp/medusa2
 
-A directory in --heads that contains its own target (Medusa-2) is measured on
-that target, relative to its autoregressive decoding.
+If a directory in --heads contains its own target (Medusa-2), the heads are
+measured on this target. Their speed-up is relative to its autoregressive
+decoding.
 
---batch=B decodes B prompts together, on the devices of --mesh if there are
-several, with the same tokens and acceptance in float32. Such a study does not
-measure speed: it omits autoregressive decoding and the speed columns.
+--batch=B decodes B prompts together, on several devices with --mesh. In
+float32, tokens and acceptance do not depend on B. Speed is not measured then,
+so autoregressive decoding and the speed columns are omitted:
 
   python experiments/self_drafting_study.py --batch=16
 
 The expected number of accepted tokens is computed exactly for every draft, so
-block efficiency has no noise from accept and reject decisions. Verifiers are
+random accept and reject decisions add no noise to block efficiency. Rules are
 also compared on the same drafts. The predicted speed-up is block efficiency
-divided by the cost of a round, in steps of autoregressive decoding. The
-measured speed-up also contains the noise of accept and reject decisions.
+divided by the time of a round, in units of an autoregressive step. Random
+accept and reject decisions add noise only to the measured speed-up.
 
-Results of each prompt are appended to runs.jsonl in --output_dir. A killed
-study resumes from there if started again. Output: self_drafting.csv,
+Results of each prompt are appended to runs.jsonl in --output_dir. If the script
+is killed, the same command resumes it. Output: self_drafting.csv,
 self_drafting.json (the last line of stdout names it), and the plots
 self_drafting_tokens.png, self_drafting_speed.png, self_drafting_positions.png
 and self_drafting_training.png.
@@ -87,10 +93,11 @@ _HEADS = flags.DEFINE_list(
     "Self-drafting heads to compare, comma-separated: bundled heads "
     f"({', '.join(sj.zoo.HEADS)}) or output directories of train_drafter.py")
 _UNTRAINED = flags.DEFINE_bool(
-    "untrained", True, "Also measure every head with its initial weights, "
-    "before training")
+    "untrained", True, "Also measure all heads with random initial weights, "
+    "for comparison")
 _TEMPERATURE = shared.temperatures("0,1")
-_GAMMA = shared.gamma(4, "Draft length of a draft model, in tokens")
+_GAMMA = shared.gamma(4, "Draft length in tokens of the draft models in "
+                      "--drafter. Heads have their own draft lengths")
 _NODES = shared.nodes(64)
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
@@ -102,7 +109,7 @@ _SEED = shared.seed()
 _BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/self_drafting")
 
-_CALIBRATION_PROMPTS = 16  # their continuations give head accuracies
+_CALIBRATION_PROMPTS = 16  # extra prompts on which head accuracy is measured
 _RANKS = 10  # maximum number of candidates per head in a tree
 _BASELINE = "autoregressive"
 
@@ -119,7 +126,7 @@ class _Source:
     params: parameters of the decoder.
     added: number of parameters that the drafter adds to the target.
     training: content of training.json from train_drafter.py, or {}.
-    accuracy: `[K, ranks]` accuracy by head and rank; None for draft models.
+    accuracy: `[K, ranks]` accuracy by head and rank. None for draft models.
     first_rule_only: whether only the first strategy of each draft is measured.
   """
 
@@ -154,7 +161,17 @@ def _placed(target: Any, strategy: Strategy, params: Any,
 def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
                   rows: tuple[np.ndarray, int], batch: decoders.Batch | None,
                   **kwargs: Any):
-  """Returns the `_Source` of heads or look-ahead embeddings."""
+  """Returns the `_Source` of heads or look-ahead embeddings.
+
+  Args:
+    label: name in the tables.
+    target: target model.
+    heads: configuration of the heads.
+    params: parameters of the heads.
+    rows: result of `_written_rows`, to measure the heads' accuracy.
+    batch: settings of the rollouts, or None if latency is measured.
+    **kwargs: other attributes of the `_Source`.
+  """
   method = methods.of(heads)
   accuracy = _accuracy(method, target, heads, params, *rows)
   compared = method.compared(
@@ -172,10 +189,10 @@ def _self_drafter(label: str, target: Pretrained, heads: Any, params: Any,
 
 def _accuracy(method: Any, target: Pretrained, heads: Any, params: Any,
               rows: np.ndarray, first: int):
-  """Returns the accuracy of heads, `[K, ranks]`.
+  """Returns the accuracy of K heads, `[K, ranks]`.
 
-  Entry (k, r) is the frequency with which candidate r of head k is the target's
-  token. Only positions from `first` on are counted.
+  Entry (k, r) is the frequency with which the candidate of rank r of head k is
+  the target's token. Positions before `first` are excluded.
   """
   measured = evaluation.head_accuracy(
       method.measure(target.model, heads), rows, top=_RANKS, first=first)(
@@ -186,8 +203,9 @@ def _accuracy(method: Any, target: Pretrained, heads: Any, params: Any,
 def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
   """Returns the target's continuations of prompts at temperature 0.
 
-  All rows have the same prompt length n: shorter prompts are left out, and
-  longer ones lose their first tokens. n maximises the remaining prompt tokens.
+  All rows have the same prompt length n. Shorter prompts are excluded, and
+  longer prompts lose their first tokens. n maximises the total number of
+  remaining prompt tokens.
 
   Returns:
     `([R, S + 1] tokens, position that predicts the first generated token)`.
@@ -204,14 +222,14 @@ def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
 
 def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
              calibration: list[list[int]], batch: decoders.Batch | None):
-  """Returns the sources of draft models, heads and untrained heads, in order.
+  """Returns the sources of draft models, then heads, then untrained heads.
 
   Args:
     target: target model of --target.
     sources: sources of the draft models.
     tokenizer: tokenizer of the target.
     calibration: prompts for measuring the accuracy of heads.
-    batch: `decoders.Batch` or None.
+    batch: settings of the rollouts, or None if latency is measured.
   """
   sources = list(sources)
   written = functools.cache(lambda own: _written_rows(own, calibration))
@@ -246,7 +264,7 @@ def _check_names(names: list[str]):
 
 
 def _capacity(sources: list[_Source], longest: int):
-  """Returns the cache slots per row that suffice for every draft."""
+  """Returns the number of cache slots per row that suffices for all drafts."""
   widest = max(x.num_nodes for x in _drafters(sources))
   return longest + _NEW_TOKENS.value + widest
 
@@ -278,8 +296,8 @@ def _variants(source: _Source, temperature: float, capacity: int,
               eos: tuple[int, ...] | None, batch: decoders.Batch | None):
   """Returns `{"draft | rule": DecoderRows}` of a source.
 
-  If latency is measured, the first one is the autoregressive baseline. At
-  temperature 0 all lossless rules are equal, so only the first is decoded.
+  If latency is measured, the first entry is the autoregressive baseline. At
+  temperature 0 all lossless rules are equal, so only the first rule is decoded.
   Greedy block verification is not evaluated on another rule's drafts, because
   its gain in one round reduces acceptance in the next one.
   """
@@ -290,7 +308,8 @@ def _variants(source: _Source, temperature: float, capacity: int,
     return decoders.DecoderRows(
         decoder, params, _NEW_TOKENS.value, capacity, batch=batch)
 
-  # Without the drafter's parameters, sources of a target share one program.
+  # The baseline has only the target's parameters. So all sources with the same
+  # target share its compiled program.
   variants = {} if batch else {_BASELINE: variant(
       strategies.autoregressive(),
       params={"target": source.params["target"]})}
@@ -353,9 +372,13 @@ def _speeds(runs: list[dict[str, Any]], baseline: list[dict[str, Any]],
 
 def _paired(runs: list[dict[str, dict[str, Any]]], name: str,
             decoder: sj.Decoder, clusters: Sequence[str]):
-  """Returns the gain of the rule of `name` over the others of its draft.
+  """Returns rows with the gain of one rule over other rules on the same drafts.
 
-  All rules are evaluated on the drafts of its rollouts.
+  Args:
+    runs: `{variant: run}` of every prompt.
+    name: "draft | rule" of the variant that generated the text.
+    decoder: decoder of the variant. Its observers are the other rules.
+    clusters: cluster label of every prompt.
   """
   drafter, verifier = name.split(" | ")
   rows, own = [], [r[name] for r in runs]
@@ -373,7 +396,10 @@ def _paired(runs: list[dict[str, dict[str, Any]]], name: str,
 
 def _groups(sources: list[_Source], temperatures: list[float], capacity: int,
             eos: tuple[int, ...] | None, batch: decoders.Batch | None):
-  """Returns `{(fingerprint, temperature): (source, _variants)}`."""
+  """Returns `{(fingerprint, temperature): (source, variants)}`.
+
+  `variants` is the result of `_variants` for the source and temperature.
+  """
   prints = [resumable.fingerprint(
       source.params, source.target.model, source.drafts, capacity,
       _NEW_TOKENS.value, _SEED.value, eos, *(["no times"] if batch else ()))
@@ -384,7 +410,7 @@ def _groups(sources: list[_Source], temperatures: list[float], capacity: int,
 
 def _decoded(groups: dict[tuple, Any], prompts: list[list[int]],
              path: pathlib.Path, batch: decoders.Batch | None):
-  """Returns the runs of all prompts, `{group: [{variant: run}]}`."""
+  """Decodes all prompts and returns `{group: [{variant: run} per prompt]}`."""
   units = {group: [(*group, i, resumable.digest(row))
                    for i, row in enumerate(prompts)] for group in groups}
   runs = resumable.run(
@@ -397,7 +423,11 @@ def _decoded(groups: dict[tuple, Any], prompts: list[list[int]],
 
 
 def _temperatures():
-  """Returns the values of --temperature, all valid."""
+  """Returns the values of --temperature.
+
+  Raises:
+    ValueError: a value is not a valid temperature.
+  """
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   for temperature in temperatures:
     sj.LogitsTransform(temperature=temperature)
@@ -407,7 +437,7 @@ def _temperatures():
 def main():
   temperatures = _temperatures()
   common.given("--drafter or --heads", _DRAFTERS.value + _HEADS.value,
-               "what to draft with")
+               "at least one drafter or heads")
   batch = batches.settings(_BATCH)
   target, members, tokenizer = models.load_models(
       _TARGET.value, _DRAFTERS.value, dtype=_DTYPE.value)

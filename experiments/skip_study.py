@@ -1,29 +1,36 @@
-"""Compares layer subsets of a target as its drafter, and searches for them.
+"""Measures how well a target drafts for itself with some layers skipped.
 
-In self-speculation the target drafts for itself, with some of its sublayers
-(attentions and MLPs) skipped. The target first continues training text and
-held-out text. Sets of skipped sublayers are searched on the training text and
-measured on the held-out text. No draft is decoded. One pass over a row gives
-the number of tokens that token verification is expected to accept at every
-position (specjax.methods.self_speculation.skip_search).
+In this form of self-speculation, the drafter is the target without some of its
+sublayers (attentions and MLPs). The target first continues training text and
+held-out text. The script searches for sets of skipped sublayers on the training
+text, and measures them on the held-out text. No draft is decoded. One pass over
+a row computes the expected number of tokens that token verification accepts
+from a draft at every position
+(specjax.methods.self_speculation.skip_search). Compared drafters:
 
-  exit E          the drafter is the first E layers (LayerSkip)
-  --searches      random: random sets (SWIFT); greedy: one sublayer after the
-                  other; local: random, then swaps of two sublayers; clasp:
-                  complete layers, chosen by hidden states, if at least two
-                  sublayers are skipped
-  --scores        objective of a search. accepted: accepted tokens of a draft;
-                  agreement: share of tokens with the target's argmax
+  exit E     the first E layers of the target (LayerSkip)
+  random     the best of --tries random sets of skipped sublayers (SWIFT)
+  greedy     a set to which the best sublayer is added one at a time
+  local      the best random set, improved by swaps of two sublayers
+  clasp      the target without some complete layers, chosen by hidden states
+             (CLaSp); only if at least two sublayers are skipped
+
+--searches selects the searches, and --skip the number of skipped sublayers. The
+searches random, greedy and local maximise the values of --scores:
+
+  accepted   expected number of accepted tokens of a draft
+  agreement  fraction of tokens for which drafter and target have the same
+             argmax
 
   python experiments/skip_study.py
   python experiments/skip_study.py --target=smollm2 --rows=8 --skip=0.1,0.2
 
-The table has agreement and block efficiency (tokens per round), with 95 %
-intervals over the held-out rows. `cost` is the share of the target's weights
-that a pass of the subset reads, including the LM head. `speed` is
-(1 + accepted) / (1 + length * cost) at the best draft length: the speed-up if
-reading weights takes all the time. A second list has the gain in block
-efficiency of sets searched by `accepted` over sets searched by `agreement`.
+The table contains agreement and block efficiency (tokens per round), with 95 %
+confidence intervals over the held-out rows. "cost" is the fraction of the
+target's weights that a pass of the drafter reads, including the LM head.
+"speed" is (1 + accepted) / (1 + length * cost) at the best draft length. It is
+the speed-up if reading weights takes all the time. A second list contains the
+gain in block efficiency of searches by "accepted" over searches by "agreement".
 Output: skipping.csv and skipping.json in --output_dir.
 """
 
@@ -59,47 +66,56 @@ _SCORES = {
 
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
-_DATA = shared.data("Text whose beginnings the target continues")
+_DATA = shared.data("Text from which prompts are cut (from training documents "
+                    "for the searches, from held-out documents for the "
+                    "measurement)")
 _FIELD = shared.field()
 _EXITS = flags.DEFINE_bool(
-    "exits", True, "Also measure drafters that consist of the first E layers, "
-    "for every E (early exit)")
+    "exits", True, "Also measure drafters that consist of the target's first E "
+    "layers, for every E (early exit)")
 _SKIP = flags.DEFINE_list(
-    "skip", ["0.25", "0.45"], "Fractions of the sublayers (attentions and "
-    "MLPs) that are skipped, comma-separated, above 0 and at most 1. The first "
-    "and the last layer are never skipped and are not counted. SWIFT uses 0.45")
+    "skip", ["0.25", "0.45"], "Fractions of the target's sublayers "
+    "(attentions and MLPs) that a drafter skips, comma-separated, above 0 and "
+    "at most 1. Sublayers of the first and the last layer are never skipped "
+    "and not counted. SWIFT uses 0.45")
 _SEARCH = flags.DEFINE_list(
     "searches", list(_SEARCHES),
     "Search methods for the sublayers to skip, comma-separated: "
     f"{', '.join(_SEARCHES)}")
 _SCORE = flags.DEFINE_list(
-    "scores", list(_SCORES), "Objectives that the searches maximise, comma-"
-    f"separated: {', '.join(_SCORES)}")
+    "scores", list(_SCORES), "Objectives that the searches random, greedy and "
+    f"local maximise, comma-separated: {', '.join(_SCORES)}. accepted is the "
+    "expected number of accepted tokens of a draft, agreement the fraction of "
+    "tokens with the target's argmax")
 _TRIES = flags.DEFINE_integer(
-    "tries", 64, "Number of sets of sublayers that the search methods random "
-    "and local evaluate", 1)
+    "tries", 64, "Number of sets of sublayers that each of the searches random "
+    "and local evaluates", 1)
 _ROWS = flags.DEFINE_integer(
-    "rows", 16, "Number of sequences for the search, and of held-out sequences "
-    "for the measurement", 2)
+    "rows", 16, "Number of sequences for the searches. The measurement uses "
+    "equally many held-out sequences", 2)
 _PROMPT_TOKENS = shared.prompt_tokens(
-    32, "Number of tokens from --data at the start of a sequence")
+    32, "Length in tokens of the prompt from --data at the start of each "
+    "sequence")
 _CONTINUATION = flags.DEFINE_integer(
-    "continuation", 96, "Number of tokens of a sequence that the target "
-    "generates; at least --gamma", 1)
+    "continuation", 96, "Number of tokens that the target generates after each "
+    "prompt; at least --gamma", 1)
 _GAMMA = shared.gamma(8, "Maximum draft length in tokens")
 _TEMPERATURE = flags.DEFINE_enum(
     "temperature", "1", ["0", "1"], "Sampling temperature of target and "
-    "drafter; 0 is greedy")
-_SEED = shared.seed("Random seed of the text and of the searches")
+    "drafter; 0 is greedy decoding")
+_SEED = shared.seed("Random seed for prompts, sampling and the searches")
 _BATCH = batches.untimed_flags()
 _OUTPUT_DIR = shared.output_dir("results/skipping")
 
-_ROWS_PER_FILE = 32  # at most, unless --batch is larger
+_ROWS_PER_FILE = 32  # maximum, unless --batch is larger
 
 
 def _texts(target: Pretrained, tokenizer: Tokenizer, output_dir: pathlib.Path,
            batch: Batch):
-  """Returns the target's continuations of training and of held-out text."""
+  """Returns the target's continuations of training text and held-out text.
+
+  Both are token ids `[R, S + 1]`, including the prompts.
+  """
   decoder = common.autoregressive(target.model, float(_TEMPERATURE.value))
   found = []
   for i, side in enumerate(corpora.split(
@@ -127,11 +143,11 @@ def _scorer(target: Pretrained, tokens: np.ndarray, batch: Batch):
 
 
 def _counts(layers: int):
-  """Returns the numbers of skipped sublayers, from --skip."""
+  """Returns the numbers of skipped sublayers according to --skip."""
   free, found = 2 * (layers - 2), []
   for share in common.numbers("--skip", _SKIP.value) if _SKIP.value else ():
     if not 0 < share <= 1:
-      raise ValueError(f"--skip contains {share:g}; give fractions above 0 and "
+      raise ValueError(f"--skip contains {share:g}; set fractions above 0 and "
                        "at most 1")
     if free:
       found.append(max(1, round(share * free)))
@@ -139,7 +155,7 @@ def _counts(layers: int):
 
 
 def _searched(search: str, score: Callable, layers: int, count: int):
-  """Returns the set of `count` sublayers found by a search."""
+  """Returns the set of `count` skipped sublayers that a search finds."""
   if search == "greedy":
     return skip_search.greedy_search(score, layers, count)[0]
   tries = _TRIES.value if search == "random" else max(1, _TRIES.value // 2)
@@ -179,7 +195,12 @@ def _parts(target: Pretrained, rows: np.ndarray, batch: Batch):
 
 
 def _cost(params: Any, sublayers: Sublayers):
-  """Returns the share of the target's weights that a pass of a subset reads."""
+  """Returns the fraction of the target's weights that a drafter's pass reads.
+
+  Args:
+    params: parameters of the target.
+    sublayers: sublayers of the drafter.
+  """
   size = {name: common.num_parameters(x) for name, x in params.items()}
   head = size.get("head", size["embedding"])
   of = lambda kind, i: sum(
@@ -213,7 +234,15 @@ def _row(part: tuple, found: Any, params: Any):
 
 
 def _gains(rows: list[dict[str, Any]], found: list):
-  """Returns the gains of the score `accepted` over `agreement`, per search."""
+  """Returns the gains in block efficiency of one objective over the other.
+
+  The gain is that of "accepted" over "agreement", for every search and number
+  of skipped sublayers.
+
+  Args:
+    rows: rows of the table.
+    found: measurement of every row.
+  """
   by = {(row["search"], row["left_out"], row["score"]): one
         for row, one in zip(rows, found)}
   gains = []
@@ -231,7 +260,7 @@ def _gains(rows: list[dict[str, Any]], found: list):
 def _print_table(rows: list[dict[str, Any]], gains: list[dict[str, Any]]):
   wide = max(len(row["part"]) for row in rows)
   print(f"{'part':{wide}s} {'cost':>5s} {'agreement':>26s} "
-        f"{'tokens a round':>26s} {'speed':>6s} {'length':>6s}")
+        f"{'tokens/round':>26s} {'speed':>6s} {'length':>6s}")
   for row in rows:
     shown = lambda name, row=row: format(
         analysis.Estimate.of_columns(row, name), ".3f")
@@ -239,9 +268,9 @@ def _print_table(rows: list[dict[str, Any]], gains: list[dict[str, Any]]):
           f"{shown('tokens_per_round'):>26s} {row['speed']:6.2f} "
           f"{row['length']:6d}")
   for gain in gains:
-    print(f"{gain['search']}, {gain['left_out']} parts: accepted over "
-          f"agreement {analysis.Estimate.of_columns(gain, 'gain'):+.2%} tokens "
-          "a round")
+    print(f"{gain['search']}, {gain['left_out']} parts: block efficiency of "
+          "the search by accepted over the search by agreement "
+          f"{analysis.Estimate.of_columns(gain, 'gain'):+.2%}")
 
 
 def main():
@@ -266,9 +295,9 @@ def main():
   measure = _scorer(target, held_out, batch)
   parts = list(_parts(target, rows, batch))
   if not parts:
-    raise ValueError("--exits is off, and no layer of --target can be "
-                     "skipped, because the first and the last layer never are; "
-                     "remove --noexits, or use a target with 3 layers")
+    raise ValueError("--exits is off, and no layer of --target can be skipped, "
+                     "because the first and the last layer are never skipped; "
+                     "remove --noexits, or use a target with at least 3 layers")
   progress.say(f"measuring {len(parts)} configurations")
   found = [measure(part[-1]) for part in parts]
   table = [_row(part, one, target.params) for part, one in zip(parts, found)]

@@ -1,29 +1,31 @@
 """Measures throughput and latency of batched decoding with and without drafts.
 
 Requests have different lengths, temperatures and seeds. They are decoded in two
-ways. A `serving.Queue` (continuous batching) replaces a finished request by the
-next one. With "waiting" (static batching), a batch lasts until its slowest
-request ends. Variants: without drafts, with a drafter, and with the adaptive
-controller, which chooses the draft length.
+ways. With continuous batching (`serving.Queue`), the next request replaces a
+finished request immediately. With static batching ("waiting"), the next
+requests wait until all requests of a batch are finished. In both ways, requests
+are decoded without drafts and with each drafter. With continuous batching, each
+drafter also runs with the adaptive controller, which chooses the draft length.
 
   python experiments/throughput_study.py
   python experiments/throughput_study.py --drafter=small,ngram --slots=1,8
 
-First part: all requests arrive at time 0, for every batch size of --slots. The
-output of each request must equal its output in a batch of one ("alone"). With a
-controller only outputs at temperature 0 are compared.
+First part: all requests arrive at time 0. They are decoded with every batch
+size of --slots. The output of each request must equal its output in a batch of
+one request ("alone"). With the controller, only outputs at temperature 0 are
+compared.
 
-Second part: requests arrive at random (a Poisson process) at several rates. The
-queue uses the smallest batch size that fits all active requests. A rate is a
-share of the highest throughput without drafts in the first part.
+Second part: requests arrive at random times (Poisson process), with each rate
+of --loads. The queue uses the smallest batch size that fits all active
+requests. Static batching is measured only without drafts.
 
-The latency of a request is the time from its arrival to its last token. Emitted
-tokens per round are fewer than accepted tokens, because length limits cut the
-last rounds.
+The latency of a request is the time from its arrival to its last token. The
+reported tokens per round are a lower bound, because length limits cut the last
+rounds.
 
-A killed study resumes if started again. Output: throughput.csv,
-throughput_load.csv, throughput.json and two plots in --output_dir. Run no other
-program at the same time.
+Run no other program at the same time. If the script is killed, the same command
+resumes it. Output: throughput.csv, throughput_load.csv, throughput.json and two
+plots in --output_dir.
 """
 
 from collections.abc import Callable
@@ -51,35 +53,37 @@ from specjax.data import Tokenizer
 from specjax.models import Pretrained
 
 _TARGET = shared.target()
-_DRAFTER = shared.drafters(help_=f"{compositions.HELP}, ")
+_DRAFTER = shared.drafters(
+    help_=f"Drafters to compare, comma-separated: {compositions.HELP}, ")
 _GAMMA = shared.gamma(4)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "Also measure every drafter with the adaptive "
-    "controller, which chooses the draft length before every target pass. The "
-    "times that it needs are measured once per machine")
+    "controller, which chooses the draft length before every target call. The "
+    "costs of rounds, from which it chooses, are measured once per machine")
 _SLOTS = flags.DEFINE_list(
-    "slots", "1,4,16", "Batch sizes (requests decoded together), "
-    "comma-separated")
+    "slots", "1,4,16", "Batch sizes to compare (numbers of requests decoded "
+    "together), comma-separated")
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 16, "Maximum number of decoding rounds between two checks by "
-    "the host, which replaces finished requests in the batch", 1)
+    "rounds", 16, "Maximum number of decoding rounds per call of the compiled "
+    "program. Only between calls are finished requests replaced", 1)
 _LOADS = flags.DEFINE_list(
-    "loads", "0.25,0.5,1", "Rates of requests that arrive at random, "
-    "comma-separated, as fractions of the highest throughput without drafts. "
-    "0 skips this part of the study")
+    "loads", "0.25,0.5,1", "Arrival rates of requests in the second part "
+    "(random arrivals), comma-separated, as fractions of the highest "
+    "throughput without drafts in the first part. 0 skips the second part")
 _REQUESTS = flags.DEFINE_integer(
-    "requests", 200, "Number of requests that arrive at time 0. The part with "
-    "random arrivals uses half of them", 4)
+    "requests", 200, "Number of requests in the first part, in which all "
+    "requests arrive at time 0. The second part uses half of them", 4)
 _PROMPTS = shared.prompts("code,docstrings,tests,prose")
 _FIELD = shared.prompt_field()
 _PROMPT_TOKENS = shared.prompt_tokens(
     64, "Maximum prompt length in tokens, at least 8")
 _NEW_TOKENS = flags.DEFINE_integer(
-    "mean_new_tokens", 40, "Mean number of tokens generated per request; the "
-    "maximum is four times as many", 4)
+    "mean_new_tokens", 40, "Mean number of tokens generated per request. "
+    "Lengths are drawn from an exponential distribution, and cut at four times "
+    "the mean", 4)
 _TEMPERATURE = shared.temperatures(
-    "0,0.6,1", "Sampling temperatures, comma-separated, assigned to the "
-    "requests in turn")
+    "0,0.6,1", "Sampling temperatures of consecutive requests, "
+    "comma-separated. The list is repeated for further requests")
 _SEED = shared.seed(
     "Random seed of prompts, lengths, arrivals and sampling")
 _DTYPE = shared.dtype()
@@ -87,11 +91,11 @@ _OUTPUT_DIR = shared.output_dir("results/throughput")
 
 _ALONE, _CONTROLLED, _WAITING = "none", ", controller", ", waiting"
 _AT_RANDOM = "at random"  # group name of the second part
-_FEWEST = 4  # minimum output length; prompts have at least twice this length
+_FEWEST = 4  # minimum output length; the minimum prompt length is twice this
 
 
 def _requests(tokenizer: Tokenizer, temperatures: list[float]):
-  """Returns requests of different lengths, and the source of the prompts."""
+  """Returns random requests, and the source of their prompts."""
   count, sets = _REQUESTS.value, len(_PROMPTS.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=-(-count // sets),
@@ -141,8 +145,8 @@ class _Variants:
       elif name == _ALONE:
         variants[name + _WAITING] = serve(held=True)
       if _CONTROLLER.value and name != _ALONE:
-        print(f"measuring what rounds of {name} cost with "
-              f"{', '.join(map(str, sizes))} rows, unless it is known",
+        print(f"measuring the cost of rounds of {name} with "
+              f"{', '.join(map(str, sizes))} rows, or reading stored costs",
               file=sys.stderr)
         lengths = sorted({0, -(-_GAMMA.value // 2), _GAMMA.value})
         variants[name + _CONTROLLED] = serve(controllers={
@@ -195,7 +199,13 @@ def _row(name: str, record: dict[str, Any], requests: list[Any],
 
 def _rows(runs: dict[tuple, dict[str, Any]], requests: list[Any],
           alone: dict[str, Any]):
-  """Returns a row for every variant of every unit."""
+  """Returns one table row per variant of every unit.
+
+  Args:
+    runs: `{unit: {variant: record}}`.
+    requests: requests of the study.
+    alone: `{variant: sequences of all requests}`, from batches of one row.
+  """
   found = []
   for unit, variants in runs.items():
     compared = _different(variants, requests, alone)
@@ -218,7 +228,7 @@ def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
   wide = max(len(row["variant"]) for row in full + load)
   print(f"{'slots':>5s} {'drafter':{wide}s} {'tokens/s':>9s} "
         f"{'over none':>10s} {'over waiting':>13s} {'emitted/round':>13s} "
-        f"{'texts as alone':>15s}")
+        f"{'same as alone':>15s}")
   for row in full:
     waiting = row["over_waiting"]
     print(f"{row['slots']:5d} {row['variant']:{wide}s} "
@@ -239,21 +249,23 @@ def _print_tables(full: list[dict[str, Any]], load: list[dict[str, Any]]):
 
 def _draw(full: list[dict[str, Any]], load: list[dict[str, Any]],
           output_dir: pathlib.Path):
-  """Plots throughput over the batch size, and latency over the load."""
-  _plot(full, "slots", "rows of a batch", {
-      "tokens_per_second": "tokens a second, all at once"},
+  """Plots throughput against the batch size, and latency against the load."""
+  _plot(full, "slots", "batch size (requests)", {
+      "tokens_per_second": "tokens per second, all requests at time 0"},
         output_dir / "throughput_tokens.png")
   if load:
-    _plot(load, "load", "load, over what is decoded without drafts", {
+    _plot(load, "load", "load, over the highest throughput without drafts", {
         "latency_median": "median latency, s",
-        "latency_p95": "95 % of latencies, s",
-        "first_median": "median first token, s"},
+        "latency_p95": "95 % quantile of latency, s",
+        "first_median": "median time to first token, s"},
           output_dir / "throughput_latency.png")
 
 
 def _plot(rows: list[dict[str, Any]], x: str, label: str,
           columns: dict[str, str], path: pathlib.Path):
-  """Plots columns over `x`: a panel for each, with a curve per variant.
+  """Plots columns against the column `x`, with a panel per column.
+
+  Each panel contains a curve per variant.
 
   Args:
     rows: rows of the table.
@@ -282,11 +294,11 @@ def _plot(rows: list[dict[str, Any]], x: str, label: str,
 def main():
   loads = _loads()
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
-  names = list(common.given("--drafter", _DRAFTER.value, "one at least, such "
-                            "as small"))
+  names = list(common.given("--drafter", _DRAFTER.value, "at least one "
+                            "drafter, such as small"))
   if _PROMPT_TOKENS.value < 2 * _FEWEST:
-    raise ValueError(f"--prompt_tokens is {_PROMPT_TOKENS.value}; give at "
-                     f"least {2 * _FEWEST}, the shortest prompt")
+    raise ValueError(f"--prompt_tokens is {_PROMPT_TOKENS.value}; set at "
+                     f"least {2 * _FEWEST}, the minimum length of a prompt")
   sizes = _sizes()
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, names), []),
@@ -322,13 +334,13 @@ def _full_batches(requests: list[sj.serving.Request], sizes: Sequence[int],
 
   Args:
     requests: requests of the study.
-    sizes: batch sizes; batches of one row are decoded too.
+    sizes: batch sizes. Batches of one row are also decoded.
     fingerprint: hash of the settings.
     decode: `resumable.run` of the study's variants.
 
   Returns:
-    The rows of the table, and `{variant: sequences of all requests}` from
-    batches of one row.
+    The table rows, and `{variant: sequences of all requests}` from batches of
+    one row.
   """
   units = [(fingerprint, size) for size in dict.fromkeys((1, *sizes))]
   runs = decode(units, lambda unit: (requests, [0.0] * len(requests), 0))
@@ -345,14 +357,14 @@ def _random_arrivals(requests: list[sj.serving.Request], loads: list[float],
 
   Args:
     requests: requests of the study, half of which are used.
-    loads: arrival rates, as shares of `most`.
+    loads: arrival rates, as fractions of `most`.
     most: highest throughput without drafts, in tokens per second.
     fingerprint: hash of the settings.
     decode: `resumable.run` of the study's variants.
     alone: see `_full_batches`.
 
   Returns:
-    The rows of the table.
+    The table rows.
   """
   some = requests[:-(-len(requests) // 2)]
   arrivals = _arrivals(some) / most
@@ -373,8 +385,9 @@ def _loads() -> list[float]:
 def _arrivals(requests: list[sj.serving.Request]) -> np.ndarray:
   """Returns the arrival times of a Poisson process.
 
-  The unit of time is one generated token. Divided by a throughput in tokens per
-  second, the times are in seconds, and the requests arrive at this throughput.
+  The unit of time is one generated token. Divide the times by a throughput in
+  tokens per second to get seconds. Then the requests need on average exactly
+  this throughput.
   """
   mean = np.mean([one.max_new_tokens for one in requests])
   gaps = np.random.default_rng(_SEED.value).exponential(size=len(requests))
@@ -383,7 +396,11 @@ def _arrivals(requests: list[sj.serving.Request]) -> np.ndarray:
 
 def _report(full: list[dict[str, Any]], load: list[dict[str, Any]],
             output_dir: pathlib.Path, facts: dict[str, Any]) -> None:
-  """Prints and writes the tables; raises if a sequence differs from alone."""
+  """Prints and writes the tables and figures.
+
+  Raises:
+    ValueError: an output differs from the output of the same request alone.
+  """
   _print_tables(full, load)
   for name, rows in (("throughput", full), ("throughput_load", load)):
     if rows:
@@ -394,9 +411,9 @@ def _report(full: list[dict[str, Any]], load: list[dict[str, Any]],
   different = sum(row["different"] for row in full + load)
   if different:
     raise ValueError(
-        f"{different} outputs differ from those decoded alone; the tables in "
-        f"{output_dir} name the variants. In float32, a row must not depend on "
-        "other rows")
+        f"{different} outputs differ from the outputs of the same requests "
+        f"decoded alone; the tables in {output_dir} name the variants. In "
+        "float32, a row must not depend on other rows")
 
 
 if __name__ == "__main__":

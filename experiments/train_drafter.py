@@ -1,12 +1,12 @@
 """Trains self-drafting heads: small modules that draft for a target model.
 
 The target drafts for itself with these modules, without a second language
-model. The script trains them and measures them on held-out text, before and
-after training: how often a head predicts the target's token, and how many
-drafted tokens the target accepts.
+model. The script trains the modules ("heads"). It also measures on held-out
+text, before and after training, how often a head predicts the target's token,
+and how many draft tokens the target accepts.
 
-Example, Medusa heads for the bundled target (they learn from the Python
-standard library). Then decode with them, and export them for servers:
+These commands train Medusa heads for the bundled target on the Python standard
+library, decode with them, and export them for servers:
 
   python experiments/train_drafter.py --method=medusa --output_dir=/tmp/medusa
   python experiments/generate.py --drafter=/tmp/medusa
@@ -19,60 +19,67 @@ Methods:
   --method=medusa2    Medusa-2: heads and target are trained jointly
   --method=hydra      Medusa heads that also read the tokens drafted so far
   --method=blockwise  residual feed-forward heads (Stern et al. 2018)
-  --method=eagle1     a layer that predicts the target's next hidden state
+  --method=eagle1     one layer that predicts the target's next hidden state
                       (EAGLE)
-  --method=eagle3     a layer on three hidden states of the target, trained on
-                      its own predictions (EAGLE-3)
+  --method=eagle3     one layer that reads three hidden states of the target,
+                      trained on its own predictions (EAGLE-3)
   --method=mtp        multi-token prediction modules, applied in sequence
   --method=parallel_layers   layers parallel to the target's last layer
-  --method=parallel   a network for a whole block of tokens (DFlash, DSpark)
+  --method=parallel   network that drafts a block of tokens in one pass (DFlash,
+                      DSpark)
   --method=pass       embeddings of look-ahead tokens, at whose positions the
                       target predicts further tokens (PaSS)
-  --method=kangaroo   an adapter after the first layers of the target
+  --method=kangaroo   adapter after the first layers of the target
 
-The target is frozen, except with medusa2 and with --train_target. A flag whose
-help begins with method names applies to these methods only. More examples:
+The target is frozen, except with --method=medusa2 and with --train_target. If
+the help of a flag begins with names of methods, the flag applies only to these
+methods. More examples:
 
-  Train on conversations (messages or ShareGPT), on the assistant's tokens:
+  Train on the assistant's tokens of conversations (messages or ShareGPT):
     python experiments/train_drafter.py --method=medusa --target=smollm2 \\
       --data=sharegpt.json --output_dir=/tmp/chat
   Continue the training of a published drafter of the target:
     python experiments/train_drafter.py --method=eagle3 --target=OWNER/MODEL \\
       --heads_from=PUBLISHED --data=chat.jsonl --output_dir=/tmp/tuned
-  Train on samples from the target itself:
+  Train on text that the target generates:
     python experiments/train_drafter.py --method=medusa --data=self \\
       --output_dir=/tmp/self
   Draft only the 1024 most frequent tokens:
     python experiments/train_drafter.py --method=eagle3 \\
       --draft_vocabulary=1024 --output_dir=/tmp/eagle
-  Start a joint run from trained heads (the two stages of the Medusa paper):
+  Train target and heads jointly, starting from trained heads (the two stages of
+  the Medusa paper):
     python experiments/train_drafter.py --method=medusa2 \\
       --heads_from=/tmp/medusa --output_dir=/tmp/joint
-  Compare learning rates by short trainings:
+  Compare learning rates in short training runs:
     python experiments/train_drafter.py --method=medusa --steps=200 \\
       --sweep=learning_rate:0.001,0.003,0.01 --output_dir=/tmp/rates
 
 Files in --output_dir:
 
-  heads.safetensors, heads.json   the heads of the last evaluation
+  heads.safetensors, heads.json   heads of the last evaluation
   best/                the same files, for the evaluation with the largest
-                       greedy_block_efficiency (tokens per target pass in
-                       greedy decoding)
-  model.safetensors, config.json, tokenizer.json   the target, if trained
+                       greedy_block_efficiency (tokens per target call in greedy
+                       decoding)
+  model.safetensors, config.json, tokenizer.json   target, if it is trained
   train_drafter.json   results before and after training; the last line of
                        stdout names this file
-  training.json        tokens, minutes and learning curve, including earlier
-                       stages (--heads_from); generate.py reads it
+  training.json        number of training tokens, minutes and learning curve,
+                       including earlier stages (--heads_from); generate.py
+                       reads this file
   metrics.csv, events.out.tfevents.*   losses and evaluations by step
   curves.png           learning curves
-  checkpoints/, run.json   state and settings, for resuming
+  checkpoints/, run.json   training state and settings, to resume the run
 
 SIGTERM and Ctrl-C save a checkpoint and end the run after the current step. The
-same command continues a stopped or killed run, which ends with bit-identical
-weights. A larger --steps continues a finished run, with the learning rates of a
-run of that length: the rate may rise before it falls to 0 again. A smaller
---steps ends the run at the newest checkpoint at or before it and writes its
-heads: --steps=400 makes the heads of checkpoint 400 of a longer run.
+same command resumes a stopped or killed run. The final weights are then
+bit-identical to those of a run without interruption.
+
+With a larger --steps, the same command continues a finished run. It uses the
+learning rates of a run of the new length, so the rate may rise before it falls
+to 0 again. With a smaller --steps, the script writes the heads of the newest
+checkpoint at or before this step: for example, --steps=400 writes the heads of
+checkpoint 400 of a longer run.
 """
 
 from collections.abc import Callable
@@ -122,36 +129,38 @@ _METHOD = flags.DEFINE_enum(
 _TARGET = shared.target()
 _DTYPE = shared.training_dtype()
 _DATA = shared.data(
-    "Training text, or conversations: .jsonl or .json records with messages "
-    "(role, content) or ShareGPT conversations (from, value), which are "
-    "rendered with the target's chat template. With self or self:SOURCE the "
-    "target samples the text: it continues the beginnings of documents in "
-    "SOURCE (default: stdlib), or answers the first messages of its "
-    "conversations; self:SOURCE,MORE adds the conversations of MORE. Values of "
-    "SOURCE, and values without self")
+    "Training text or conversations. Conversations are .jsonl or .json records "
+    "with messages (role, content) or in the ShareGPT form (from, value); they "
+    "are rendered with the target's chat template. With self or self:SOURCE "
+    "the target generates the training text: it continues the beginnings of "
+    "documents in SOURCE (default: stdlib), or answers the first messages of "
+    "conversations in SOURCE. self:SOURCE,MORE also adds the complete "
+    "conversations of MORE. Other values, and values of SOURCE")
 _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
 _HEADS = flags.DEFINE_integer(
-    "heads", 4, "Number of drafted tokens, after the next token of the target. "
-    "Depending on --method it is the number of heads, modules, draft steps or "
-    "look-ahead tokens", 1)
+    "heads", 4, "Number of tokens that are drafted after the target's next "
+    "token. Depending on --method, it is the number of heads, modules, draft "
+    "steps or look-ahead tokens", 1)
 _HEADS_FROM = flags.DEFINE_string(
-    "heads_from", None, "Heads to start from: a directory of this script, or a "
-    "published drafter of --target (a directory, or a name on the Hugging Face "
-    "hub) in a layout of Medusa, Hydra, EAGLE-1 or 3, speculators, SpecForge, "
-    "DeepSpec, DFlash, DSpark or MTP modules. Excludes --heads, "
-    "--draft_vocabulary and the flags for the form of heads. Default: new heads"
-    )
+    "heads_from", None, "Trained heads whose weights initialise the run: an "
+    "--output_dir of this script, or a published drafter of --target (a "
+    "directory, or a name on the Hugging Face hub) in a layout of Medusa, "
+    "Hydra, EAGLE-1 or 3, speculators, SpecForge, DeepSpec, DFlash, DSpark or "
+    "MTP modules. Excludes --heads, --draft_vocabulary and the flags for the "
+    "form of heads. Default: new heads")
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "eagle3, parallel (eagle1 with --narrow_head): "
-    "number of different tokens that can be drafted: the most frequent tokens "
-    "of the training text, and the end-of-text tokens. Default: all tokens", 1)
+    "number of different tokens that can be drafted. They are the most "
+    "frequent tokens of the training text and the end-of-text tokens. Default: "
+    "all tokens", 1)
 _NARROW_HEAD = flags.DEFINE_bool(
-    "narrow_head", False, "eagle1, eagle3: draft with the target's LM head, "
-    "restricted to the tokens of --draft_vocabulary (required). This head is "
-    "neither trained nor stored")
+    "narrow_head", False, "eagle1, eagle3: draft with the rows of the target's "
+    "LM head for the tokens of --draft_vocabulary, which is required. These "
+    "rows are neither trained nor stored. Default: the usual output head of "
+    "--method")
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -164,62 +173,64 @@ _ACCUMULATE = flags.DEFINE_integer(
 _STEPS = shared.steps()
 _LEARNING_RATE = shared.learning_rate(
     None, "Peak learning rate of the heads. The default depends on the method "
-    "and on the target's number of parameters: it is interpolated in "
-    "logarithms between a rate for the bundled target (4.2M parameters) and a "
-    "published rate. With --optimizer=muon it is "
+    "and on the target's number of parameters. It is interpolated on a "
+    "logarithmic scale between a rate for the bundled target (4.2M parameters) "
+    "and a published rate. With --optimizer=muon the default is "
     f"{optimizers.MUON_RATE:g}. " + "; ".join(
         f"{m.name}: {m.learning_rate}" for m in methods.METHODS))
 _OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. A target "
-    "that is trained too (medusa2, --train_target) always uses AdamW")
+    "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. If the "
+    "target is also trained (medusa2, --train_target), its optimiser is always "
+    "AdamW")
 _KEEP_FEATURES = flags.DEFINE_bool(
     "keep_features", False, "eagle1, eagle3 with --data=self: keep the "
-    "target's hidden states of every row in memory, so that the target reads "
-    "each row only once. Default: it reads a row in every epoch")
+    "target's hidden states of all rows in memory, so that they are computed "
+    "only once. Default: compute them again in every epoch")
 _RATE_RATIO = flags.DEFINE_float(
     "rate_ratio", 4.0, "Learning rate of the heads divided by the learning "
-    "rate of the target, if the target is trained too (medusa2, "
+    "rate of the target, if the target is also trained (medusa2, "
     "--train_target)", 0.01)
 _SWEEP = sweep.define()
 _SCHEDULE = flags.DEFINE_enum(
-    "schedule", "trapezoid", ["trapezoid", "cosine"], "Learning rate after the "
-    "warm-up: trapezoid, constant and then falling linearly to 0 (see "
-    "--decay_fraction); cosine, half a cosine from the peak to 0")
+    "schedule", "trapezoid", ["trapezoid", "cosine"], "Schedule of the "
+    "learning rate after the warm-up: trapezoid (constant, then falling "
+    "linearly to 0, see --decay_fraction) or cosine (half a cosine from the "
+    "peak to 0)")
 _WARMUP_FRACTION = shared.warmup_fraction()
 _DECAY_FRACTION = shared.decay_fraction()
 _SELF_DIR = flags.DEFINE_string(
-    "self_dir", None, "With --data=self: directory of the sampled rows, which "
-    "several runs can share. Default: self/ in --output_dir")
+    "self_dir", None, "With --data=self: directory of the rows that the target "
+    "generates, which several runs can share. Default: self/ in --output_dir")
 _SELF_CHAT = flags.DEFINE_bool(
-    "self_chat", None, "With --data=self:SOURCE: each document of SOURCE is "
-    "a user message, which the target answers in its chat template. Default: "
-    "only if SOURCE contains conversations")
+    "self_chat", None, "With --data=self:SOURCE: use each document of SOURCE "
+    "as a user message, which the target answers in its chat template. "
+    "Default: true if SOURCE contains conversations, otherwise false")
 _ANSWERS_ONLY = flags.DEFINE_bool(
-    "answers_only", None, "With conversations: train only on the tokens that "
-    "an assistant writes. --noanswers_only trains on all tokens. Evaluation "
-    "uses all tokens. Default: true if there are conversations")
+    "answers_only", None, "With conversations: train only on the assistant's "
+    "tokens. --noanswers_only trains on all tokens. Evaluation always uses all "
+    "tokens. Default: true if the data contains conversations")
 _SELF_ROWS = flags.DEFINE_integer(
-    "self_rows", 2048, "With --data=self: number of rows (with --self_chat: of "
-    "messages) to sample for training; --held_out_rows more are sampled for "
-    "evaluation", 1)
+    "self_rows", 2048, "With --data=self: number of rows (with --self_chat: "
+    "messages) that the target generates for training. It generates "
+    "--held_out_rows further rows for evaluation", 1)
 _SELF_PROMPT_TOKENS = flags.DEFINE_integer(
-    "self_prompt_tokens", 32, "With --data=self: tokens at the start of a row "
-    "that come from SOURCE; with --self_chat the maximum length of a message",
-    1)
+    "self_prompt_tokens", 32, "With --data=self: number of tokens from SOURCE "
+    "at the start of each row. With --self_chat: maximum length of a message "
+    "in tokens", 1)
 _SELF_TEMPERATURE = flags.DEFINE_float(
-    "self_temperature", 1.0, "With --data=self: sampling temperature; 0 is "
-    "greedy", 0.0)
+    "self_temperature", 1.0, "With --data=self: sampling temperature of the "
+    "target; 0 is greedy decoding", 0.0)
 _SELF_ROWS_PER_FILE = flags.DEFINE_integer(
-    "self_rows_per_file", None, "With --data=self: number of rows sampled in "
-    "one batch, and stored in one file. Hundreds suit an accelerator. Default: "
-    "32, with --self_chat 64", 1)
+    "self_rows_per_file", None, "With --data=self: number of rows that are "
+    "generated in one batch and stored in one file. On a GPU or TPU, use "
+    "several hundred. Default: 32, or 64 with --self_chat", 1)
 _HELD_OUT_ROWS = shared.held_out_rows(64)
 _EVALUATE_EVERY = shared.evaluate_every()
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _KEEP_CHECKPOINTS = flags.DEFINE_integer(
-    "keep_checkpoints", 5, "Number of checkpoints on disk; older ones are "
-    "deleted. A later run with a smaller --steps can write the heads of a "
-    "checkpoint", 2)
+    "keep_checkpoints", 5, "Maximum number of checkpoints on disk; older "
+    "checkpoints are deleted. A later run with a smaller --steps can write the "
+    "heads of a stored checkpoint", 2)
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
@@ -245,7 +256,7 @@ def _source() -> drafter_rows.Source:
 
 def _start(method: methods.Method, source: drafter_rows.Source
            ) -> drafter_heads.Start:
-  """Returns the maker of the initial heads."""
+  """Returns the `Start`, which creates or loads the initial heads."""
   own_text = source.own is not None
   start = drafter_heads.Start(
       method=method, num_heads=_HEADS.value,
@@ -262,8 +273,9 @@ def _check_rates(tuned: bool) -> None:
   """Raises `ValueError` if a flag of the learning rate has no effect."""
   if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
     raise ValueError(f"--decay_fraction={_DECAY_FRACTION.value} is "
-                     "incompatible with --schedule=cosine, which falls from "
-                     "the end of the warm-up; leave one of the two out")
+                     "incompatible with --schedule=cosine, whose learning rate "
+                     "falls from the end of the warm-up; leave one of the two "
+                     "out")
   if _RATE_RATIO.present and not tuned:
     raise ValueError(f"--{_RATE_RATIO.name} requires a target that is trained "
                      f"with its heads, and --method={_METHOD.value} with these "
@@ -306,13 +318,13 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
            dtype: str) -> tuple[int, ...]:
   """Claims the output directory for this run.
 
-  New heads are identified by `objective` and the seed, not by their initial
-  values. These values contain means over the target's embeddings, whose last
-  bits depend on the number of CPU cores. So a run can resume on another
-  machine.
+  New heads are identified by `objective` and the seed, so that a run can resume
+  on another machine. Their initial values are not compared, because they
+  contain means over the target's embeddings. The last bits of these means
+  depend on the number of CPU cores.
 
   Returns:
-    All values of --steps with which the run was started or continued.
+    Every value of --steps with which the run was started or continued.
   """
   return runs.claim_run(output_dir, {
       "objective": repr(objective), "corpus": text.corpus,
@@ -334,8 +346,8 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
     Callable[[], tuple[drafter_rows.Batches, np.ndarray]]]:
   """Reads the training text and creates the heads.
 
-  With --self_chat the target generates answers to the text, which can take
-  hours. All flags are checked first.
+  With --self_chat, the target answers the messages of the text, which can take
+  hours. So all flags are checked before.
 
   Returns:
     `(output directory, text, learner, row length, rows)`, where `rows` is the
@@ -359,7 +371,7 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
 def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
              rate: float, tuned: bool, batch: drafter_rows.Batches,
              num_rows: int, **more: object) -> loop.Trainer:
-  """Returns a trainer; its batches include the progress of the run."""
+  """Returns a trainer whose batches contain the progress of the run."""
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
       loss=f"weighted sum over {learner.heads.num_forecasts} heads",
@@ -394,7 +406,7 @@ def main() -> None:
       start, source, target, tokenizer, mesh)
   heads, params, objective = learner
   added = common.num_parameters(params)
-  print(f"{method.name}: {added:,} parameters beside the target's "
+  print(f"{method.name}: {added:,} parameters in addition to the target's "
         f"{common.num_parameters(target.params):,}", file=sys.stderr)
 
   trainable, frozen = start.weights(learner, target)

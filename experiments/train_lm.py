@@ -1,33 +1,38 @@
-"""Trains a language model: a target or a drafter.
+"""Trains a language model: a target model or a draft model.
 
-Reads text, trains a byte-level BPE tokenizer (or uses --tokenizer), and trains
-a Llama-shaped decoder. Files in --output_dir:
+The script reads text, trains a byte-level BPE tokenizer (unless --tokenizer is
+set), and trains a model of the Llama architecture. Files in --output_dir:
 
   model.safetensors, config.json, tokenizer.json   the model
-  metrics.csv, events.out.tfevents.*, curves.png   loss, bits per byte
-  checkpoints/                                     for an exact resume
+  metrics.csv, events.out.tfevents.*, curves.png   loss and bits per byte by
+                       step
+  checkpoints/         training state, to resume the run exactly
   train_lm.json        training data and bits per byte; the last line of stdout
                        names this file
 
-SIGTERM and Ctrl-C save a checkpoint and end the run after the current step.
-The same command continues a stopped or killed run, which ends with
-bit-identical weights. A larger --steps continues a finished run, with the
-learning rates of a run of that length: the rate may rise before it falls to 0
-again. A smaller --steps ends the run at the newest checkpoint at or before it.
+SIGTERM and Ctrl-C save a checkpoint and end the run after the current step. The
+same command resumes a stopped or killed run. The final weights are then
+bit-identical to those of a run without interruption.
 
---mtp trains self-drafting heads with the model. It also writes
-heads.safetensors, heads.json and training.json, in the format of
+With a larger --steps, the same command continues a finished run. It uses the
+learning rates of a run of the new length, so the rate may rise before it falls
+to 0 again. With a smaller --steps, the script writes the model of the newest
+checkpoint at or before this step.
+
+With --mtp, the script also trains self-drafting heads together with the model.
+It writes heads.safetensors, heads.json and training.json, in the format of
 train_drafter.py.
 
-Examples. A target and a small drafter on Python's standard library:
+A target and a small draft model on Python's standard library:
 
   python experiments/train_lm.py --output_dir=/tmp/target
   python experiments/train_lm.py --output_dir=/tmp/drafter \\
     --tokenizer=/tmp/target/tokenizer.json \\
     --width=96 --layers=2 --heads=3 --kv_heads=1 --head_dim=32 --mlp_width=192
 
-A target with a module that predicts the token after the next one (DeepSeek-V3),
-and a target with three layers parallel to its last one (Gloeckle et al. 2024):
+A target with a module that predicts the token after the next token
+(DeepSeek-V3), and a target with three layers parallel to its last layer
+(Gloeckle et al. 2024):
 
   python experiments/train_lm.py --output_dir=/tmp/mtp --mtp=modules
   python experiments/train_lm.py --output_dir=/tmp/mtp4 --mtp=parallel \\
@@ -37,7 +42,7 @@ A target that drafts with its first layers (LayerSkip, for drafters.EarlyExit):
 
   python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1
 
-The same from a trained target, as in the LayerSkip paper:
+LayerSkip training that starts from a trained target, as in the paper:
 
   python experiments/train_lm.py --output_dir=/tmp/layer_skip --exit_scale=1 \\
     --initial=bundled --steps=200 --learning_rate=0.01
@@ -95,65 +100,76 @@ _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the model and its checkpoints, required; it is "
     "created if needed")
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "Tokenizer: a tokenizer.json, or a model that has one, "
-    f"{shared.PUBLISHED}. Default: train a tokenizer on --data")
+    "tokenizer", None, "Tokenizer of the model: a file tokenizer.json, or a "
+    f"model whose tokenizer is used ({shared.PUBLISHED}). Default: train a "
+    "tokenizer on --data")
 _INITIAL = flags.DEFINE_string(
-    "initial", None, "Model to start from, with its shape, weights and "
-    f"tokenizer: bundled, small, tiny, {shared.PUBLISHED}. Default: random "
-    "weights")
+    "initial", None, "Trained model whose shape, initial weights and tokenizer "
+    f"are used: bundled, small, tiny, {shared.PUBLISHED}. Default: random "
+    "initial weights")
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 4096, "Vocabulary size, in tokens, of a newly trained "
+    "vocab_size", 4096, "Number of tokens in the vocabulary of a newly trained "
     "tokenizer", 257)
-_WIDTH = flags.DEFINE_integer("width", 256, "Width of the residual stream", 1)
-_LAYERS = flags.DEFINE_integer("layers", 4, "Number of transformer layers", 1)
-_HEADS = flags.DEFINE_integer("heads", 4, "Number of query heads", 1)
+_WIDTH = flags.DEFINE_integer(
+    "width", 256, "Width of the model's hidden states (residual stream)", 1)
+_LAYERS = flags.DEFINE_integer(
+    "layers", 4, "Number of transformer layers of the model", 1)
+_HEADS = flags.DEFINE_integer(
+    "heads", 4, "Number of query heads of the model's attention", 1)
 _KV_HEADS = flags.DEFINE_integer(
-    "kv_heads", 2, "Number of key-value heads; must divide --heads", 1)
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Width of a head", 2)
-_MLP_WIDTH = flags.DEFINE_integer("mlp_width", 768, "Inner SwiGLU width", 1)
+    "kv_heads", 2, "Number of key-value heads of the model's attention; must "
+    "divide --heads", 1)
+_HEAD_DIM = flags.DEFINE_integer(
+    "head_dim", 64, "Width of one attention head of the model", 2)
+_MLP_WIDTH = flags.DEFINE_integer(
+    "mlp_width", 768, "Width of the hidden layer of the model's SwiGLU MLP", 1)
 _OF_INITIAL = (_TOKENIZER, _VOCAB_SIZE, _WIDTH, _LAYERS, _HEADS, _KV_HEADS,
                _HEAD_DIM, _MLP_WIDTH)  # excluded by --initial
 _CONTEXT_LENGTH = flags.DEFINE_integer(
-    "context_length", 512, "Tokens of a training window, and maximum "
-    "sequence length of a new model", 2)
-_BATCH_SIZE = shared.batch_size("Windows per training step")
+    "context_length", 512, "Number of tokens in a training window. It is also "
+    "the maximum sequence length of a new model", 2)
+_BATCH_SIZE = shared.batch_size(
+    "Number of windows of --context_length tokens per training step")
 _STEPS = shared.steps(3000)
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "muon", ["muon", "adamw"],
-    "Optimiser; muon uses Muon for the layers' "
-    "matrices and Adam for all other parameters")
+    "Optimiser: muon (Muon for the matrices of the layers, Adam for all other "
+    "parameters) or adamw (AdamW for all parameters)")
 _LEARNING_RATE = shared.learning_rate(
-    0.02, "Peak learning rate; 0.02 suits muon, 0.003 adamw")
+    0.02, "Peak learning rate. Use about 0.02 with --optimizer=muon, and 0.003 "
+    "with --optimizer=adamw")
 _WARMUP_FRACTION = shared.warmup_fraction(0.0333)
 _DECAY_FRACTION = shared.decay_fraction()
 _EVALUATE_EVERY = shared.evaluate_every(1000)
 _EVALUATION_STRIDE = flags.DEFINE_integer(
-    "evaluation_stride", 256, "Tokens between the starts of overlapping "
-    "held-out windows. Each token is predicted from at least --context_length "
-    "minus this number of tokens", 1)
+    "evaluation_stride", 256, "Number of tokens between the starts of "
+    "overlapping held-out windows, in evaluation. Each token is predicted from "
+    "at least --context_length minus --evaluation_stride earlier tokens", 1)
 _CHECKPOINT_EVERY = shared.checkpoint_every()
 _MTP = flags.DEFINE_enum(
     "mtp", "none", ["none", *_KINDS], "Form of the multi-token prediction "
-    "heads: modules, applied in sequence, or layers parallel to the last one")
+    "heads that are trained with the model: modules (applied in sequence), "
+    "parallel (layers parallel to the last layer) or none (no such heads)")
 _MTP_HEADS = flags.DEFINE_integer(
     "mtp_heads", 1, "Number of tokens, after the next token, that the "
     "multi-token prediction heads predict; requires --mtp", 1)
 _MTP_WEIGHT = flags.DEFINE_float(
     "mtp_weight", None, "Weight of the mean loss of the multi-token prediction "
     "heads, relative to the next-token loss; requires --mtp. Default: 0.3 for "
-    "--mtp=modules; --mtp_heads for --mtp=parallel, so that every predicted "
-    "token has the weight of the next token", 0.0)
-_HELD_OUT_ROWS = 16  # for measuring the heads
+    "--mtp=modules, and the value of --mtp_heads for --mtp=parallel, so that "
+    "each predicted token has the same weight as the next token", 0.0)
+_HELD_OUT_ROWS = 16  # rows on which the heads are measured
 _EXIT_SCALE = flags.DEFINE_float(
     "exit_scale", None, "LayerSkip: weight of the next-token losses after "
-    "earlier layers, usually 0.1 to 1. Default: no LayerSkip", 0.0)
-_EXIT_EVERY = flags.DEFINE_integer(
-    "exit_every", 2, "LayerSkip: interval, in training steps, between two "
-    "steps in which the same earlier layer has a loss", 1)
-_LAYER_DROPOUT = flags.DEFINE_float(
-    "layer_dropout", 0.1, "LayerSkip: probability of dropping the last layer "
-    "at the end of the run. It is lower for earlier layers and earlier steps",
+    "earlier layers, usually from 0.1 to 1. Default: train without LayerSkip",
     0.0)
+_EXIT_EVERY = flags.DEFINE_integer(
+    "exit_every", 2, "LayerSkip: number of training steps after which the same "
+    "earlier layers have a loss again; requires --exit_scale", 1)
+_LAYER_DROPOUT = flags.DEFINE_float(
+    "layer_dropout", 0.1, "LayerSkip: probability with which the last layer is "
+    "dropped at the end of the run. It is smaller for earlier layers, and, for "
+    "a new model, in earlier steps; requires --exit_scale", 0.0)
 _LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
@@ -162,7 +178,11 @@ _MESH = shared.mesh()
 
 
 def _initial() -> Pretrained | None:
-  """Returns the initial model, or None."""
+  """Returns the model of --initial, or None if the flag is not set.
+
+  Raises:
+    ValueError: another flag contradicts the model.
+  """
   if _INITIAL.value is None:
     return None
   for flag in _OF_INITIAL:
@@ -181,14 +201,25 @@ def _initial() -> Pretrained | None:
 
 def _tokenizer(path: pathlib.Path, training_texts: Iterable[str],
                initial: Pretrained | None) -> tokenizers.Tokenizer:
-  """Returns the tokenizer of the flags or of the run, or trains one."""
+  """Returns the tokenizer of the run.
+
+  It is the tokenizer of --tokenizer or --initial, the tokenizer stored by an
+  earlier start of the run, or a newly trained tokenizer.
+
+  Args:
+    path: tokenizer.json of the run.
+    training_texts: documents for training a tokenizer.
+    initial: model of --initial, or None.
+  """
   stored = tokenizers.Tokenizer.load(path) if path.exists() else None
   flag = _TOKENIZER if initial is None else _INITIAL
   if flag.value:
     return _named_tokenizer(flag, initial, stored, path)
   if stored is None:
     return tokenizers.train(training_texts, _VOCAB_SIZE.value)
-  begun = path.with_name(runs.MANIFEST).exists()  # a small text gives fewer
+  # A tokenizer that was trained on a small text can have fewer tokens than
+  # --vocab_size. So the size is not checked if the run itself stored the file.
+  begun = path.with_name(runs.MANIFEST).exists()
   if _has_other_vocab_size(stored) and not begun:
     raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and {path} has "
                      f"{stored.vocab_size} tokens; leave the flag out, or move "
@@ -201,13 +232,15 @@ def _named_tokenizer(flag: flags.FlagHolder, initial: Pretrained | None,
                      ) -> tokenizers.Tokenizer:
   """Returns the tokenizer of --tokenizer or --initial.
 
-  Raises `ValueError` unless it is the one that the run has stored in `path`.
+  Raises:
+    ValueError: the run has stored another tokenizer in `path`, or --vocab_size
+      is another size.
   """
   named = (models.load_tokenizer(flag.value) if initial is None
            else initial.tokenizer)
   if stored and not stored.same_tokens(named):
-    raise ValueError(f"--{flag.name} is {flag.value} and {path} is "
-                     "another; leave the flag out, or choose another "
+    raise ValueError(f"--{flag.name} is {flag.value} and {path} is another "
+                     "tokenizer; leave the flag out, or choose another "
                      "--output_dir")
   if _has_other_vocab_size(named):
     raise ValueError(f"--vocab_size is {_VOCAB_SIZE.value} and --{flag.name} "
@@ -217,7 +250,7 @@ def _named_tokenizer(flag: flags.FlagHolder, initial: Pretrained | None,
 
 
 def _has_other_vocab_size(tokenizer: tokenizers.Tokenizer) -> bool:
-  """Returns whether --vocab_size is set to the size of another tokenizer."""
+  """Returns whether --vocab_size is set and is not the tokenizer's size."""
   return _VOCAB_SIZE.present and _VOCAB_SIZE.value != tokenizer.vocab_size
 
 
@@ -242,7 +275,7 @@ def _objective(model: Transformer
     for flag in (_MTP_HEADS, _MTP_WEIGHT):
       if flag.present:
         raise ValueError(f"--{flag.name} is {flag.value} and --mtp is none; "
-                         f"give --mtp={' or --mtp='.join(_KINDS)}")
+                         f"set --mtp={' or --mtp='.join(_KINDS)}")
     return _layer_skip(model) or objectives.NextToken(model=model), None
   for flag in _LAYER_SKIP:
     if flag.present:
@@ -280,15 +313,18 @@ def _save_heads(output_dir: pathlib.Path,
                 objective: objectives.MTPJointObjective, trained: Params,
                 held_out: np.ndarray, spent: dict[str, Any], dtype: str
                 ) -> dict[str, Any]:
-  """Writes the heads; returns the content of training.json.
+  """Measures and writes the multi-token prediction heads.
 
   Args:
     output_dir: directory of the run.
     objective: objective of the run.
-    trained: parameters `{"target", "drafter"}`, as saved.
+    trained: `{"target": params, "drafter": params}` in the saved precision.
     held_out: `[T]` held-out tokens.
     spent: training data and number of training tokens.
     dtype: dtype of the evaluation.
+
+  Returns:
+    `{"heads": content of training.json, "loss": losses by head}`.
   """
   heads = objective.mtp.heads
   methods.save_heads(
@@ -311,7 +347,10 @@ def _save_heads(output_dir: pathlib.Path,
 def _begun(initial: Pretrained | None, tokenizer: tokenizers.Tokenizer
            ) -> tuple[
     Transformer, objectives.Objective, methods.Heads | None, Params]:
-  """Returns model, objective, heads or None, and initial parameters."""
+  """Returns `(model, objective, heads, parameters)` at the start of the run.
+
+  The heads are None without --mtp.
+  """
   model = initial.model if initial else _model(tokenizer)
   objective, heads = _objective(model)
   key = jax.random.key(_SEED.value)
@@ -331,7 +370,10 @@ def _training_texts() -> Iterator[str]:
 
 
 def _measure(model: Transformer, corpus: TokenFiles) -> evaluation.Measure:
-  """Returns a function from `{"target"}` to measures on held-out text."""
+  """Returns a function `{"target": params} -> {metric: value}`.
+
+  The metrics are computed on held-out text.
+  """
   measure = evaluation.bits_per_byte(
       model, corpus.tokens[1], corpus.num_bytes[1], _CONTEXT_LENGTH.value,
       min(_EVALUATION_STRIDE.value, _CONTEXT_LENGTH.value))
@@ -344,7 +386,7 @@ def _claim(output_dir: pathlib.Path, corpus: TokenFiles, model: Transformer,
   """Claims the output directory for this run.
 
   Returns:
-    All values of --steps with which the run was started or continued.
+    Every value of --steps with which the run was started or continued.
   """
   return runs.claim_run(output_dir, {
       "model": repr(model), "corpus": corpus.corpus,

@@ -2,29 +2,30 @@
 
 A draft tree contains several continuations, which the target verifies in one
 pass. Its root is the last generated token. This script measures the gain of
-trees over chains in tokens per target pass and in speed. It prints tokens per
-pass, tokens per second and speed-up over autoregressive decoding, with one row
-per method, number of nodes N (including the root) and temperature. The same
-figures go to trees.csv, trees.json and two plots in --output_dir.
+trees over chains, in tokens per target pass and in speed. It prints one row per
+method, number of nodes N (including the root) and temperature. A row contains
+tokens per pass, tokens per second and the speed-up over autoregressive
+decoding.
 
-Example, with the bundled models:
-
+  python experiments/tree_study.py
   python experiments/tree_study.py --nodes=8,64 --temperature=1
+  python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
 
 Methods (--methods selects some of them):
 
-  chain_token          one chain of N - 1 tokens, token verification
+  chain_token          chain of N - 1 tokens, token verification
   chain_block          the same chain, block verification
   specinfer            tree with independently sampled children, recursive
                        rejection sampling (SpecInfer)
   k_seq                the same trees, K-SEQ verification (SpecTr)
-  without_replacement  tree with children drawn without replacement, recursive
+  without_replacement  tree with children sampled without replacement, recursive
                        rejection sampling (Sequoia)
   traversal            the same trees, traversal verification
-  hybrid               K children per node: the K - 1 most likely tokens and one
-                       sampled from the others; recursive rejection sampling
-  top_k                the most likely children; the target samples its own
-                       token and accepts a child that matches
+  hybrid               tree with K children per node: the K - 1 most likely
+                       tokens, and one token sampled from the others; recursive
+                       rejection sampling
+  top_k                tree of the most likely children; the target samples a
+                       token and accepts the child with this token
 
 Tree shapes: Sequoia's dynamic program computes the best shape for N nodes from
 the acceptance rates of a node's first, second, ... child. These rates are
@@ -35,35 +36,32 @@ accepted more often if it has fewer siblings.
 
 Tokens per pass: the expected number of accepted tokens is computed exactly for
 every draft, without sampling noise. In the column "same drafts", methods with
-the same kind of drafts are evaluated on the drafts of the first method, so
-their comparison is paired. The last row of a temperature (dynamic program's
-choice) is the tree, chain or plain decoding with the highest predicted speed on
-this machine. The prediction uses the measured times of target passes, drafter
-passes and rounds.
+the same kind of drafts are evaluated on the drafts of the first method, so they
+are compared on identical drafts. The last row of a temperature (dynamic
+program's choice) is the method and number of nodes with the highest predicted
+speed on this machine. It can be a tree, a chain or autoregressive decoding. The
+prediction uses the measured times of target passes, drafter passes and rounds.
 
-A second table has the rounds per sequence: target passes until --max_new_tokens
-or an eos in own rollouts, as mean and 90 % quantile over sequences. It also
-compares the tokens per pass with the best possible rule of one round on the
-same drafts. For chains this optimum has a closed form (see replay.py; --methods
-must include chain_block). For i.i.d. trees and trees without replacement only a
-bound is known (see `analysis.accepted_bound`): "at least -15 %" means that the
-rule is at most 15 % below the optimum. The bounds use separate drafts.
+A second table contains the rounds per sequence: the number of target passes
+until --max_new_tokens or an end-of-text token, as mean and 90 % quantile over
+sequences. Here each method generates its own text. The table also compares the
+tokens per pass with the best possible rule of one round on the same drafts. For
+chains this optimum has a closed form (see replay.py; --methods must include
+chain_block). For i.i.d. trees and trees without replacement, only an upper
+bound of the optimum is known (see `analysis.accepted_bound`). "at least -15 %"
+means that the rule is at most 15 % below the optimum. The bounds use separate
+drafts.
 
-More examples:
-
-  python experiments/tree_study.py
-  python experiments/tree_study.py --prompts=gsm8k=test.jsonl,humaneval
-
---batch=B decodes B prompts together, on the devices of --mesh if there are
-several, with the same tokens and acceptance in float32. Such a study does not
-measure time. It omits tokens per second, the speed-up, plain decoding and the
-dynamic program's choice.
+--batch=B decodes B prompts together, on several devices with --mesh. In
+float32, tokens and acceptance do not depend on B. Speed is not measured then,
+so tokens per second, the speed-up, autoregressive decoding and the dynamic
+program's choice are omitted:
 
   python experiments/tree_study.py --batch=16
 
-Results of each prompt are appended to runs.jsonl in --output_dir. A killed
-study resumes from there if started again. The last line of stdout names
-trees.json. The plots are trees_tokens.png and trees_speed.png.
+Results of each prompt are appended to runs.jsonl in --output_dir. If the script
+is killed, the same command resumes it. Output: trees.csv, trees.json (the last
+line of stdout names it), and the plots trees_tokens.png and trees_speed.png.
 """
 
 from collections.abc import Callable
@@ -96,13 +94,14 @@ from specjax.strategies import Strategy
 from specjax.utils import files
 
 _BUDGETS = flags.DEFINE_list(
-    "nodes", "4,8,16,32,64", "Sizes of a draft (chain or tree) in nodes, "
-    "comma-separated. The root (the last generated token) counts, so each is "
-    "at least 2")
+    "nodes", "4,8,16,32,64", "Sizes of the drafts (chains and trees) in nodes, "
+    "at least 2, comma-separated. A size includes the root (the last generated "
+    "token)")
 _METHODS_WANTED = flags.DEFINE_list(
-    "methods", None, "Methods to compare, comma-separated, such as "
-    "chain_block,specinfer,traversal; the script's description lists them. "
-    "Default: all")
+    "methods", None, "Methods to compare (kinds of drafts with their "
+    "verification rules), comma-separated, such as "
+    "chain_block,specinfer,traversal. The description of the script lists all "
+    "methods. Default: all")
 _TEMPERATURE = shared.temperatures("0,0.6,1")
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
@@ -117,21 +116,25 @@ _SEED = shared.seed()
 _BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
-_CHILDREN = 8  # children of the root in measurements of acceptance rates
+_CHILDREN = 8  # children of the root when acceptance rates are measured
 _DEPTH = 12  # maximum depth of a tree in tokens
 _CALIBRATION_PROMPTS = 6
 _CALIBRATION_ROUNDS = 32
-_TRACED_BYTES = 2**28  # limit for the distributions of one traced call
+_TRACED_BYTES = 2**28  # maximum size of the distributions of one traced call
 _BASELINE, _FASTEST = report.BASELINE, report.FASTEST
 
 
 def _chain(strategy: Callable[..., Strategy]):
-  """Returns a method whose draft is a chain, with the size of a given tree."""
+  """Returns a function `(model, parents) -> Strategy` that drafts chains.
+
+  A chain has as many nodes as the tree `parents`.
+  """
   return lambda model, parents: strategy(model, len(parents) - 1)
 
 
-# `(model, parents) -> Strategy` by method name. Methods of one group have the
-# same drafts, and are evaluated on the rollouts of the first one.
+# Functions `(model, parents) -> Strategy` by method name. Methods of one group
+# have the same drafts. All of them are also evaluated on the rollouts of the
+# first method of the group.
 _CHAINS = {"chain_token": _chain(strategies.speculative_sampling),
            "chain_block": _chain(strategies.block_verification)}
 _GROUPS = (
@@ -142,18 +145,19 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
-# Methods whose first children are samples of the drafter's distribution; only
-# for these a bound is known.
+# Tree methods with a known bound of the best rule. The bound requires that the
+# first child of every node is a sample of the drafter's distribution.
 _BOUNDED = (*_GROUPS[1], *_GROUPS[2])
-_BY_CHILDREN = ("hybrid",)  # acceptance depends on the number of siblings
+_BY_CHILDREN = ("hybrid",)  # acceptance rates depend on the number of siblings
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 
 
 def _groups():
-  """Returns the method names of `_GROUPS`, restricted to --methods."""
+  """Returns the method names of each group, restricted to --methods."""
   wanted = _METHODS_WANTED.value
   if wanted == []:
-    raise ValueError("--methods is empty; give at least one, or leave it out")
+    raise ValueError("--methods is empty; set at least one method, or leave "
+                     "--methods out")
   wanted = wanted or list(_METHODS)
   for name in wanted:
     if name not in _METHODS:
@@ -182,7 +186,7 @@ class _Setting:
       self._measure(budgets)
 
   def _measure(self, budgets: list[int]):
-    """Measures the seconds of a pass of the target and of the drafter."""
+    """Measures the seconds of passes of the target and of the drafter."""
     progress.say(f"timing passes over {', '.join(map(str, budgets))} nodes")
     used = self._limit - _NEW_TOKENS.value // 2
     seconds = lambda member, nodes: timing.median(timing.passes(
@@ -192,11 +196,11 @@ class _Setting:
 
   def decoder(self, temperature: float, name: str | None,
               parents: tuple[int, ...], observers: Sequence[str] = ()):
-    """Returns the decoder of a method, or an autoregressive one.
+    """Returns the decoder of a method, or an autoregressive decoder.
 
     Args:
       temperature: sampling temperature of both models.
-      name: method name; None for autoregressive decoding.
+      name: method name. None: autoregressive decoding.
       parents: parent of every node of the draft tree.
       observers: names of methods whose rules are evaluated on the same drafts.
     """
@@ -210,8 +214,8 @@ class _Setting:
   def acceptance(self, temperature: float, name: str):
     """Returns the acceptance rates of a method, for `trees.sequoia_tree`.
 
-    The result is `[K]`, one rate per child of a node; or `[K, K]` if the rates
-    depend on the number of siblings, with one row per number of children.
+    The result is `[K]`, one rate per child of a node. If the rates depend on
+    the number of siblings, it is `[K, K]`, with one row per number of children.
     """
     progress.say(f"measuring {name} at temperature {temperature:g}")
     if name not in _BY_CHILDREN:
@@ -241,7 +245,7 @@ class _Setting:
     return np.concatenate(stops).mean(0)[1:]
 
   def _traced_rounds(self, decoder: sj.Decoder):
-    """Returns the rounds per traced call: few enough to limit memory use."""
+    """Returns the number of rounds per traced call, which limits its memory."""
     laws = 3 * decoder.num_nodes * len(self._calibration)  # p, q and residual
     size = 4 * laws * self.target.model.vocab_size
     rounds = _CALIBRATION_ROUNDS
@@ -251,9 +255,9 @@ class _Setting:
 
   def round_seconds(self, temperature: float, name: str,
                     parents: tuple[int, ...]):
-    """Returns the seconds of a round minus those of its model passes.
+    """Returns the seconds of a round minus the seconds of its model passes.
 
-    It is the median over calibration prompts, and at least 0.
+    The result is the median over calibration prompts, and at least 0.
     """
     rollout = decoders.DecoderRows(
         self.decoder(temperature, name, parents), self.params,
@@ -286,10 +290,11 @@ def _plan(setting: _Setting, temperature: float, budgets: list[int]):
 
 def _plan_group(setting: _Setting, temperature: float, group: list[str],
                 budgets: list[int]):
-  """Returns `{budget: parents}` of a group, and the choices of `_fastest`.
+  """Returns `{budget: parents}` of a group, and the results of `_fastest`.
 
-  The first method of a group determines the trees. Without measured times no
-  tree is the fastest, so the other methods are not measured.
+  The first method of a group determines the trees. If latency is not measured,
+  `_fastest` is not called, so the acceptance of the other methods is not
+  needed.
   """
   timed = setting.batch is None
   depth = None if group[0] in _CHAINS else _DEPTH
@@ -328,7 +333,11 @@ def _fastest(setting: _Setting, temperature: float, name: str,
 
 def _plans(setting: _Setting, temperatures: list[float], budgets: list[int],
            path: pathlib.Path):
-  """Returns the plan of every temperature, stored in `path` for a resume."""
+  """Returns the plan of every temperature.
+
+  The plans are stored in the JSON file `path`, from which a killed study
+  resumes.
+  """
   plans = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     if f"{temperature:g}" not in plans:
@@ -357,7 +366,11 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
 
 def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
             budgets: list[int], read: prompts_lib.Prompts, path: pathlib.Path):
-  """Returns `{configuration at temperature: bounds}`; `path` stores them."""
+  """Returns `{"METHOD NODES at TEMPERATURE": bounds}`.
+
+  The bounds are stored in the JSON file `path`, from which a killed study
+  resumes.
+  """
   found = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
     for group in _groups():
@@ -382,8 +395,9 @@ def _cells(plan: dict[str, Any], budgets: list[int]):
   """Returns the configurations of a plan, in the order of the table.
 
   Returns:
-    A list of (method, configuration, configuration with the shared drafts,
-    index of the method's rule there, index of the best possible rule or None).
+    A list of tuples: method, configuration, configuration that generates the
+    shared drafts, index of the method's rule among the rules evaluated on these
+    drafts, and index of the best possible rule or None.
   """
   best = lambda group: (
       group.index("chain_block") if "chain_block" in group else None)
@@ -419,13 +433,13 @@ def _budgets() -> list[int]:
   budgets = common.draft_lengths("--nodes", _BUDGETS.value)
   if budgets[0] < 2:
     raise ValueError("--nodes contains 1; a draft needs a node below the "
-                     "root: give budgets of at least 2")
+                     "root: set sizes of at least 2")
   return budgets
 
 
 def _load(budgets: list[int], temperatures: list[float],
           batch: decoders.Batch | None):
-  """Returns the `_Setting` of the flags, and the prompts."""
+  """Loads the models, and returns the `_Setting` and the prompts."""
   target, drafters, tokenizer = models.load_models(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
   _groups()  # rejects invalid names early

@@ -3,12 +3,12 @@
 Each family of `specjax.methods` lists its drafters in its `__init__.py`:
 
   draft_models        a second language model
-  model_free          the text itself, or a datastore
+  model_free          copies from the sequence or from a datastore
   heads               heads on the target's last hidden state
-  features            layers on the target's features
-  blocks              a block of tokens in one pass
-  self_speculation    layers of the target
-  combined            several drafters
+  features            layers on the target's hidden states
+  blocks              models that draft a block of tokens in one pass
+  self_speculation    some of the target's own layers
+  combined            combinations of several drafters
   other_vocabularies  a language model with another vocabulary
 """
 

@@ -2,13 +2,14 @@
 
   objective(trainable, frozen, batch, key) -> (loss [], metrics)
 
-`trainable` and `frozen` are dictionaries of named parameter trees. An objective
-`needs` "target", and "drafter" for heads or look-ahead embeddings; each may be
-trainable or frozen. See `Objective`.
+`trainable` and `frozen` are dictionaries of named parameter trees. The
+attribute `needs` of an objective lists the trees that the objective reads:
+"target", "drafter" (heads, for example) or both. Each may be trainable or
+frozen. See `Objective`.
 
-A `DrafterObjective` trains a drafter. It also has `score`, the forecasts of
-each head, from which its loss and the accuracies of
-`specjax.training.evaluation` are computed.
+A `DrafterObjective` trains a drafter. Its method `score` evaluates the logits
+of each head. The loss and the accuracies of `specjax.training.evaluation` are
+computed from the results.
 """
 
 from specjax.methods import FAMILIES

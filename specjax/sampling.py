@@ -1,4 +1,5 @@
-"""Transforms of logits to probabilities, and sampling of verdicts."""
+"""Transforms of logits to probabilities, and sampling of tokens and verdicts.
+"""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -19,28 +20,33 @@ from specjax.types import Verdict
 from specjax.utils import fields
 
 UNIFORMS_A_DRAW = 2  # see `inverse_cdf`
-VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # the stop and the bonus token
+VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # for the stop and the next token
 
 LARGEST = 1e30  # a larger temperature or penalty would overflow float32 logits
 
 _ONE_LEVEL = 64  # number of weights for which one running sum is accurate
-_SPLIT = 16  # divisor of the number of blocks, see `inverse_cdf`
-_NEARLY_ALL = 0.999  # 1 - top_p of a larger top_p is within the rounding error
+_SPLIT = 16  # the number of blocks is a multiple of this, see `inverse_cdf`
+_NEARLY_ALL = 0.999  # above this, 1 - top_p is within the rounding error
 
 
 def smallest_mass(dtype: jax.typing.DTypeLike) -> float:
-  """Returns the mass up to which weights `[V]` count as empty.
+  """Returns the smallest sum at which weights `[V]` are precise.
 
-  Weights with a smaller sum contain subnormal numbers, which have fewer digits.
+  Callers treat weights with a smaller sum as empty, because such weights may
+  contain subnormal numbers, which have fewer digits.
+
+  Args:
+    dtype: dtype of the weights.
 
   Raises:
-    ValueError: the dtype is too coarse; float16 would lose a mass of 1/16.
+    ValueError: the dtype is too coarse. In float16, for example, weights with
+      a sum of 1/16 would count as empty.
   """
   limits = jnp.finfo(dtype)
   least = float(limits.tiny) / float(limits.eps)
   if least > limits.eps:
-    raise ValueError(f"a law is in {jnp.dtype(dtype).name}, in which small "
-                     "residuals are lost; give laws in float32 or float64")
+    raise ValueError(f"a distribution has dtype {jnp.dtype(dtype).name}, in "
+                     "which small residuals are lost; use float32 or float64")
   return least
 
 
@@ -50,21 +56,23 @@ class LogitsTransform:
 
   Target and drafter share one transform, so p and q are the distributions of
   the sampled tokens. The steps, in order: bans, constraints, temperature,
-  top-k, top-p, min-p. Probabilities are normalised after each cut. Tokens that
-  tie with the last retained one of top-k or top-p are also retained.
+  top-k, top-p, min-p. Probabilities are normalised after top-k and again at the
+  end. If tokens tie with the last token that top-k or top-p retains, they are
+  also retained.
 
   Attributes:
     temperature: divisor of the logits. 0 is greedy: all mass on the argmax (the
-      lowest id among equals). None: each call has the temperatures of its rows.
+      lowest id among equals). None: each call takes a temperature per row.
     top_k: number of most likely tokens that are retained; 0 retains all.
     top_p: mass of the most likely tokens that are retained (nucleus sampling,
       Holtzman et al. 2020); in (0, 1].
     min_p: smallest retained probability, relative to the largest one (Nguyen et
       al. 2024, arXiv:2407.01082); in [0, 1].
     banned: token ids that are never drawn.
-    constraints: constraints in order, see `specjax.constraints`. The loop and
-      the drafters apply them after the bans, along every drafted path. A call
-      of the transform does not apply them, because it has no sequence.
+    constraints: constraints in their order, see `specjax.constraints`. The
+      decoding loop and the drafters apply them after the bans, along every
+      drafted path. `__call__` does not apply them, because it receives no
+      sequence.
 
   Example:
     >>> import jax.numpy as jnp
@@ -107,7 +115,7 @@ class LogitsTransform:
         0 <= self.temperature <= LARGEST):
       raise ValueError(f"temperature is {self.temperature}; it must be at "
                        f"least 0 and at most {LARGEST:g}: 0 is greedy, 1 is "
-                       "the model's own law")
+                       "the model's own distribution")
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]: 1 keeps "
                        "all tokens")
@@ -121,8 +129,9 @@ class LogitsTransform:
 
     Args:
       logits: `[..., V]`, logits of a model.
-      temperature: `[...]`, or an array that broadcasts to it; used if
-        `self.temperature` is None. Greedy and sampled rows share a program.
+      temperature: temperature of each distribution, an array that broadcasts
+        to `[...]`. It is used only if `self.temperature` is None. Greedy and
+        sampled rows share a compiled program.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if self.banned:
@@ -165,20 +174,20 @@ class LogitsTransform:
     return jnp.asarray(temperature, dtype)[..., None]
 
   def under(self, shared: "LogitsTransform") -> "LogitsTransform":
-    """Returns this transform with the constraints of `shared`."""
+    """Returns a copy of this transform with the constraints of `shared`."""
     return dataclasses.replace(self, constraints=shared.constraints)
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
-    """Returns the transform at the temperature of a row, or of rows."""
+    """Returns this transform with the temperature of one or more rows."""
     return RowTransform(self, temperature)
 
 
 class RowTransform(NamedTuple):
-  """A `LogitsTransform` and its temperature.
+  """A `LogitsTransform` with the temperature of one or more rows.
 
   Attributes:
-    transform: transform.
-    temperature: temperature that is used if `transform.temperature` is None.
+    transform: the transform.
+    temperature: temperature for the case that `transform.temperature` is None.
   """
 
   transform: LogitsTransform
@@ -195,18 +204,19 @@ class RowTransform(NamedTuple):
 
 def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
                 ) -> jax.Array:
-  """Returns `weights` at the first of the largest logits, else 0.
+  """Returns `weights` with all entries 0 except at the argmax of the logits.
 
-  Only rows marked in `wanted` (greedy rows) need the result. Greedy and sampled
-  rows share a program, so the search is skipped at run time if there are none.
+  The argmax is the lowest id among equal logits. Only rows marked in `wanted`
+  (greedy rows) need the result. Greedy and sampled rows share a program, so the
+  search is skipped at run time if no row is greedy.
   """
   size = logits.shape[-1]
-  # Every use creates the ids again: as an operand of the branch below, they
-  # would be stored.
+  # Every use creates the ids again, because an operand of the branch below
+  # would be stored in memory.
   token = lambda: jax.lax.broadcasted_iota(
       jnp.int32, logits.shape, logits.ndim - 1)
 
-  def first(logits):  # on CPU an argmax costs several times as much
+  def first(logits):  # several times as fast as an argmax on a CPU
     largest = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(logits == largest, token(), size - 1), axis=-1)
 
@@ -218,7 +228,7 @@ def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
 
 def _scaled(logits: jax.Array, largest: jax.Array, temperature: jax.Array,
             least: jax.Array | None = None) -> jax.Array:
-  """Returns (logits - largest) / temperature, or -inf if it is below `least`.
+  """Returns (logits - largest) / temperature; values below `least` are -inf.
   """
   scaled = (logits - largest) / temperature
   return scaled if least is None else jnp.where(
@@ -227,8 +237,9 @@ def _scaled(logits: jax.Array, largest: jax.Array, temperature: jax.Array,
 
 def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
              total: jax.Array, *scalars: jax.Array) -> jax.Array:
-  """Returns `[..., 1]` float32: all tokens of the nucleus are more likely.
+  """Returns the threshold of top-p, `[..., 1]` float32.
 
+  The nucleus consists of the tokens with a probability above the threshold.
   The vocabulary is not sorted. A token is retained iff the mass of strictly
   more likely tokens is below top_p. This condition is monotone in the
   probability, so a search over the bits of a float32 suffices. A CPU is limited
@@ -245,8 +256,8 @@ def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
       _, own = jax.lax.optimization_barrier((bounds, logits))
       return jnp.exp(_scaled(own, *scalars)) / total
 
-    # The probabilities of the caller may be rounded differently, so the
-    # threshold is lowered by a few units in the last place.
+    # The recomputed probabilities may be rounded differently from those of the
+    # caller, so the threshold is lowered by a few units in the last place.
     return _search(top_p, laws, total, logits.shape[-1], parts=4) * (
         1 - 4 * jnp.finfo(jnp.float32).eps)
 
@@ -257,14 +268,22 @@ def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
 
 def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
             vocab: int, parts: int) -> jax.Array:
-  """Returns `_outside` by passes over `laws(bounds) [..., V]`.
+  """Returns the threshold of `_outside`, found by repeated passes over p.
 
-  A row is done when its range has a single token, so that its result does not
-  depend on other rows. The search ends when all rows are done.
+  A row is done when its range contains a single token. Its bounds do not change
+  after that, so its result does not depend on other rows. The search ends when
+  all rows are done.
+
+  Args:
+    top_p: mass of the nucleus.
+    laws: function of the bounds that returns the probabilities `[..., V]`.
+    like: array with the shape and the dtype of the sums, `[..., 1]`.
+    vocab: V, size of the vocabulary.
+    parts: number of parts into which a pass divides the range.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
-  # Tokens below this are not in the nucleus: their total mass is at most
-  # (1 - top_p) / 2, which leaves a margin for rounding.
+  # Tokens below this bound are not in the nucleus: their total mass is at most
+  # (1 - top_p) / 2. The factor 1/2 leaves a margin for rounding.
   least = 0 if top_p > _NEARLY_ALL else (1 - top_p) / (2 * vocab)
 
   def going(bounds):
@@ -299,19 +318,20 @@ def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
 
 
 def _first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
-  """Returns the first index at which the running sum of weights exceeds u.
+  """Returns the first index whose running sum exceeds u times the total.
 
-  Under any rounding, it is the index of a positive weight if there is one.
+  If any weight is positive, the weight at the index is positive, even if sums
+  are rounded.
 
   Args:
     weights: `[M]`, not negative.
-    u: `[]`, a fraction of the sum of all weights.
+    u: `[]` in [0, 1), a fraction of the sum of all weights.
   """
   total = jnp.cumsum(weights)
   index = jnp.arange(weights.shape[0], dtype=jnp.int32)
-  # argmax returns the first of the highest scores. Every index whose sum
-  # exceeds u has the score M. If rounding leaves none, because u is near 1, the
-  # last positive weight has the highest score.
+  # argmax returns the first of the highest scores. Every index whose running
+  # sum exceeds u times the total has the score M. If u is near 1, rounding may
+  # leave no such index. Then the last positive weight has the highest score.
   score = jnp.where(total > u * total[-1], weights.shape[0], index)
   return jnp.argmax(jnp.where(weights > 0, score, -1)).astype(jnp.int32)
 
@@ -319,17 +339,18 @@ def _first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
 def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   """Draws an index with probability proportional to its weight.
 
-  Summing blocks first costs one pass over the weights and two short running
-  sums, much less than Gumbel noise or a running sum of length V. Each of the
-  two levels has its own uniform: with one uniform of 23 bits, a fifth of 128k
-  tokens could never be drawn. For few weights one level suffices.
+  The weights are divided into blocks. The first draw selects a block by its
+  sum, the second an index in the block. This costs one pass over the weights
+  and two short running sums, much less than Gumbel noise or a running sum of
+  length V. Each draw has its own uniform: with one uniform of 23 bits, a fifth
+  of 128k tokens could never be drawn. Up to 64 weights need only one draw.
 
-  The number of blocks is a multiple of 16. So weights that are split over up to
-  16 devices have complete blocks on each, and only the sums and one block are
-  transferred.
+  The number of blocks is a multiple of 16. If the weights are split over up to
+  16 devices, each device therefore has complete blocks. Only the sums and one
+  block are transferred.
 
   Args:
-    weights: `[V]`, not negative; their sum need not be 1.
+    weights: `[V]`, not negative. Their sum need not be 1.
     u: `[2]`, independent and uniform in [0, 1).
 
   Returns:
@@ -345,7 +366,7 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def uniforms(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
-  """Returns the uniforms of rows in one or many rounds, in [0, 1).
+  """Returns uniforms in [0, 1) for each row in one or more rounds.
 
   Uniform i of a row in a round depends only on (key, round, i). Drawing the
   uniforms of many rounds costs about as much as drawing those of one round.
@@ -377,10 +398,10 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification.
 
   Negative entries of the law count as 0. `exact.certify` rejects rules that
-  return them.
+  return negative entries.
 
   Args:
-    law: law of one sequence.
+    law: distribution of the outcome for one sequence.
     draft: draft with N nodes.
     u: `[VERDICT_UNIFORMS]`, uniform in [0, 1).
   """
@@ -389,12 +410,22 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
 
 def sample_outcome(law: Law, draft: Draft, u: jax.Array
                    ) -> tuple[Verdict, jax.Array]:
-  """Returns `sample_verdict` and the row of `next_token` that it drew from."""
+  """Returns the result of `sample_verdict`, and the next token's distribution.
+
+  Args:
+    law: distribution of the outcome for one sequence.
+    draft: draft with N nodes.
+    u: `[VERDICT_UNIFORMS]`, uniform in [0, 1).
+
+  Returns:
+    The verdict, and the row `[V]` of `law.next_token` at the sampled stop.
+  """
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)
   order = jnp.arange(depths.shape[0], dtype=jnp.int32)
-  # The node of depth d on the path, and 0 beyond its end.
+  # True where a node is the one of depth d on the path. Beyond the end of the
+  # path no node is marked, so the sum below is 0.
   at_depth = ancestors[node] & (depths == order[:, None])
   row = law.next_row(node)
   return Verdict(

@@ -1,6 +1,6 @@
-"""The literature's methods by name, each a drafter with its verifier.
+"""Published methods by name, each a drafter with its verifier.
 
-Other pairs can be given to a `Decoder`. It refuses a pair if the verifier
+A `Decoder` also accepts other pairs. It raises an error if the verifier
 requires a property that the drafter does not declare.
 
 >>> import jax
@@ -14,8 +14,8 @@ requires a property that the drafter does not declare.
 2
 
 Every strategy is lossless unless its docstring contains LOSSY. The drafter's
-docstring describes `params["drafter"]`: the parameters of a language model or
-of heads, or a tuple of them.
+docstring describes `params["drafter"]`: the parameters of a language model, the
+parameters of heads, or a tuple of several such trees.
 
 Each family of `specjax.methods` lists its strategies in its `__init__.py`.
 """

@@ -1,17 +1,17 @@
 """Data types of a decoding round.
 
-The components that exchange them are in `specjax.interfaces`.
+`specjax.interfaces` defines the components that exchange these types.
 
 Axis letters, used in every docstring of specjax:
 
-  B  batch rows            N  draft nodes, the root included
+  B  batch rows            N  draft nodes, including the root
   S  new tokens of a pass  C  cache slots of a row
   V  vocabulary            L  layers
   H  attention heads       D  width
-  T  tokens of a block     E  ids that end a row
+  T  tokens of a block     E  token ids that end a row
 
-In a cache H are key-value heads, G the query heads of each, and D the width of
-a head. Other letters are defined where they are used.
+In a cache, H counts key-value heads, G the query heads per key-value head, and
+D is the width of a head. Other letters are defined where they are used.
 
 As in the papers, p is the target's distribution of the next token, q is the
 drafter's, and tau is the number of accepted draft tokens. x+ is max(x, 0), and
@@ -35,12 +35,13 @@ class Draft:
   Attributes:
     tokens: `[N]` int32, the token of each node. Ids >= V with an all-zero row
       of `probs` are look-ahead positions, which no rule accepts.
-    parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
-    probs: `[N, V]`, row i is the distribution q that `tokens[i]` was drawn
-      from, given all tokens drawn before it (its parent and earlier siblings
-      included). The existence of node i may depend on those tokens, but not on
-      `tokens[i]`. Row 0 is unused. A deterministic proposal is one-hot; an
-      all-zero row is padding and is never accepted.
+    parents: `[N]` int32, the index of each node's parent: `parents[0] == -1`
+      and `parents[i] < i`.
+    probs: `[N, V]`, row i is the distribution q from which `tokens[i]` was
+      drawn, given all tokens drawn before it, including its parent and earlier
+      siblings. The existence of node i may depend on those tokens, but not on
+      `tokens[i]`. Row 0 is unused. The row of a deterministic proposal is
+      one-hot. An all-zero row is padding and is never accepted.
 
   Example:
     >>> import jax.numpy as jnp
@@ -58,10 +59,10 @@ class Draft:
 
   @property
   def drafted(self) -> jax.Array:
-    """Nodes below the root that are not padding, `[N]` or `[B, N]` bool.
+    """Mask of the nodes below the root that are not padding, `[..., N]` bool.
 
-    A node with NaN in `probs` counts as drafted, so that the loop reports it
-    (`RoundStats.draft_finite`).
+    A node with NaN in `probs` counts as drafted, so that the decoding loop
+    reports it in `RoundStats.draft_finite`.
     """
     below_root = jnp.arange(self.probs.shape[-2]) > 0
     return below_root & (jnp.asarray(self.probs).sum(-1) != 0)
@@ -86,7 +87,7 @@ class Draft:
 
     Args:
       root: `[]`, the last committed token.
-      parents: `[N]` int32, the root's -1 included.
+      parents: `[N]` int32, the parents of all nodes, with -1 for the root.
       tokens: `[N - 1]`, the drafted tokens.
       probs: `[N - 1, V]`, row i is the distribution of `tokens[i]`.
     """
@@ -105,13 +106,13 @@ class Law:
   """Distribution of a verifier's outcome, given the draft.
 
   Attributes:
-    stop: `[N]`, the probability that verification stops at node i: the path
-      root..i is accepted, and no further node. Sums to 1.
-    next_token: `[N, V]`, the distribution of the bonus token after a stop at
+    stop: `[N]`, the probability that verification stops at node i. A stop at i
+      accepts the path root..i and no further node. Sums to 1.
+    next_token: `[N, V]`, the distribution of the next token after a stop at
       node i. Rows whose `stop` is 0 are arbitrary.
 
   Example, token verification: the drafted token 0 is accepted with probability
-  p / q = 0.25 / 0.5. After a rejection the bonus token follows the residual
+  p / q = 0.25 / 0.5. After a rejection the next token follows the residual
   distribution norm((p - q)+), and after an acceptance it follows p.
 
     >>> import jax.numpy as jnp
@@ -131,7 +132,8 @@ class Law:
   next_token: jax.Array
 
   def next_row(self, node: jax.Array) -> jax.Array:
-    """Returns `[V]`, the distribution of the bonus token after this stop."""
+    """Returns `[V]`, the distribution of the next token after a stop at `node`.
+    """
     return jnp.asarray(self.next_token)[node]
 
 
@@ -141,8 +143,9 @@ class Verdict:
 
   Attributes:
     path: `[N]` int32, the accepted nodes root..stop in order, then zeros.
-    num_accepted: `[]` int32, tau: accepted draft tokens, without the root.
-    next_token: `[]` int32, the bonus token.
+    num_accepted: `[]` int32, tau: number of accepted draft tokens, without the
+      root.
+    next_token: `[]` int32, the token after the accepted ones.
   """
 
   path: jax.Array
@@ -155,8 +158,8 @@ class Prompt:
   """Right-padded prompts.
 
   Attributes:
-    tokens: `[B, P]` int32.
-    lengths: `[B]` int32, tokens of each row without padding.
+    tokens: `[B, P]` int32, P is the padded length.
+    lengths: `[B]` int32, number of tokens of each row without padding.
     capacity: cache slots per row that the decoding loop needs.
     context: arrays `[B, ...]` that a drafter may read, such as reference
       documents, or None.
@@ -177,8 +180,8 @@ class ModelOutput:
     hidden: `[B, S, F]`, the hidden states named by
       `TransformerConfig.features`, joined along their last axis; F is their
       total width. Default: the input of the LM head.
-    cache: the model's cache with the keys and values of the S new tokens, which
-      are not committed; None if the pass ran without a cache.
+    cache: the model's cache, which now contains the keys and values of the S
+      new tokens, not yet committed. None if the pass ran without a cache.
   """
 
   logits: jax.Array
@@ -188,33 +191,36 @@ class ModelOutput:
 
 @struct.dataclass
 class DecodeState:
-  """State of the decoding loop, which donates it.
+  """State of the decoding loop.
 
-  All arrays are preallocated and have fixed shapes. The first axis of every
+  The loop donates the state's buffers, so a state can be used only once. All
+  arrays are preallocated and have fixed shapes. The first axis of every
   leaf is the batch. A row can therefore be replaced (`Decoder.insert`), and
   rows can be split over devices. A cache may have another layout, such as
   pages, if `has_rows_first` is False.
 
   Attributes:
-    tokens: `[B, C]` int32, prompt and output; slots after `lengths` are unused.
-    lengths: `[B]` int32, committed tokens. The target's cache has one less,
-      because the last token is the root of the next draft.
+    tokens: `[B, C]` int32, prompt and output. Slots at and after `lengths` are
+      unused.
+    lengths: `[B]` int32, number of committed tokens. The target's cache
+      contains one token less, because the last token is the root of the next
+      draft.
     limits: `[B]` int32, length at which a row is done.
     done: `[B]` bool, True if a row is complete.
-    keys: `[B]` PRNG keys, constant. Each round folds in its number.
-    rounds: `[B]` int32, rounds since the prompt was read. It also increases
-      after the row is done.
+    keys: `[B]` PRNG keys, constant. Each round folds its number into them.
+    rounds: `[B]` int32, number of rounds since the prompt was read. It also
+      increases after the row is done.
     temperature: `[B]` float32, temperature of the target, and of a drafter that
       shares its transform; 0 is greedy.
     eos: `[B, E]` int32, token ids that end a row, padded with -1.
     target_cache: the target's cache.
     drafter: state of the drafter.
     verifier: state of the verifier.
-    context: `Prompt.context`, constant.
+    context: value of `Prompt.context`, constant.
     controller: state of the controller.
     constraints: states of the transform's constraints after the committed
       tokens, see `specjax.constraints`, or None.
-    made_by: class name of the drafter, static; None if it is not known.
+    made_by: class name of the drafter, static. None if unknown.
   """
 
   tokens: jax.Array
@@ -239,22 +245,22 @@ class RoundStats:
   """Statistics of one round, or sums over rounds.
 
   The axis J lists the rules: first the verifier, then `Decoder.observers`.
+  `emitted`, `expected` and `survival` are 0 for a row that was done.
 
   Attributes:
-    emitted: `[B]` int32, committed tokens; 0 for a row that was done.
-    accepted: `[B]` int32, committed tokens that were drafted.
-    expected: `[B, J]` float32, E[tau | draft] of each rule; 0 for a row that
-      was done.
-    survival: `[B, J, N]` float32, P(tau >= i | the first i drafted tokens) for
-      i = 0..N-1 if the verifier implements `survival`, else P(depth of the stop
-      >= i | draft); 0 for a row that was done.
+    emitted: `[B]` int32, number of committed tokens.
+    accepted: `[B]` int32, number of committed tokens that were drafted.
+    expected: `[B, J]` float32, E[tau | draft] of each rule.
+    survival: `[B, J, N]` float32, for i = 0..N-1: P(tau >= i | the first i
+      drafted tokens) if the rule implements `survival`, else P(depth of the
+      stop >= i | draft).
     active: `[B]` bool, True if the row took part in this round.
     finite: `[B]` bool, False if the target's logits were NaN or +inf.
     draft_finite: `[B]` bool, False if the drafter's `probs` were not finite.
     law_finite: `[B]` bool, False if the verifier's `Law` was not finite
-      although the numbers of both models were.
-    checks: `{error: [B] bool}` with `Decoder(debug=True)`, else None; see
-      `checks.raise_if_bad`.
+      although the outputs of target and drafter were finite.
+    checks: results of the checks of `Decoder(debug=True)`, `{error: [B] bool}`,
+      see `checks.raise_if_bad`. None without `debug`.
   """
 
   emitted: jax.Array
@@ -269,17 +275,18 @@ class RoundStats:
 
   @property
   def block_efficiency(self) -> jax.Array:
-    """Tokens per target call: committed tokens divided by rounds, of all rows.
+    """Tokens per target call: committed tokens of all rows divided by rounds.
 
-    The last round of a row counts only the tokens up to its limit or end token.
+    In the last round of a row, only the tokens up to its limit or end token
+    count.
     """
     return jnp.sum(self.emitted) / jnp.sum(self.active)
 
   @property
   def acceptance_rate(self) -> jax.Array:
-    """Accepted tokens divided by drafted tokens, of all rows.
+    """Accepted tokens of all rows divided by drafted tokens.
 
-    A round drafts N - 1 tokens; padding counts as drafted.
+    Every round counts as N - 1 drafted tokens, including padding.
     """
     drafted = jnp.sum(self.active) * (self.survival.shape[-1] - 1)
     return jnp.sum(self.accepted) / drafted
@@ -290,9 +297,9 @@ class Trace:
   """Inputs and outcome of the verifier in one round, batched.
 
   Attributes:
-    draft: drafts.
+    draft: drafts of all rows.
     target_probs: `[B, N, V]`, distribution p of the token after every node.
-    verdict: verdicts.
+    verdict: verdicts of all rows.
   """
 
   draft: Draft

@@ -1,3 +1,3 @@
-"""The version of the package, read by `setup.py` too."""
+"""Version of the package, also read by `setup.py`."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
-"""The bundled models: a target, its draft models and heads; no network needed.
+"""The bundled models: a target, its draft models and its heads.
 
-A draft model and an EAGLE layer for SmolLM2-135M-Instruct are also bundled
-(SmolLM2 itself is not). `models/zoo/CARD.md` has training data, commands and
-results of every model.
+They load without network access. A draft model and an EAGLE layer for
+SmolLM2-135M-Instruct are also bundled, but not SmolLM2 itself.
+`models/zoo/CARD.md` lists training data, commands and results of every model.
 
 >>> pair = load()
 >>> pair.target.model.config.vocab_size
@@ -45,7 +45,7 @@ class Pair:
   tokenizer: Tokenizer
 
   def params(self, drafter: str) -> dict[str, Any]:
-    """Returns the parameters that a `Decoder` of target and draft model reads.
+    """Returns the `Decoder` parameters of the target and one draft model.
 
     Args:
       drafter: name of the draft model, a key of `drafters`.
@@ -55,7 +55,7 @@ class Pair:
 
 
 def heads_path(name: str) -> pathlib.Path:
-  """Returns the directory of heads, for `methods.load_heads`.
+  """Returns the directory of bundled heads, for `methods.load_heads`.
 
   Args:
     name: one of `HEADS` or `HEADS_FOR_SMOLLM2`.
@@ -64,7 +64,7 @@ def heads_path(name: str) -> pathlib.Path:
 
 
 def model_path(name: str) -> pathlib.Path:
-  """Returns the directory of a language model, for `models.load_pretrained`.
+  """Returns the directory of a bundled model, for `models.load_pretrained`.
 
   Args:
     name: "target", or one of `DRAFTERS` or `FOR_SMOLLM2`.
@@ -73,15 +73,16 @@ def model_path(name: str) -> pathlib.Path:
 
 
 def tokenizer_path() -> pathlib.Path:
-  """Returns the tokenizer file of the target and its draft models."""
+  """Returns the path of the tokenizer file of the bundled target and drafts."""
   return _DIRECTORY / "tokenizer.json"
 
 
 def load(dtype: jax.typing.DTypeLike | None = None) -> Pair:
-  """Loads the bundled pair.
+  """Loads the bundled target, draft models and tokenizer.
 
   Args:
-    dtype: dtype of the parameters. None is float32 on CPUs, else bfloat16.
+    dtype: dtype of the parameters. None means float32 on CPUs and bfloat16 on
+      other devices.
   """
   member = lambda name: Member(*load_model(_DIRECTORY / name, dtype))
   return Pair(

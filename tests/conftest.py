@@ -1,4 +1,5 @@
-"""Settings of the whole suite: one backend, and a cache of programs."""
+"""Settings of the test suite: CPU backend, compiler flags, compilation cache.
+"""
 
 import functools
 import gc
@@ -10,13 +11,18 @@ import pathlib
 import tempfile
 import threading
 
-# Compiled programs are kept between runs, for most of the time goes into
-# compiling small ones. Those used last stay, up to so many bytes.
+# Maximum size in bytes of the compilation cache. Compiled programs are stored
+# between test runs, because the tests spend most of their time on compiling
+# small programs. The least recently used programs are deleted.
 _KEPT = 1 << 30
 
 
 def _cache_directory():
-  """In the user's cache directory, or a new one where there is none."""
+  """Returns the directory of the compilation cache.
+
+  It is in the user's cache directory. If that is not writable, it is a new
+  temporary directory.
+  """
   home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
   directory = pathlib.Path(home, "specjax", "tests")
   try:
@@ -28,7 +34,8 @@ def _cache_directory():
 
 
 def _bound(directory, limit):
-  """Deletes the files that were used longest ago beyond `limit` bytes."""
+  """Deletes the least recently used files until at most `limit` bytes remain.
+  """
   files = []
   for entry in os.scandir(directory):
     if entry.is_file():
@@ -41,37 +48,43 @@ def _bound(directory, limit):
 
 
 def _compiler_knows(flag):
-  """Whether the installed compiler has a flag: it dies of those it has not."""
+  """Returns whether the installed XLA compiler has a flag.
+
+  The compiler aborts if `XLA_FLAGS` contains an unknown flag.
+  """
   spec = importlib.util.find_spec("jaxlib")
   for path in pathlib.Path(spec.origin).parent.glob("libjax_common.*"):
     with open(path, "rb") as f:
       code = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-      # Without the end it may be the name of a field that is no flag any more.
+      # The terminating zero byte excludes fields of former flags, whose names
+      # can also be in the file.
       return code.find(flag.encode() + b"\0") >= 0
   return False
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most programs compile for longer than they run, so they are not optimised.
-# What depends on how the compiler rounds is tested with its usual settings, in
-# lossless_test.py.
+# Most programs of the tests take longer to compile than to run, so they are not
+# optimised. lossless_test.py tests properties that depend on the compiler's
+# rounding, with the compiler's default settings.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
                              + " --xla_backend_optimization_level=0")
-  if _compiler_knows("xla_cpu_use_fusion_emitters"):  # half of the time
+  # Without fusion emitters, compilation takes half of the time.
+  if _compiler_knows("xla_cpu_use_fusion_emitters"):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-  # Small programs are not worth splitting between threads.
+  # Splitting small programs between threads takes longer than it saves.
   if _compiler_knows("xla_cpu_parallel_codegen_split_count"):
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
-# Programs that hold no lines of ours are smaller to lower and to compile; what
-# Python raises has its traceback all the same.
+# Without source locations, programs are smaller and faster to lower and to
+# compile. Python exceptions still have complete tracebacks.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# Tracing makes millions of small objects that stay: looking for garbage among
-# them over and over takes an eighth of the time.
+# Tracing allocates millions of small objects that are never freed, so frequent
+# garbage collection is useless. With Python's default thresholds, it takes an
+# eighth of the time.
 gc.set_threshold(200_000, 20, 50)
-# Workers and scripts inherit it: what one compiles is there for all. A file
-# that was cut, or that another process is still writing, is no program: jax
-# says so and compiles.
+# Test workers and scripts inherit the environment variable, so they share the
+# compiled programs. If a file is truncated, or another process is still writing
+# it, jax prints a warning and compiles the program again.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _directory = _cache_directory()
   _bound(_directory, _KEPT)
@@ -85,8 +98,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# The files with the most work, which come first so that no worker is left with
-# one of them at the end. A file that marks itself slow comes before them.
+# Test files with the longest run time. They run first, because otherwise one
+# worker could still run a long file after all others have finished. Files with
+# the mark "slow" run before them.
 _LONGEST = ("contribution_test", "lossless_test", "tree_laws_test",
             "smollm2_test", "free_drafters_test", "constrained_law_test",
             "tree_drafters_test", "self_drafters_test", "joint_law_test",
@@ -95,7 +109,7 @@ _LONGEST = ("contribution_test", "lossless_test", "tree_laws_test",
 
 
 def pytest_collection_modifyitems(items):
-  """Puts the files with the most work first."""
+  """Sorts the tests so that the files with the longest run time come first."""
   def place(item):
     name = item.path.stem
     if name in _LONGEST:
@@ -108,10 +122,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_code():
-  """Clears jax's caches after every file.
+  """Clears jax's caches after every test file.
 
-  Compiled programs need memory maps, of which a process has 65,530. And a
-  cached trace in 32 bits would be found by the tests in 64 bits.
+  Compiled programs need memory maps, and Linux allows 65,530 per process. Also,
+  tests in 64 bits would use traces that were cached in 32 bits.
   """
   yield
   jax.clear_caches()
@@ -119,14 +133,15 @@ def _forget_compiled_code():
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_context():
-  """The programs of a file are lowered in one MLIR context.
+  """Lowers all programs of a test file in one MLIR context.
 
-  jax makes one for each, which takes longer than to lower a small program, and
-  has no public switch for it. Other threads go on making theirs.
+  By default, jax creates a context per program, which takes longer than
+  lowering a small program. jax has no public option for this, so the fixture
+  replaces a private function. Other threads still create a context per program.
   """
   lowering = importlib.import_module("jax._src.interpreters.mlir")
   make = getattr(lowering, "make_ir_context", None)
-  if make is None:  # this version of jax has it elsewhere
+  if make is None:  # another version of jax, without this private function
     yield
     return
   kept = functools.cache(make)

@@ -1,4 +1,4 @@
-"""Parts that the experiment scripts share."""
+"""Modules that the experiment scripts share."""
 
 from lib import progress
 

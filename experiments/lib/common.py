@@ -52,25 +52,25 @@ _HELD = contextlib.ExitStack()  # locked directories, released at exit
 
 
 def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
-  """Runs `main` by `app.run`, and turns user errors into one line on stderr.
+  """Runs `main` with `app.run` and prints a user error as one line on stderr.
 
   User errors are bad flags and values, a missing package or device, errors of
   the operating system, Ctrl-C, and a closed pipe such as `| head`.
 
   Args:
     main: function without arguments.
-    argv: command line. Default: `sys.argv`.
+    argv: command line. None means `sys.argv`.
   """
   def guarded(rest):
     if rest[1:]:
       sys.exit(f"error: unexpected argument {rest[1]!r}; see --help")
-    # Orbax logs every checkpoint, and also logs the errors that it raises.
+    # Silence Orbax. It logs every checkpoint, and also the errors it raises.
     logging.set_verbosity(logging.FATAL)
     _print_any_text()
     compilation.keep(flags.FLAGS.compilation_cache)
     # Tracing allocates millions of small objects that are never freed, so
-    # frequent garbage collection finds nothing. With Python's default
-    # thresholds it takes an eighth of the tracing time.
+    # frequent garbage collection is useless. With Python's default thresholds,
+    # garbage collection takes an eighth of the tracing time.
     gc.set_threshold(200_000, 20, 50)
     progress.imported()
     try:
@@ -101,7 +101,7 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
 
 
 def _line(e: BaseException) -> tuple[str, int] | None:
-  """Returns the line and the exit status of a user error, None for a bug."""
+  """Returns the message and the exit status of a user error; None for a bug."""
   text = " ".join(str(e).split())
   if isinstance(e, (ValueError, FloatingPointError)):
     return f"error: {text}{_other_directory(e)}", 1
@@ -115,11 +115,11 @@ def _line(e: BaseException) -> tuple[str, int] | None:
             "(--batch, --prompt_tokens, --max_new_tokens), give --dtype="
             "bfloat16, or split the work over devices by --mesh"), 1
   if isinstance(e, jax.errors.JaxRuntimeError):
-    # Without this exit, the distributed runtime waits for the other processes,
-    # which wait for this one.
+    # Without this exit, the distributed runtime would wait for the other
+    # processes, and these would wait for this process.
     return (f"error: {text[:200]}; another process may have ended: start all "
             "of them again", 1) if jax.distributed.is_initialized() else None
-  if isinstance(e, (RuntimeError, AssertionError)):  # jax raises either
+  if isinstance(e, (RuntimeError, AssertionError)):  # a missing device
     line = _missing_platform()
     return line and (f"error: {line}", 1)
   if isinstance(e, KeyboardInterrupt):
@@ -137,17 +137,17 @@ def _end(line: str, code: int, exits: bool) -> None:
   Args:
     line: error message.
     code: exit status.
-    exits: whether the process ends immediately. If False, `SystemExit` is
-      raised, because a caller handles it.
+    exits: if True, ends the process immediately. If False, raises `SystemExit`
+      for the caller.
   """
   if not exits and code == 1:
     sys.exit(line)
   print(line, file=sys.stderr, flush=True)
   if not exits:
     sys.exit(code)
-  # `sys.exit` joins all threads, and a thread that waits for a compiler or a
-  # full disk would delay the exit. So end the process directly. Files are
-  # written atomically, so no file is left incomplete.
+  # `sys.exit` would wait for all threads, for example for one that compiles. So
+  # the process ends directly. Files are written atomically, so no file is left
+  # incomplete.
   with contextlib.suppress(OSError):
     sys.stdout.flush()
   os._exit(code)
@@ -166,7 +166,7 @@ def _check_figures():
 
 
 def _print_any_text():
-  """Prints "?" for a character that the terminal's encoding lacks."""
+  """Makes stdout and stderr print "?" for characters they cannot encode."""
   for stream in (sys.stdout, sys.stderr):
     if getattr(stream, "errors", None) == "strict" and hasattr(
         stream, "reconfigure"):
@@ -174,7 +174,7 @@ def _print_any_text():
 
 
 def _other_directory(error: Exception):
-  """Returns a hint to the flag that names the directory of an error."""
+  """Returns a hint at the flag that names the directory of an error, or ""."""
   directory = getattr(error, "directory", None)
   if directory is None:
     return ""
@@ -187,7 +187,7 @@ def _other_directory(error: Exception):
 
 
 def _missing_platform():
-  """Returns the error of a platform that jax cannot use; None if it can."""
+  """Returns an error message if jax cannot use its platform, otherwise None."""
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as e:
@@ -218,20 +218,26 @@ def _parsed(argv: list[str]):
 
 
 def _forget_stdout():
-  """Redirects stdout to os.devnull, or Python fails to flush it at exit."""
+  """Redirects a closed stdout to os.devnull.
+
+  Otherwise Python fails to flush it at exit.
+  """
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, sys.stdout.fileno())
   os.close(nowhere)
 
 
 def _in_words(e: OSError) -> str:
-  """Returns the message of an `OSError` in one line, with the file."""
+  """Returns the message of an `OSError` and its file name, as one line."""
   text = " ".join(str(e.strerror or e).split()).rstrip(".")
   return text if e.filename is None else f"{e.filename}: {text}"
 
 
 def first_speaks() -> None:
-  """Silences all processes but the first, except for errors."""
+  """Suppresses the output of all processes except the first one.
+
+  Errors are still reported.
+  """
   if not processes.is_first():
     nowhere = _HELD.enter_context(open(os.devnull, "w"))
     _HELD.enter_context(contextlib.redirect_stdout(nowhere))
@@ -239,13 +245,13 @@ def first_speaks() -> None:
 
 
 def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
-  """Creates and locks the output directory until the script ends.
+  """Creates the output directory and locks it until the script ends.
 
   The processes of one distributed script share the lock.
 
   Args:
     path: path of the directory.
-    what: name of the output in the error, such as "run".
+    what: name of the output for the error message, such as "run".
 
   Raises:
     ValueError: another script has locked the directory.
@@ -264,7 +270,8 @@ def output_file(flag: str, path: str) -> pathlib.Path:
   """Returns the output file of a flag, after checking that it is writable.
 
   Writing replaces an existing file, so the path must not be a directory or a
-  device. A symbolic link is kept, and the file it points to is replaced.
+  device. If the path is a symbolic link, the file that it points to is
+  replaced.
 
   Args:
     flag: name of the flag, such as "--output".
@@ -288,12 +295,12 @@ def output_file(flag: str, path: str) -> pathlib.Path:
 
 
 def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
-  """Returns the entries of a list flag; `ValueError` if one is empty.
+  """Returns the entries of a list flag after checking that none is empty.
 
   Args:
     flag: name of the flag, such as "--prompts".
     values: entries of the flag.
-    fix: valid values in the error.
+    fix: description of valid values for the error message.
   """
   if not values or not all(values):
     raise ValueError(f"{flag} is {','.join(values or ())!r}, which is empty or "
@@ -302,7 +309,7 @@ def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
 
 
 def draft_lengths(flag: str, values: list[str]) -> list[int]:
-  """Parses a list flag of draft lengths; sorts them, each at least 1."""
+  """Returns the sorted draft lengths of a list flag, each at least 1."""
   try:
     gammas = sorted({int(g) for g in values})
   except ValueError:
@@ -317,7 +324,7 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
 
 
 def batch_sizes(flag: str, values: list[str]) -> list[int]:
-  """Parses a list flag of batch sizes; sorts them, each at least 1."""
+  """Returns the sorted batch sizes of a list flag, each at least 1."""
   try:
     sizes = sorted({int(size) for size in values})
   except ValueError:
@@ -329,7 +336,7 @@ def batch_sizes(flag: str, values: list[str]) -> list[int]:
 
 
 def numbers(flag: str, values: list[str]) -> list[float]:
-  """Parses a list flag of numbers and drops repeated numbers."""
+  """Returns the numbers of a list flag without repetitions."""
   given(flag, values, "numbers between commas, such as 1,0.6")
   try:
     return list(dict.fromkeys(map(float, values)))
@@ -339,7 +346,7 @@ def numbers(flag: str, values: list[str]) -> list[float]:
 
 
 def dtype_of(flag: flags.FlagHolder) -> str:
-  """Returns the name of the precision of --dtype or its default."""
+  """Returns the name of the data type of --dtype, or of its default."""
   return flag.value or jnp.dtype(sj.models.default_dtype()).name
 
 
@@ -369,10 +376,10 @@ def finish(output_dir: str | pathlib.Path, study: str,
   """Writes a study's results, and prints their path as the last line of stdout.
 
   The line is a JSON object, `{"study": ..., "results": PATH}`. It does not
-  contain the results, so that it does not push the table off the screen.
+  contain the results, because they would push the table off the screen.
 
   Args:
-    output_dir: directory of `<study>.json`, which is written atomically.
+    output_dir: directory for the file `<study>.json`.
     study: name of the study.
     results: JSON-serialisable results.
   """

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 
-_LARGEST = 2**30  # maximum bytes of the cache when a script starts
+_LARGEST = 2**30  # largest size of the cache in bytes when a script starts
 
 
 def keep(enabled: bool) -> None:
   """Turns the persistent cache on or off.
 
-  If JAX_COMPILATION_CACHE_DIR is set, jax uses that directory.
+  If the environment variable JAX_COMPILATION_CACHE_DIR is set, it names the
+  directory of the cache.
   """
   if not enabled:
     jax.config.update("jax_enable_compilation_cache", False)
@@ -32,7 +33,7 @@ def keep(enabled: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     _shrink(directory)
   except OSError as e:
-    print(f"compiled code is not kept: {e}", file=sys.stderr)
+    print(f"compiled code is not stored: {e}", file=sys.stderr)
     return
   jax.config.update("jax_compilation_cache_dir", str(directory))
   # Cache small programs too, because a study compiles dozens of them.
@@ -54,7 +55,12 @@ def cache_directory() -> pathlib.Path:
 
 
 def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
-  """Deletes the least recently used files above `largest` bytes in total."""
+  """Deletes the least recently used files until the cache fits.
+
+  Args:
+    directory: directory of the cache.
+    largest: largest size of the cache in bytes.
+  """
   entries = []
   for path in directory.glob("*-cache"):
     stat = path.stat()
@@ -68,9 +74,10 @@ def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
 
 
 def side_by_side(calls: Sequence[Callable[[], Any]]):
-  """Makes calls that compile, in one thread per core.
+  """Runs functions that compile, in one thread per core.
 
-  XLA compiles without Python's global lock, so threads run in parallel.
+  XLA compiles without Python's global interpreter lock, so the threads run in
+  parallel.
 
   Args:
     calls: functions without arguments.

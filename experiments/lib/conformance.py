@@ -1,15 +1,16 @@
-"""Finds the reason why draft heads are bad: a conformance check.
+"""Finds the reason why the drafts of heads are bad: a conformance check.
 
-Heads that were trained well and are rejected often are usually read in another
-way than they were trained: a hidden state one layer off, another RoPE base,
-tensors in another order. `check` reads the target's own text and scores the
-heads as they are, and again with one such difference undone at a time. If the
-score rises clearly, the report names the difference. The report also names
-tensors that are constant or not used, and a drafter whose state after some
-rounds differs from the state after reading the same tokens at once.
+If the drafts of well-trained heads are often rejected, the usual reason is that
+decoding computes the heads differently from training. Examples are a hidden
+state of another layer, another RoPE base, or tensors in another order. `check`
+scores the heads on text that the target generated. It then scores variants, in
+each of which one possible difference is corrected. If the score of a variant is
+clearly higher, the report names the difference. The report also names tensors
+that are constant or not used. `check_state` finds drafters whose state after
+some rounds differs from the state after reading the same tokens at once.
 
-The score is the block efficiency at temperature 1 that every position of the
-text would have as the start of a draft (`evaluation.head_accuracy`).
+The score is the block efficiency at temperature 1, if a draft starts at every
+position of the text (`evaluation.head_accuracy`).
 """
 
 from collections.abc import Iterator
@@ -32,8 +33,8 @@ from specjax.models import Transformer
 from specjax.models.configuration import FINAL
 from specjax.training import evaluation
 
-_LEAST = 0.05  # smallest relative gain that is named; its interval is above 0
-_DIFFERENT = 0.01  # total variation of drafts that is not due to rounding
+_LEAST = 0.05  # smallest reported relative gain; its interval must be above 0
+_DIFFERENT = 0.01  # total variation of drafts that rounding cannot explain
 _SCORE = "sampled_block_efficiency"
 _BASES = (10_000.0, 500_000.0, 1_000_000.0)  # usual bases of RoPE
 
@@ -43,7 +44,7 @@ class Finding(NamedTuple):
 
   Attributes:
     fault: short name of the fault.
-    evidence: measurement that shows it, as a sentence.
+    evidence: sentence with the measurement that shows the fault.
   """
 
   fault: str
@@ -51,12 +52,12 @@ class Finding(NamedTuple):
 
 
 class Variant(NamedTuple):
-  """Heads with one difference undone.
+  """Heads with one possible difference corrected.
 
   Attributes:
-    fault: name of the fault that the heads have if this variant is better.
-    heads: the heads' configuration.
-    params: their parameters.
+    fault: name of the fault of the original heads, if this variant is better.
+    heads: configuration of the heads.
+    params: parameters of the heads.
   """
 
   fault: str
@@ -66,12 +67,12 @@ class Variant(NamedTuple):
 
 def variants(heads: Heads, params: Any, target: Pretrained
              ) -> Iterator[Variant]:
-  """Yields the heads with every difference undone that they may have.
+  """Yields variants of heads, each with one possible difference corrected.
 
   Args:
-    heads: heads as they were loaded.
-    params: their parameters.
-    target: their target.
+    heads: loaded heads.
+    params: parameters of the heads.
+    target: target of the heads.
   """
   for fault, change in _changes(heads, target.model.config):
     try:
@@ -84,7 +85,7 @@ def variants(heads: Heads, params: Any, target: Pretrained
 
 def _changes(heads: Heads, config: Any
              ) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields changes of the heads' configuration, with the faults they undo."""
+  """Yields pairs of a fault and a change of the heads that corrects it."""
   has = lambda name: hasattr(heads, name)
   if has("taps"):
     whole = all(isinstance(tap, int) for tap in heads.taps)
@@ -123,7 +124,7 @@ def _changes(heads: Heads, config: Any
 
 
 def _permuted(heads: Heads, params: Any) -> Iterator[tuple[str, Any]]:
-  """Yields parameters with tensors in another order, and the fault."""
+  """Yields pairs of a fault and parameters whose order corrects it."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   name = lambda path: jax.tree_util.keystr(path)
   fused = [path for path, x in leaves
@@ -169,13 +170,16 @@ def _mapped(params: Any, paths: Sequence[Any], function: Any) -> Any:
 
 def check(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
           ) -> list[Finding]:
-  """Returns the probable faults of heads, best explanation first.
+  """Returns the probable faults of heads.
+
+  Constant and unused tensors are first. Faults of the configuration follow,
+  those with the largest gain first.
 
   Args:
-    heads: heads as they were loaded.
-    params: their parameters.
-    target: their target.
-    rows: `[R, S + 1]` tokens that the target generated, with their prompts.
+    heads: loaded heads.
+    params: parameters of the heads.
+    target: target of the heads.
+    rows: `[R, S + 1]`, prompts with the tokens that the target generated.
   """
   rows = np.asarray(rows, np.int32)
   found = [*_constant(params), *_unused(heads, params, target, rows)]
@@ -189,8 +193,8 @@ def check(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
     gain = analysis.relative_gain(*score, *base)
     if gain.value > _LEAST and gain.low > 0:
       better.append((gain.value, Finding(
-          variant.fault, f"undone, the heads reach {gain:+.1%} block "
-          "efficiency on the target's own text")))
+          variant.fault, f"without this difference, the heads have {gain:+.1%} "
+          "block efficiency on the target's own text")))
   found += [finding for _, finding in sorted(better, key=lambda x: -x[0])]
   found += _precision(heads, params, target, rows, base)
   return found + _vocabulary(heads, params, target, rows)
@@ -198,7 +202,7 @@ def check(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
 
 def _score(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
            ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the accepted tokens and the draft positions of every row."""
+  """Returns the accepted tokens and the number of drafts of every row."""
   measure = _measure(heads, target.model, rows.shape, rows.tobytes())
   found = measure({"target": target.params, "drafter": params},
                   by_row=True)["by_row"]
@@ -208,14 +212,14 @@ def _score(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
 @functools.lru_cache(maxsize=32)  # variants of the parameters share a program
 def _measure(heads: Heads, model: Transformer, shape: tuple[int, ...],
              rows: bytes) -> evaluation.Measure:
-  """Returns the accuracy of heads on rows, as a function of parameters."""
+  """Returns a function from parameters to the accuracy of heads on `rows`."""
   return evaluation.head_accuracy(
       methods.of(heads).measure(model, heads),
       np.frombuffer(rows, np.int32).reshape(shape))
 
 
 def _constant(params: Any) -> list[Finding]:
-  """Returns matrices with one value or with values that are not finite."""
+  """Returns findings for constant matrices and for tensors with NaN or inf."""
   found = []
   for path, x in jax.tree_util.tree_leaves_with_path(params):
     x, name = np.asarray(x, np.float32), jax.tree_util.keystr(path)
@@ -230,7 +234,8 @@ def _constant(params: Any) -> list[Finding]:
 
 def _unused(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
             ) -> list[Finding]:
-  """Returns tensors that neither a prediction nor the loss depends on."""
+  """Returns findings for tensors that affect neither predictions nor the loss.
+  """
   method = methods.of(heads)
   objective = method.measure(target.model, heads)
   training = method.objective(target.model, heads, **{
@@ -272,17 +277,17 @@ def _precision(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray,
       *_score(heads, wide(params), target, rows), *base)
   if gain.value <= _LEAST or gain.low <= 0:
     return []
-  return [Finding("the precision is too low", "in float32 the heads reach "
+  return [Finding("the precision is too low", "in float32, the heads have "
                   f"{gain:+.1%} block efficiency")]
 
 
 def _vocabulary(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
                 ) -> list[Finding]:
-  """Returns a finding if another map from draft tokens to tokens is better.
+  """Returns a finding if another map from draft ids to target ids is better.
 
-  For every draft token, the map is estimated as the target's most frequent
-  token at the positions where the first head prefers the draft token. An
-  estimate does not use the position that it is applied to.
+  The other map is estimated. A draft id maps to the target's most frequent
+  token at those positions where the draft id is the first head's most likely
+  one. The estimate for a position does not use the position itself.
   """
   objective = methods.of(heads).measure(target.model, heads)
 
@@ -320,20 +325,23 @@ def _vocabulary(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
     return []
   return [Finding(
       "the map from draft tokens to tokens is wrong",
-      f"the first head's favourite is the target's at {as_is / len(pairs):.0%} "
-      "of the positions, and with a map estimated from this text at "
-      f"{mapped / len(pairs):.0%}")]
+      "the most likely token of the first head is the target's at "
+      f"{as_is / len(pairs):.0%} of the positions, and with a map estimated "
+      f"from this text at {mapped / len(pairs):.0%}")]
 
 
 def check_state(decoder: sj.Decoder, params: Any, prompts: list[list[int]],
                 rounds: int = 4) -> list[Finding]:
-  """Compares a drafter's state after rounds with one after a prefill.
+  """Compares a drafter's state after some rounds with that after a prefill.
+
+  The prefill reads the same tokens. Returns a finding if the distributions of
+  the first draft token differ.
 
   Args:
     decoder: decoder of a chain or tree drafter.
     params: `{"target": ..., "drafter": ...}`.
-    prompts: token ids, with room for `rounds` drafts in the context.
-    rounds: rounds before the comparison.
+    prompts: token ids. The context must have room for `rounds` more drafts.
+    rounds: number of rounds before the comparison.
   """
   limit = max(map(len, prompts)) + (rounds + 1) * decoder.num_nodes
   key, capacity = jax.random.key(0), limit + decoder.num_nodes

@@ -1,12 +1,12 @@
-"""Flags of several scripts, each with one name and one help text.
+"""Definitions of flags that several scripts share.
 
-A script calls one function per flag, with its own default:
+A script calls one function per flag and may choose the default value:
 
   _TARGET = shared.target()
   _NUM_PROMPTS = shared.num_prompts(12)
 
-A flag of a single script is defined in that script. A flag has the same name
-where a script takes one value and where it takes a comma-separated list:
+A script defines the flags that no other script has. Some flags accept one value
+in some scripts and a comma-separated list in others, under the same name:
 --drafter, --gamma, --nodes, --temperature and --verifier.
 """
 
@@ -17,8 +17,8 @@ from absl import flags
 
 from specjax.data import prompt_sets
 
-# One pass verifies all N nodes of a draft, root included. It needs N x N
-# ancestor masks and N x V probabilities, so N is bounded.
+# One pass verifies all N nodes of a draft, including the root. It needs an
+# N x N ancestor mask and N x V probabilities, so N is bounded.
 MOST_NODES = 512
 TOO_LONG = (f"at most {MOST_NODES - 1}, because one pass verifies all tokens "
             "of a draft and computes a mask over all pairs of them")
@@ -38,7 +38,7 @@ flags.disclaim_key_flags()
 
 
 def target():
-  """The target model."""
+  """Defines --target, the target model."""
   return flags.DEFINE_string(
       "target", "bundled", "Target model, whose output the drafts speed up: "
       f"bundled (4.2M parameters, Python code), {PUBLISHED}")
@@ -48,20 +48,23 @@ def drafter(
     help_: str = "Draft model: small or tiny (bundled, for the bundled "
     f"target), smol (bundled, for smollm2), {PUBLISHED}",
     default: str | None = "small"):
-  """Exactly one draft model."""
+  """Defines --drafter for one draft model."""
   return flags.DEFINE_string("drafter", default, help_)
 
 
 def drafters(default: str = "small",
              help_: str = "Draft models to compare, comma-separated: "):
-  """Draft models to compare."""
+  """Defines --drafter for several draft models."""
   return flags.DEFINE_list(
       "drafter", default, f"{help_}small, tiny, smol, or any value of --target "
       "except bundled")
 
 
 def draft_vocabulary():
-  """Size of the reduced draft vocabulary (FR-Spec, `models.narrowed`)."""
+  """Defines --draft_vocabulary, the size of a reduced draft vocabulary.
+
+  This is FR-Spec (see `models.narrowed`).
+  """
   return flags.DEFINE_integer(
       "draft_vocabulary", None, "Number of different tokens that a draft model "
       "can propose (FR-Spec), such as 1024: the most frequent tokens of the "
@@ -69,7 +72,7 @@ def draft_vocabulary():
 
 
 def vocabulary_data():
-  """Text in which token frequencies are counted."""
+  """Defines --vocabulary_data, the text for counting token frequencies."""
   return flags.DEFINE_string(
       "vocabulary_data", "stdlib-no-tests", "Text that determines the most "
       "frequent tokens; requires --draft_vocabulary. At most 2 million "
@@ -88,12 +91,12 @@ def check_vocabulary_data(draft_vocabulary: flags.FlagHolder,
 
 def dtype(help_: str = "Precision of weights and computation. Default: float32 "
           "on CPU, bfloat16 on GPU and TPU"):
-  """Precision in which models are loaded."""
+  """Defines --dtype, the precision in which models are loaded."""
   return flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], help_)
 
 
 def training_dtype(what: str = "target and heads"):
-  """Precision of training; read it with `common.dtype_of`."""
+  """Defines --dtype for training; read it with `common.dtype_of`."""
   return dtype(
       f"Precision in which {what} are computed: in training, evaluation and "
       "sampling. Trained parameters and the optimiser's moments are always "
@@ -101,7 +104,10 @@ def training_dtype(what: str = "target and heads"):
 
 
 def prompts(default: str | None = "code"):
-  """Prompt sets, see `prompts.read`; required if `default` is None."""
+  """Defines --prompts, the prompt sets (see `prompts.read`).
+
+  The flag is required if `default` is None.
+  """
   return flags.DEFINE_list(
       "prompts", default, "Prompt sets, comma-separated. From the standard "
       f"library of the running Python: {', '.join(prompt_sets.EMBEDDED)}. "
@@ -113,19 +119,19 @@ def prompts(default: str | None = "code"):
 
 
 def prompt_field():
-  """Name of the prompt field in a JSONL file."""
+  """Defines --field, the name of the prompt field in a JSONL file."""
   return field("prompt", "Field that contains the prompt in your own .jsonl "
                "files")
 
 
 def chat(help_: str = "Format each prompt as a user message in the target's "
          "chat template, and stop at the model's end-of-text tokens"):
-  """Chat format of prompts."""
+  """Defines --chat, the chat format of prompts."""
   return flags.DEFINE_bool("chat", False, help_)
 
 
 def datastore():
-  """Text index for retrieval drafters."""
+  """Defines --datastore, the text index for retrieval drafters."""
   return flags.DEFINE_string(
       "datastore", None, "Text index for retrieval drafters, a file of "
       "build_datastore.py. The drafter rest requires it. The drafters suffix, "
@@ -134,7 +140,7 @@ def datastore():
 
 def gamma(default: int, help_: str = "Draft length gamma: number of tokens "
           "drafted before each pass of the target"):
-  """One draft length."""
+  """Defines --gamma for one draft length."""
   flag = flags.DEFINE_integer("gamma", default, help_, 1)
   flags.register_validator(
       flag, lambda gamma: gamma < MOST_NODES, f"give {TOO_LONG}")
@@ -144,7 +150,7 @@ def gamma(default: int, help_: str = "Draft length gamma: number of tokens "
 def nodes(default: int,
           help_: str = "Size of a draft tree in nodes, including the root "
           "(the last generated token)"):
-  """One size of a draft tree."""
+  """Defines --nodes for one size of a draft tree."""
   flag = flags.DEFINE_integer("nodes", default, help_, 2)
   flags.register_validator(
       flag, lambda nodes: nodes < MOST_NODES, f"give {TOO_LONG}")
@@ -153,18 +159,24 @@ def nodes(default: int,
 
 def gammas(default: str,
            help_: str = "Draft lengths in tokens, comma-separated"):
-  """Several draft lengths; read them with `common.draft_lengths`."""
+  """Defines --gamma for several draft lengths.
+
+  Read them with `common.draft_lengths`.
+  """
   return flags.DEFINE_list("gamma", default, help_)
 
 
 def verifiers(default: str | list[str], help_: str):
-  """Several verifiers; read them with `common.verifier_names`."""
+  """Defines --verifier for several verifiers.
+
+  Read them with `common.verifier_names`.
+  """
   return flags.DEFINE_list("verifier", default, help_)
 
 
 def temperature(default: float = 1.0,
                 help_: str = "Sampling temperature of target and drafter"):
-  """One temperature."""
+  """Defines --temperature for one temperature."""
   return flags.DEFINE_float(
       "temperature", default, f"{help_}; 0 is greedy decoding", 0)
 
@@ -172,20 +184,23 @@ def temperature(default: float = 1.0,
 def temperatures(default: str,
                  help_: str = "Sampling temperatures of target and drafter, "
                  "comma-separated"):
-  """Several temperatures; read them with `common.numbers`."""
+  """Defines --temperature for several temperatures.
+
+  Read them with `common.numbers`.
+  """
   return flags.DEFINE_list(
       "temperature", default, f"{help_}; 0 is greedy decoding")
 
 
 def top_p():
-  """Nucleus sampling of target and drafter."""
+  """Defines --top_p, nucleus sampling of target and drafter."""
   return flags.DEFINE_float(
       "top_p", 1.0, "Nucleus sampling: keep the most likely tokens until their "
       "total probability reaches top_p, in (0, 1]. 1 keeps all tokens")
 
 
 def num_prompts(default: int, help_: str = "Maximum number of prompts per set"):
-  """Number of prompts, at least 2. A confidence interval needs 5."""
+  """Defines --num_prompts, at least 2. A confidence interval requires 5."""
   return flags.DEFINE_integer("num_prompts", default, help_, 2)
 
 
@@ -193,32 +208,38 @@ def prompt_tokens(default: int = 96,
                   help_: str = "Maximum prompt length in tokens; longer "
                   "prompts keep their last tokens. A chat template is not "
                   "counted"):
-  """Length of a prompt."""
+  """Defines --prompt_tokens, the maximum length of a prompt."""
   return flags.DEFINE_integer("prompt_tokens", default, help_, 1)
 
 
 def new_tokens(default: int):
-  """Length of a continuation."""
+  """Defines --max_new_tokens, the length of a continuation."""
   return flags.DEFINE_integer(
       "max_new_tokens", default, "Number of tokens generated per prompt. With "
       "--chat, an answer may end earlier", 1)
 
 
 def seed(help_: str = "Random seed for choosing prompts and for sampling"):
-  """Seed of every random choice of a script, within the range of PRNG keys."""
+  """Defines --seed, the seed of all random choices of a script.
+
+  Its range is that of seeds of PRNG keys.
+  """
   return flags.DEFINE_integer("seed", 0, help_, 0, 2**32 - 1)
 
 
 def output_dir(default: str | None,
                help_: str = "Directory for results, tables and figures; it "
                "is created if needed"):
-  """Output directory; the flag is required if `default` is None."""
+  """Defines --output_dir. The flag is required if `default` is None."""
   return directory("output_dir", default, help_)
 
 
 def directory(name: str, default: str | None, help_: str,
               required: bool = True):
-  """A directory to write to. An empty value is rejected, "." is allowed."""
+  """Defines a flag for an output directory.
+
+  The flag rejects an empty value. The value "." is allowed.
+  """
   flag = flags.DEFINE_string(
       name, default, help_, required=required and default is None)
   flags.register_validator(flag, lambda path: path != "",
@@ -235,41 +256,41 @@ def missing(name: str):
 
 
 def data(help_: str = "Training text"):
-  """Training text, see `corpora.read_documents`."""
+  """Defines --data, the training text (see `corpora.read_documents`)."""
   return flags.DEFINE_string("data", "stdlib", f"{help_}: {_DATA}")
 
 
 def field(default: str = "text",
           help_: str = "Field that contains the text in .jsonl files and "
           "Hugging Face datasets"):
-  """Name of the text field in a record."""
+  """Defines --field, the name of the text field in a record."""
   return flags.DEFINE_string("field", default, help_)
 
 
 def steps(default: int = 1000, help_: str = "Number of training steps"):
-  """Length of a training run."""
+  """Defines --steps, the length of a training run."""
   return flags.DEFINE_integer("steps", default, help_, 1)
 
 
 def batch_size(help_: str = "Rows per training step"):
-  """Batch size of training."""
+  """Defines --batch_size, the batch size of training."""
   return flags.DEFINE_integer("batch_size", 8, help_, 1)
 
 
 def learning_rate(default: float, help_: str):
-  """Peak learning rate of the schedule."""
+  """Defines --learning_rate, the peak of the schedule."""
   return flags.DEFINE_float("learning_rate", default, help_, 0.0)
 
 
 def warmup_fraction(default: float = 0.04):
-  """Length of the learning rate's warm-up."""
+  """Defines --warmup_fraction, the length of the learning rate's warm-up."""
   return flags.DEFINE_float(
       "warmup_fraction", default, "Fraction of the steps, at the start of the "
       "run, in which the learning rate rises linearly to its peak", 0.0, 1.0)
 
 
 def decay_fraction():
-  """Length of the learning rate's decay."""
+  """Defines --decay_fraction, the length of the learning rate's decay."""
   return flags.DEFINE_float(
       "decay_fraction", 0.5, "Fraction of the steps, at the end of the run, in "
       "which the learning rate falls linearly to 0", 0.0, 1.0)
@@ -277,26 +298,26 @@ def decay_fraction():
 
 def held_out_rows(default: int = 32,
                   help_: str = "Rows of held-out text for evaluation"):
-  """Size of the evaluation set."""
+  """Defines --held_out_rows, the size of the evaluation set."""
   return flags.DEFINE_integer("held_out_rows", default, help_, 1)
 
 
 def evaluate_every(default: int = 250):
-  """Interval between evaluations of a training run."""
+  """Defines --evaluate_every, the interval between evaluations."""
   return flags.DEFINE_integer(
       "evaluate_every", default, "Steps between evaluations on held-out text; "
       "0 evaluates only at the end", 0)
 
 
 def checkpoint_every():
-  """Interval between checkpoints; a killed run resumes from the last one."""
+  """Defines --checkpoint_every, the interval between checkpoints."""
   return flags.DEFINE_integer(
       "checkpoint_every", 200, "Steps between checkpoints; a killed run "
       "resumes from the last one. SIGTERM and Ctrl-C also save one", 1)
 
 
 def wandb():
-  """Project of Weights & Biases."""
+  """Defines --wandb, the project of Weights & Biases."""
   flag = flags.DEFINE_string(
       "wandb", None, "Weights & Biases project to which metrics are also "
       "logged. metrics.csv and TensorBoard files are always written. Default: "
@@ -310,14 +331,14 @@ def wandb():
 
 
 def save_dtype():
-  """Precision of the saved weights."""
+  """Defines --save_dtype, the precision of the saved weights."""
   return flags.DEFINE_enum(
       "save_dtype", "bfloat16", ["bfloat16", "float32"],
       "Precision of the final weights on disk")
 
 
 def compilation_cache():
-  """Persistent cache of compiled code; `common.run` defines the flag."""
+  """Defines --compilation_cache, used by `common.run` in every script."""
   return flags.DEFINE_bool(
       "compilation_cache", True, "Store compiled code for later runs. The "
       "directory is JAX_COMPILATION_CACHE_DIR (environment variable) or "
@@ -325,7 +346,7 @@ def compilation_cache():
 
 
 def batch(default: int = 1):
-  """Number of prompts decoded together (batch size)."""
+  """Defines --batch, the number of prompts that are decoded together."""
   return flags.DEFINE_integer(
       "batch", default, "Number of prompts decoded together. Larger batches "
       "finish sooner. In float32 the batch size does not change the tokens or "
@@ -333,7 +354,10 @@ def batch(default: int = 1):
 
 
 def timing(*others: str):
-  """Measurement of speed; the default depends on --batch."""
+  """Defines --timing. Its default depends on --batch.
+
+  `others` are more choices.
+  """
   return flags.DEFINE_enum(
       "timing", None, ["none", "latency", *others],
       "Speed measurement: latency (each configuration decodes a prompt alone, "
@@ -343,7 +367,7 @@ def timing(*others: str):
 
 
 class MeshFlags(NamedTuple):
-  """Flags for several devices and processes; see `meshes.join`."""
+  """Flags for several devices and processes (see `meshes.join`)."""
 
   mesh: flags.FlagHolder
   coordinator: flags.FlagHolder

@@ -1,10 +1,10 @@
-"""Sets up the device mesh and the processes of the mesh flags.
+"""Sets up the device mesh and the processes from the mesh flags.
 
   _MESH = shared.mesh()
   ...
-  mesh = meshes.join(_MESH, rows)   # before anything is computed
+  mesh = meshes.join(_MESH, rows)   # before the first computation
 
-`jax.distributed` joins the processes. GSPMD partitions the programs.
+`jax.distributed` connects the processes. GSPMD partitions the programs.
 """
 
 import math
@@ -24,18 +24,18 @@ _FIX = "give a size for each of data and model, such as data:2,model:4"
 
 def join(flags: shared.MeshFlags, rows: int, *, trains: bool = True,
          splits_prompts: bool = False) -> Mesh | None:
-  """Joins the processes and returns the mesh, or None for one device.
+  """Connects the processes and returns the mesh, or None without --mesh.
 
   The mesh has the axes data and model. An axis that --mesh omits has size 1.
 
   Args:
     flags: flags defined by `shared.mesh`.
-    rows: batch size, which the data axis must divide.
-    trains: whether SIGTERM stops all processes at a common point. Training
-      stops after a step, with a checkpoint; sampling stops between two files.
+    rows: batch size. It must be a multiple of the size of the data axis.
+    trains: if True, SIGTERM stops all processes at a common point. Training
+      stops after a step, with a checkpoint. Sampling stops between two files.
       If False, or without a coordinator, SIGTERM ends a process immediately.
-    splits_prompts: whether each process decodes other prompts. Then the mesh
-      has devices of this process alone, and --mesh may be left out.
+    splits_prompts: if True, the processes decode different prompts. The mesh
+      then contains only devices of this process, and --mesh is optional.
 
   Raises:
     ValueError: the flags contradict each other or do not match the devices.
@@ -62,14 +62,15 @@ def _check_devices(text: str, count: int, there: int, alone: bool) -> None:
 
   Args:
     text: value of --mesh.
-    count: devices of the mesh.
-    there: devices that the mesh may have.
-    alone: whether they are the devices of one process, which may have more.
+    count: number of devices in the mesh.
+    there: number of available devices.
+    alone: True if the mesh contains devices of one process. It may then contain
+      fewer devices than are available.
   """
   if count > there or count < there and not alone:
     where = "" if alone else f" in {jax.process_count()} processes"
     fix = ("give smaller sizes" if alone and there > 1
-           else "give sizes whose product is that")
+           else "give sizes whose product is the number of devices")
     if jax.default_backend() == "cpu":
       fix += (", or more devices by XLA_FLAGS="
               "--xla_force_host_platform_device_count=N")
@@ -78,7 +79,7 @@ def _check_devices(text: str, count: int, there: int, alone: bool) -> None:
 
 
 def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
-  """Returns `Trainer.param_shardings` of models, None without a mesh.
+  """Returns `Trainer.param_shardings` of models, or None without a mesh.
 
   Raises:
     ValueError: the mesh does not divide a model.
@@ -88,12 +89,12 @@ def specs(mesh: Mesh | None, models: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def placement(mesh: Mesh | None) -> Placement | None:
-  """Returns the placement of a decoder on the mesh, None without a mesh."""
+  """Returns the placement of a decoder on the mesh, or None without a mesh."""
   return mesh and Placement(mesh=mesh)
 
 
 def _sizes(text: str | None):
-  """Returns the sizes of `_AXES`, None if --mesh is not set."""
+  """Returns the sizes of `_AXES`, or None if --mesh is not set."""
   if text is None:
     return None
   found = {}

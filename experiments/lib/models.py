@@ -1,4 +1,4 @@
-"""Loads the models that flags name: bundled, on disk or on the hub."""
+"""Loads the models of flags: bundled ones, files, or models on the hub."""
 
 from collections.abc import Callable
 import dataclasses
@@ -30,10 +30,10 @@ from specjax.utils import files
 _ACROSS = ("against_transformers.py, generate.py, replay.py, "
            "rounds_study.py, self_drafting_study.py and "
            "verification_study.py draft across vocabularies")
-_COUNTED = 2_000_000  # characters read, at most, to count token frequencies
-DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # bundled
+_COUNTED = 2_000_000  # largest number of characters for token frequencies
+DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # bundled draft models
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
-ITSELF = "itself"  # drafter name: a copy of the target is the draft model
+ITSELF = "itself"  # name of a draft model that is a copy of the target
 
 
 def label(name: str) -> str:
@@ -50,18 +50,19 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
     target: "bundled", or an argument of `models.load_pretrained`.
     drafters: names of bundled drafters, or arguments of
       `models.load_pretrained`.
-    choices: list of valid drafters for the error. Default: bundled drafters.
-    dtype: precision of the weights. None: the library's default.
-    same_tokens: whether drafters must have the target's vocabulary. If False,
-      `chain` also accepts another vocabulary.
+    choices: list of valid drafters for error messages. If empty, the bundled
+      drafters.
+    dtype: precision of the weights. None means the library's default.
+    same_tokens: if True, drafters must have the target's vocabulary. If False,
+      drafters may have another vocabulary (see `chain`).
 
   Returns:
     `(target, {label: drafter}, tokenizer)`. Each model is loaded once.
 
   Raises:
-    ValueError: a model does not exist, the target has no tokenizer, the
-      vocabularies differ in spite of `same_tokens`, or two drafters have the
-      same label.
+    ValueError: a model does not exist, the target has no tokenizer, two
+      drafters have the same label, or the vocabularies differ although
+      `same_tokens` is True.
   """
   drafters = list(dict.fromkeys(drafters))
   _check_labels(drafters)
@@ -94,12 +95,12 @@ def _check_labels(names: list[str]) -> None:
 
 
 def load_model(name: str, dtype: str | None = None) -> Pretrained:
-  """Loads one model, which may have no tokenizer.
+  """Loads one model. The model need not have a tokenizer.
 
   Args:
     name: "bundled", a bundled drafter, or an argument of
       `models.load_pretrained`.
-    dtype: precision of the weights. None: the library's default.
+    dtype: precision of the weights. None means the library's default.
 
   Raises:
     ValueError: the model does not exist.
@@ -112,14 +113,23 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
 
 def _load(place: str | pathlib.Path, dtype: str | None):
   found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
-  shared = sj.zoo.tokenizer_path()  # of all bundled models
+  shared = sj.zoo.tokenizer_path()  # all bundled models have this tokenizer
   if found.tokenizer is None and pathlib.Path(place).parent == shared.parent:
     found = dataclasses.replace(found, tokenizer=Tokenizer.load(shared))
   return found
 
 
 def _place(what: str, name: str, choices: str):
-  """Returns the path or hub name of a flag; lists valid names on error."""
+  """Returns the path or the hub name of a model.
+
+  Args:
+    what: kind of the model for the error message, such as "drafter".
+    name: value of the flag.
+    choices: list of valid names for the error message.
+
+  Raises:
+    ValueError: `name` is neither a path nor a hub name.
+  """
   path = pathlib.Path(name)
   known = name and (path.exists() or name == "smollm2" or (
       name.count("/") == 1 and not name.startswith((".", "/"))))
@@ -130,7 +140,7 @@ def _place(what: str, name: str, choices: str):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-  """Loads a tokenizer.json file, or the tokenizer of a model."""
+  """Loads a tokenizer from a tokenizer.json file or from a model."""
   path = pathlib.Path(name)
   if path.is_dir() or path.suffix == ".json":
     return Tokenizer.load(path)
@@ -139,7 +149,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:
-  """Returns the tokenizer of a model; `ValueError` if it has none."""
+  """Returns the tokenizer of a model; raises `ValueError` if it has none."""
   return _present(model.tokenizer, name)
 
 
@@ -181,24 +191,27 @@ def check_tokens(target: Pretrained, drafter: Pretrained, name: str) -> None:
 
 
 def _tell_of_tokens(drafter: Pretrained, name: str):
-  """Prints a warning if the drafter's vocabulary cannot be checked."""
+  """Prints a warning if the drafter's vocabulary cannot be checked.
+
+  This is the case if the drafter has no tokenizer.
+  """
   if drafter.tokenizer is None:
     print(f"{name} has no tokenizer; its {drafter.model.vocab_size:,} tokens "
-          "are taken to be the target's", file=sys.stderr)
+          "are assumed to be the target's", file=sys.stderr)
 
 
 def chain(target: Pretrained, drafter: Pretrained, name: str,
           vocabulary: str = "auto") -> tuple[Callable[[int], Strategy], Any]:
-  """Returns the strategy with which one language model drafts for another.
+  """Returns the strategy for chains of a draft model, and its parameters.
 
   Args:
     target: target model.
     drafter: draft model.
-    name: the drafter's name in messages.
-    vocabulary: "auto", "intersection" or "strings". "intersection" drafts only
-      tokens that both vocabularies contain. "auto" uses the drafter's
-      distribution directly if the vocabularies are equal, else
-      "intersection". "strings" tokenises the drafter's text again.
+    name: name of the drafter for messages.
+    vocabulary: "intersection", "strings" or "auto". "intersection" drafts only
+      tokens that both vocabularies contain. "strings" converts the drafter's
+      text to target tokens. "auto" uses the drafter's distribution directly if
+      the vocabularies are equal, and "intersection" otherwise.
 
   Returns:
     `(gamma -> Strategy, params["drafter"])`.
@@ -236,12 +249,12 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
 
   Args:
     drafter: draft model.
-    tokenizer: the target's tokenizer, used if the drafter has none.
-    name: the drafter's name in messages.
-    size: number of remaining tokens, including end-of-text tokens. None: all.
-    source: text in which tokens are counted, an argument of
-      `corpora.read_documents`. A source with several documents is reduced to
-      its training split.
+    tokenizer: tokenizer of the target, used if the drafter has none.
+    name: name of the drafter for messages.
+    size: number of remaining tokens, including end-of-text tokens. None returns
+      the drafter unchanged.
+    source: text for counting tokens, an argument of `corpora.read_documents`.
+      If it has several documents, only the training documents are used.
 
   Raises:
     ValueError: `size` exceeds the vocabulary, or is less than the number of
@@ -274,10 +287,11 @@ def narrowed(drafter: Pretrained, tokenizer: Tokenizer, name: str,
 
 def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
                   ) -> np.ndarray:
-  """Returns `[V]`, the count of each token in a sample of documents."""
+  """Returns `[V]`, the number of occurrences of tokens in sampled documents."""
   counts = np.zeros(vocab_size, np.int64)
   characters = 0
-  # The order by hash is random, so the first documents are a random sample.
+  # The order by hash is like a random order. So the first documents are a
+  # random sample.
   for document in sorted(documents, key=lambda document: document.digest):
     text = document.text[:_COUNTED - characters]
     ids = np.asarray(tokenizer.encode(text, bos=False), np.int64)
@@ -289,7 +303,7 @@ def _token_counts(documents: list, tokenizer: Tokenizer, vocab_size: int
 
 
 def heads_directory(name: str) -> pathlib.Path:
-  """Returns the directory of heads, given a bundled name or a path."""
+  """Returns the directory of heads. `name` is a bundled name or a path."""
   return (sj.zoo.heads_path(name) if name in HEADS
           else pathlib.Path(name))
 
@@ -297,20 +311,21 @@ def heads_directory(name: str) -> pathlib.Path:
 def _unmeasured(heads: Any):
   """Returns assumed accuracies of heads whose accuracy was not measured.
 
-  The result has one row for the target's LM head and one per head. All rows
-  are equal. Entry k = 1, ..., 10 is the assumed probability that the correct
-  token is among the k most likely tokens: 1 - 0.5**k.
+  The result has one row for the target's LM head and one row for each head. All
+  rows are equal. Entry k = 1, ..., 10 is 1 - 0.5**k, the assumed probability
+  that the correct token is among the k most likely tokens.
   """
   row = np.cumsum(0.5 ** np.arange(1, 11)).tolist()
   return [row] * (1 + heads.num_forecasts)
 
 
 def drafts_for_itself(name: str, target: str | None = None) -> bool:
-  """Returns whether a name is that of a self-drafter (heads or embeddings).
+  """Returns True if a name denotes a self-drafter (heads or embeddings).
 
   Args:
     name: name of a drafter.
-    target: name of the target, because its directory may contain its drafter.
+    target: name of the target, or None. The directory of a target may also
+      contain a drafter.
   """
   return (name in HEADS
           or bool(name) and (heads_directory(name) / "heads.json").exists()
@@ -318,28 +333,29 @@ def drafts_for_itself(name: str, target: str | None = None) -> bool:
 
 
 def _published(name: str, target: str | None = None):
-  """Returns the layout of a published drafter, None for other names."""
+  """Returns the layout of a published drafter, or None for other names."""
   if not name or not pathlib.Path(name).is_dir():
     return None
   layout = published_drafters.drafter_layout(name)
   if layout is None or not published_drafters.LAYOUTS[layout].in_target:
     return layout
-  # In such a layout a model's directory contains a drafter for this model. If
-  # the model is not the target, the model itself is the drafter.
+  # With this layout, the directory of a model also contains a drafter for this
+  # model. If the model is not the target, the name denotes the model itself as
+  # a draft model.
   own = bool(target) and pathlib.Path(target).is_dir() and (
       pathlib.Path(name).samefile(target))
   return layout if own else None
 
 
 class SelfDrafter(NamedTuple):
-  """Heads or look-ahead embeddings, and the target they were trained for.
+  """Heads or look-ahead embeddings, and the target that they belong to.
 
   Attributes:
     target: target model.
-    tokenizer: the target's tokenizer.
-    heads: heads or embeddings, a class of `methods`.
+    tokenizer: tokenizer of the target.
+    heads: heads or embeddings, an instance of a class in `methods`.
     params: parameters of the heads.
-    training: record of the run of train_drafter.py.
+    training: record of the training run with train_drafter.py.
   """
 
   target: Pretrained
@@ -353,7 +369,7 @@ class SelfDrafter(NamedTuple):
     """Returns the target with its heads, all parameters, and the strategy.
 
     Args:
-      rule: verifier. None: the default of the method.
+      rule: verifier. None means the default of the method.
       gamma: draft length of a chain.
       nodes: size of the draft tree, for heads that draft trees.
     """
@@ -371,12 +387,12 @@ def load_self_drafter(name: str, target: Pretrained,
   """Loads heads or look-ahead embeddings, and their target.
 
   Args:
-    name: one of `HEADS`, a directory of train_drafter.py, or the directory of
-      a published drafter.
-    target: target model. It is ignored if the directory contains a target
-      that was trained together with the heads.
-    tokenizer: the target's tokenizer.
-    dtype: precision of the weights. None: the library's default.
+    name: one of `HEADS`, an output directory of train_drafter.py, or the
+      directory of a published drafter.
+    target: target model. It is ignored if the directory contains a target that
+      was trained together with the heads.
+    tokenizer: tokenizer of the target.
+    dtype: precision of the weights. None means the library's default.
   """
   if name not in HEADS and not pathlib.Path(name).is_dir():
     raise ValueError(f"no heads {name!r}; choose among "
@@ -395,7 +411,11 @@ def load_self_drafter(name: str, target: Pretrained,
 
 
 def _training(directory: pathlib.Path, heads: Any) -> dict[str, Any]:
-  """Returns the record of a training run, with an accuracy of the heads."""
+  """Returns the record of a training run, including the heads' accuracy.
+
+  Without a record, the accuracy of published drafters is assumed
+  (`_unmeasured`).
+  """
   path = directory / "training.json"
   again = "run train_drafter.py again, with the same flags"
   if not path.exists():

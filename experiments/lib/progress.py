@@ -11,21 +11,22 @@ import sys
 import threading
 from typing import Any
 
-_SILENT = 1.0  # seconds of importing after which a line is printed
+_SILENT = 1.0  # slower imports are reported (in seconds)
 _EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 _timer = None
 
 
 def say(stage: str) -> None:
-  """Prints the name of a stage that begins, such as "compiling"."""
+  """Prints the name of a stage that starts now, such as "compiling"."""
   print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
 def importing() -> None:
-  """Reports slow imports, and makes Ctrl-C end them with one line.
+  """Reports slow imports, and makes Ctrl-C stop them with a one-line message.
 
-  Importing jax takes seconds, and `common.run` starts only afterwards. Nothing
-  happens unless the main program is an experiment script.
+  Importing jax takes seconds, and the error handling of `common.run` starts
+  only afterwards. If the main program is not an experiment script, this
+  function does nothing.
   """
   main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
   if pathlib.Path(main).resolve().parent != _EXPERIMENTS:
@@ -40,7 +41,7 @@ def importing() -> None:
 
 
 def imported() -> None:
-  """Restores Ctrl-C and stops the timer, once imports are complete."""
+  """Restores the handler of Ctrl-C and stops the timer of `importing`."""
   if _timer is not None:
     _timer.cancel()
   if signal.getsignal(signal.SIGINT) is _stop:
@@ -48,7 +49,7 @@ def imported() -> None:
 
 
 def _stop(number: int, frame: Any):
-  """Ends the program directly, because imports may hide an exception."""
+  """Ends the program without an exception, because imports may catch it."""
   del frame
   os.write(2, b"\nstopped by Ctrl-C\n")
   os._exit(128 + number)

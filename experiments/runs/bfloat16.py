@@ -1,12 +1,13 @@
 """Times the linear layers of a decoder in float32 and bfloat16.
 
-The layers have the shape of SmolLM2-135M (106M of its 134M parameters) and are
-multiplied as in `models.Transformer`. Prints milliseconds (medians of 11 calls)
-for float32 and for three forms of bfloat16: products in bfloat16, products in
-float32, and products in float32 with a single row duplicated. The results are
-in docs/guides/published_models.md. Run no other program at the same time:
-
   python experiments/runs/bfloat16.py
+
+The layers have the shape of those in SmolLM2-135M (106M of its 134M parameters)
+and are multiplied as in `models.Transformer`. The script prints the time of all
+layers in milliseconds (median of 11 calls), by number of rows. One line is for
+float32. Three lines are for weights in bfloat16: products in bfloat16, products
+in float32, and products in float32 with a single row duplicated. The results
+are in docs/guides/published_models.md. Run no other program at the same time.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
-"""Times the opening of a datastore and a look-up in it.
+"""Times opening a datastore, and a look-up in the datastore.
 
   python experiments/build_datastore.py --target=smollm2 --part=all \\
-      --data=DIRECTORY --output=store       # says what building takes
+      --data=DIRECTORY --output=store       # prints the cost of building
   python experiments/runs/datastore.py store
 
-Compares the times of a look-up and of a whole round of SmolLM2-135M: one row,
-drafts of 4 tokens. The prompt is random tokens, the most expensive case:
-nothing matches, so every match length is tried. Run no other program at the
-same time.
+The script compares the time of a look-up with that of a complete round of
+SmolLM2-135M, with one row and drafts of 4 tokens. The prompt consists of random
+tokens. This is the most expensive case. Nothing matches, so every match length
+is tried. Run no other program at the same time.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ROUNDS, TIMES, PROMPT, GAMMA = 32, 9, 256, 4
 
 
 def seconds(call: Callable):
-  """Returns the median seconds of a call, without the first call."""
+  """Returns the median time of a call in seconds, without the first call."""
   found = []
   for _ in range(1 + TIMES):
     start = time.perf_counter()
@@ -41,8 +41,8 @@ def seconds(call: Callable):
 
 def main() -> None:
   if len(sys.argv) != 2:
-    sys.exit(f"usage: python {sys.argv[0]} FILE, of build_datastore.py "
-             "--target=smollm2")
+    sys.exit(f"usage: python {sys.argv[0]} FILE, an output of "
+             "build_datastore.py --target=smollm2")
   target, _, tokenizer = models.load_models("smollm2", [], "")
   try:
     opening = seconds(lambda: datastores.load(sys.argv[1], tokenizer).tokens[0])
@@ -70,7 +70,8 @@ def main() -> None:
       params, jax.tree.map(jax.numpy.copy, state), ROUNDS)[0].tokens
   whole = seconds(decode) / ROUNDS
   print(f"a look-up takes {1e3 * look_up:.2f} ms, a round with it "
-        f"{1e3 * whole:.1f} ms: {look_up / whole:.3f} of it")
+        f"{1e3 * whole:.1f} ms: the share of the look-up is "
+        f"{look_up / whole:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Times a round of Llama-3-8B with Llama-3.2-1B as its drafter on one GPU.
+"""Times a round of Llama-3-8B with Llama-3.2-1B as draft model on one GPU.
 
   python experiments/runs/gpu_rounds.py
 
 The models have random weights in bfloat16. Drafts are chains, verified by
-`Block`. Every time is compared with a lower bound, its floor: the bytes of
-weights and of used keys and values that the passes must read, divided by the
-bandwidth of summing a large array on this GPU. Times are medians of calls in
-alternation. Run no other program at the same time. The last line of stdout
-names the JSON file.
+`Block`. Every time is compared with a lower bound, its floor. The floor is a
+number of bytes divided by a bandwidth. The bytes are the weights, used keys and
+used values that the passes must read. The bandwidth is that of summing a large
+array on this GPU. Calls alternate, and times are medians. Run no other program
+at the same time. The last line of stdout contains the path of the JSON file.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _weights(model: Transformer, seed: int):
 
 def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
             used: int):
-  """Returns a timer of rounds that start with `used` used slots per row."""
+  """Returns a timer of rounds that start with `used` filled slots per row."""
   keys = jax.random.split(jax.random.key(0), rows)
   state = jax.jit(functools.partial(
       pairs.state, decoder, capacity=_CAPACITY.value, used=used))(params, keys)
@@ -80,7 +80,16 @@ def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
 
 def _timed(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
            used: int, sizes: list[int], speed: float):
-  """Returns `{name: (timer, floor in seconds)}` of one batch and length."""
+  """Returns `{name: (timer, floor in seconds)}` for one batch size and length.
+
+  Args:
+    decoder: decoder of the round.
+    params: parameters of the decoder's models.
+    rows: batch size.
+    used: number of filled cache slots per row.
+    sizes: numbers of tokens per target pass.
+    speed: measured bandwidth in bytes per second.
+  """
   target, drafter = decoder.target, decoder.drafter
   least = lambda name, model: timing.bytes_read(
       model, params[name], rows * used) / speed
@@ -102,12 +111,13 @@ def main():
   batches, lengths, sizes = (
       common.batch_sizes(f"--{flag.name}", flag.value)
       for flag in (_BATCHES, _USED, _SIZES))
-  added = max(timing.STEPS * (_GAMMA.value + 1), sizes[-1])  # tokens of a call
+  # Largest number of tokens that a timed call adds to a row.
+  added = max(timing.STEPS * (_GAMMA.value + 1), sizes[-1])
   if lengths[-1] + added > _CAPACITY.value:
     raise ValueError(
-        f"--used holds {lengths[-1]}, to which a call adds {added} tokens at "
-        f"most, and --capacity is {_CAPACITY.value}; give at least "
-        f"{lengths[-1] + added}")
+        f"--used contains {lengths[-1]}, a timed call adds up to {added} "
+        f"tokens, and --capacity is {_CAPACITY.value}; give --capacity of at "
+        f"least {lengths[-1] + added}")
   layers = tuple(flag.value for flag in _LAYERS)
   decoder = pairs.Setting(
       layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()

@@ -2,8 +2,9 @@
 
   python experiments/runs/loading.py MODEL.gguf > experiments/results/loading.md
 
-Each measurement is a new process, and both are repeated in alternation. Prints
-a Markdown table of the medians. Requires the package `gguf`.
+Each measurement runs in a new process. The two kinds of measurement alternate.
+The script prints a Markdown table of the medians. It requires the package
+`gguf`.
 """
 
 import resource
@@ -36,7 +37,10 @@ def _numpy(path: str) -> list:
 
 
 def _measure(name: str, path: str) -> None:
-  """Prints seconds, gigabytes of the arrays, and the peak of the process."""
+  """Loads the file and prints the time in seconds and two sizes in GB.
+
+  The sizes are that of all arrays, and the peak memory of the process.
+  """
   seconds, *arrays = {"specjax": _specjax, "numpy": _numpy}[name](path)
   kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   print(seconds, sum(x.nbytes for x in arrays) / 1e9, kilobytes / 1e6)

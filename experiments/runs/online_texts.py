@@ -2,9 +2,10 @@
 
   python experiments/runs/online_texts.py DIRECTORY
 
-`code.jsonl` has the modules of the running Python without comments and
-docstrings. `prose.txt` has the topics of its `help`. The sets are disjoint, so
-a drafter trained on code has not seen the prose.
+`code.jsonl` contains the modules of the running Python's standard library
+without comments and docstrings. `prose.txt` contains the help topics of this
+Python. The sets are disjoint, so a drafter trained on code has not seen the
+prose.
 """
 
 import ast
@@ -22,7 +23,7 @@ def without_prose(source: str) -> str:
   """Returns a module without comments, docstrings and empty lines.
 
   Raises:
-    SyntaxError, ValueError: the source is not a module of this Python.
+    SyntaxError, ValueError: the running Python cannot parse the source.
     tokenize.TokenError: the source ends within a statement.
   """
   lines = source.split("\n")  # str.splitlines splits at form feeds

@@ -2,13 +2,14 @@
 
   python experiments/runs/quantized_copies.py [bundled|smollm2|...] [characters]
 
-The text is held-out modules of the running Python. Columns: size, error of the
-weights, bits per byte, and acceptance as a drafter for the original model. The
-acceptance of one token is the mean over positions of sum_x min(p, q) at
-temperature 1, and the frequency of the same argmax at temperature 0.
+The text consists of held-out modules of the running Python. Columns: size,
+relative error of the weights, bits per byte of text, and acceptance as a
+drafter for the original model. At temperature 1, the acceptance of a token is
+sum_x min(p, q). At temperature 0, it is 1 if p and q have the same argmax. Both
+are means over positions.
 
-Caches for drafting are measured with float32 weights: the second half of every
-window is read token by token, as a drafter does.
+Caches are measured with the original weights. The model reads the second half
+of every window token by token, as a drafter does.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
 
 
 def windows(tokenizer: Tokenizer, characters: int):
-  """Returns `[n, WINDOW + 1]` tokens, and the bytes per token."""
+  """Returns `[n, WINDOW + 1]` tokens, and the number of bytes per token."""
   text = "".join(x.text for x in corpora.held_out_modules())[:characters]
   tokens = np.asarray(tokenizer.encode(text, bos=False), np.int32)
   count = (len(tokens) - 1) // (WINDOW * BATCH) * BATCH
@@ -51,9 +52,15 @@ def windows(tokenizer: Tokenizer, characters: int):
 def measures(p: jax.Array, q: jax.Array, following: jax.Array):
   """Compares the distributions q of a copy with p of the original model.
 
+  Args:
+    p: logits of the original model.
+    q: logits of the copy.
+    following: next token at each position.
+
   Returns:
-    Sums over positions: nats of the text under q, acceptance sum_x min(p, q),
-    positions with the same argmax, and the number of positions.
+    Four sums over positions: the negative log-likelihood of the text under q in
+    nats, the acceptance sum_x min(p, q), the number of positions with the same
+    argmax, and the number of positions.
   """
   p, q = (jax.nn.log_softmax(x) for x in (p, q))
   nats = -jnp.take_along_axis(q, following[..., None], -1)
@@ -75,8 +82,9 @@ def of_cache(model: Transformer, cache: Any):
   def one(params, copy, tokens):
     half = WINDOW // 2
     p = model(params, tokens[:, :-1]).logits[:, half:]
-    # With constant lengths of 0, the compiler folds the attention over no slots
-    # into a constant. So the lengths are computed from the input.
+    # With constant lengths of 0, the compiler would evaluate the attention over
+    # the empty cache at compile time. `empty_cache` computes the zeros from its
+    # third argument, so this argument depends on the input.
     past = prefill.empty_cache(
         other, params, jnp.maximum(tokens[:, 0], WINDOW), WINDOW + 1)
     depths, causal = topology.causal(BATCH, half)

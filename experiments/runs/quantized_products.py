@@ -4,13 +4,13 @@
       python experiments/runs/quantized_products.py        # times, on this CPU
   python experiments/runs/quantized_products.py tpu        # bytes, on a v5e
 
-CPU: times of the MLP of SmolLM2-135M, relative to one row in float32. Weights
-are read from memory in every call. A time is the minimum of all repeats, to
-reduce the effect of other programs.
+CPU: the table contains times of the MLP of SmolLM2-135M, relative to one row in
+float32. Every call reads its weights from memory. A time is the minimum over
+all repetitions, to reduce the effect of other programs.
 
 TPU: the MLP of Llama-3-8B is compiled without a TPU (`pip install -e
-'.[tpu-aot]'`). The table has the bytes of the weights and the bytes that the
-compiled program moves to and from main memory.
+'.[tpu-aot]'`). The table contains the size of the weights, and the number of
+bytes that the compiled program moves to and from main memory.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ from specjax.models import quantization  # noqa: E402
 
 WIDTH, INNER = 576, 1536
 ROWS = (1, 2, 5, 9, 17)
-KEPT = 64  # copies of the MLP, 85 MB in 4 bits: more than CPU caches
-SECONDS = 120
+KEPT = 64  # copies of the MLP; in 4 bits 85 MB, larger than CPU caches
+SECONDS = 120  # duration of the measurement
 
 
 def dot(x: jax.Array, kernel: Any, contracted: int = 0, wide: Any = None):
@@ -49,18 +49,18 @@ def floats(x: jax.Array, kernel: Any):
 
 
 def widened(x: jax.Array, matrix: Any):
-  """Product of the library: weights as floats, in slices on a CPU."""
+  """Returns the library's product: weights as floats, in slices on a CPU."""
   return matrix.product(x[None])[0]
 
 
 def rounded(x: jax.Array):
-  """Returns activations in 8 bits, and one scale per row."""
+  """Returns activations rounded to 8 bits, and one scale per row."""
   scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
   return jnp.round(x / scale).astype(jnp.int8), scale
 
 
 def whole_numbers(x: jax.Array, matrix: Any, contracted: int = 0):
-  """Product of int8 and int8, summed in int32."""
+  """Returns the product of int8 and int8, summed in int32."""
   x, scale = rounded(x)
   values, scales = matrix.values.astype(jnp.int8), matrix.scales
   if contracted:
@@ -69,14 +69,14 @@ def whole_numbers(x: jax.Array, matrix: Any, contracted: int = 0):
 
 
 def turned(x: jax.Array, kernel: Any):
-  """Product of int8 and int8 with weights `[out, in]`: sums over rows."""
+  """Returns the product of int8 and int8 with weights `[out, in]`."""
   values, scales = kernel
   x, scale = rounded(x)
   return dot(x, values, 1, jnp.int32) * scale * scales
 
 
 def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
-  """The product of `turned`, as explicit sums.
+  """Returns the product of `turned`, computed as explicit sums.
 
   XLA can fuse the conversion from int8 with the sums.
   """
@@ -88,7 +88,10 @@ def fused(x: jax.Array, kernel: Any, kind: Any = jnp.int32):
 
 
 def fused_floats(x: jax.Array, kernel: Any):
-  """Product of float32 and 8-bit weights `[out, in]`, as explicit sums."""
+  """Returns the product of float32 and 8-bit weights `[out, in]`.
+
+  The product is computed as explicit sums.
+  """
   values, scales = kernel
   return jnp.sum(x[:, None] * values.astype(x.dtype), axis=-1) * scales
 

@@ -3,9 +3,9 @@
   python experiments/runs/smol_prompts.py DATA > prompts.jsonl
   python experiments/runs/smol_prompts.py DATA given > conversations.jsonl
 
-The second command writes conversations with answers by people instead of
-SmolLM2: problems with solutions, and functions and stories after their
-beginnings.
+SmolLM2 answers the prompts of the first command during training. The second
+command writes conversations whose answers are from the files: solutions of
+problems, complete functions, and continuations of stories.
 
 DATA is a directory of published files: gsm8k_train.jsonl, arena_hard.jsonl,
 piqa_valid.jsonl, webquestions_test.json, chatgpt_prompts.csv,
@@ -38,7 +38,7 @@ _STORIES = (
 
 
 def _in_turn(asks: Sequence[str], texts: Sequence[str]):
-  """Returns one question per text; the question forms take turns."""
+  """Returns one prompt per text, with alternating forms of the question."""
   return [asks[i % len(asks)].format(text) for i, text in enumerate(texts)]
 
 
@@ -49,7 +49,7 @@ def _functions(data: pathlib.Path) -> list[str]:
 
 
 def _about_code(functions: Sequence[str]) -> list[str]:
-  """Returns one question about each function, with its first lines."""
+  """Returns one prompt about each function, with the function's first lines."""
   asks = []
   for i, function in enumerate(functions):
     lines, ask = _CODE[i % len(_CODE)]
@@ -92,11 +92,12 @@ def prompts(data: pathlib.Path) -> list[str]:
   rng.shuffle(stories)
   found += _in_turn(_STORIES, [story[:450] for story in stories[:1500]])
   rng.shuffle(found)
-  return found * 2  # two answers per prompt
+  return found * 2  # each prompt occurs twice, so it gets two answers
 
 
 def conversations(data: pathlib.Path) -> list[tuple[str, str]]:
-  """Returns prompts with answers by people, in a fixed order."""
+  """Returns pairs of a prompt and its answer from the files, in a fixed order.
+  """
   rng = random.Random(2)
   some = lambda items, count: rng.sample(items, min(count, len(items)))
   with open(data / "gsm8k_train.jsonl", encoding="utf-8") as f:

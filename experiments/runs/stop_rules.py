@@ -2,11 +2,12 @@
 
   python experiments/runs/stop_rules.py
 
-The head of SpecDec++ is trained on continuations by the target. Each rule then
-decodes other prompts. Columns: block efficiency (tokens per target call),
-drafted tokens per round, and block efficiency divided by the cost of a round.
-The cost is in target passes: 1 for verification plus a fixed share per drafted
-token. No times are measured, so other programs may run at the same time.
+The head of SpecDec++ is trained on sequences that the target generated. Each
+rule is then measured on other prompts. Columns: block efficiency (tokens per
+target call), drafted tokens per round, and block efficiency divided by the cost
+of a round. The unit of the cost is a target pass. A round costs 1 for
+verification, plus 0.3 for each drafted token. The script measures no times, so
+other programs may run at the same time.
 """
 
 from collections.abc import Sequence
@@ -32,11 +33,11 @@ from specjax.training import optimizers  # noqa: E402
 LENGTHS = 1, 2, 4, 8  # draft lengths without a rule
 GAMMA, ROWS, ROW_TOKENS, STEPS, BATCH = 8, 1024, 160, 400, 16
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, ROUND = 48, 128, 96, 16
-DRAFT_COST = 0.3  # cost of a drafter pass in target passes
+DRAFT_COST = 0.3  # cost of a pass of the draft model, in target passes
 
 
 def own_text(pair: Any, directory: pathlib.Path):
-  """Returns `[R, 161]`, continuations of training text by the target."""
+  """Returns `[R, 161]`, training text that the target continued."""
   training, _ = corpora.split(corpora.read_documents("stdlib"))
   stream = pair.tokenizer.encode_stream([one.text for one in training])
   return distillation.sample_rows(
@@ -48,7 +49,7 @@ def own_text(pair: Any, directory: pathlib.Path):
 
 def trained_head(pair: Any, head: Any, rows: np.ndarray,
                  directory: pathlib.Path):
-  """Returns the trained parameters of the head."""
+  """Trains the head of SpecDec++ and returns its parameters."""
   drafter = pair.drafters["small"]
   order = distillation.RowBatches(rows, BATCH, 0)
   return loop.Trainer(
@@ -66,7 +67,16 @@ def trained_head(pair: Any, head: Any, rows: np.ndarray,
 
 def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
              temperature: float, gamma: int):
-  """Returns `(tokens per round, drafted tokens per round)`."""
+  """Returns tokens per round and drafted tokens per round.
+
+  Args:
+    pair: models from `sj.zoo.load`.
+    prompts: token ids of the prompts.
+    stop: stop rule, or None.
+    own: parameters of the stop rule, or None if it has none.
+    temperature: sampling temperature.
+    gamma: maximum draft length.
+  """
   drafter = pair.drafters["small"]
   decoder = sj.Decoder(
       target=pair.target.model, verifier=sj.verifiers.Block(),
@@ -76,7 +86,7 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
   params = {"target": pair.target.params, "drafter": (
       {"model": drafter.params, "stop": own} if own is not None
       else drafter.params)}
-  accepted = rounds = drafted = 0  # includes tokens beyond the limits
+  accepted = rounds = drafted = 0  # sums, including tokens beyond the limits
   for start in range(0, len(prompts), ROUND):
     some = prompts[start:start + ROUND]
     state = decoder.prefill(params, some, jax.random.key(1), limits=[
@@ -92,7 +102,7 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
 
 
 def rules():
-  """Returns `{name: (rule, draft length)}`; a rule of None stops no draft."""
+  """Returns `{name: (rule, draft length)}`. None is the absence of a rule."""
   some = {f"none, gamma {gamma}": (None, gamma) for gamma in LENGTHS}
   some |= {f"SpecDec++, threshold {share}": (
       stop_rules.AcceptanceHead(threshold=share), GAMMA)
@@ -115,12 +125,12 @@ def main():
       pair.tokenizer, ["code", "docstrings", "tests"], field=None,
       count=PROMPTS // 3, tokens=PROMPT_TOKENS, seed=0, chat=False).all
   for temperature in (0.0, 1.0):
-    print(f"temperature {temperature:g}: tokens a round, drafted, tokens a "
-          f"pass of the target where a draft step costs {DRAFT_COST} of it")
+    print(f"temperature {temperature:g}: tokens per round, drafted tokens per "
+          f"round, tokens per cost (a drafted token costs {DRAFT_COST})")
     for name, (rule, gamma) in rules().items():
       needs = rule is not None and rule.has_params
       if temperature == 0 and rule is not None and not needs:
-        continue  # q is one-hot: no confidence to use
+        continue  # q is one-hot, so these rules never stop a draft
       tokens, drafted = measured(
           pair, prompts, rule, own if needs else None, temperature, gamma)
       print(f"{name:26s} {tokens:6.3f} {drafted:6.3f} "

@@ -1,13 +1,16 @@
-"""Measures the gain of SWIFT's search during decoding over its initial set.
+"""Measures the gain of SWIFT's search for skipped layers during decoding.
 
   python experiments/runs/swift.py [texts] [rounds]
 
-The bundled target continues held-out code at temperature 1. It drafts with
-itself, skipping one or two sublayers (attentions and MLPs) of its middle
-layers. Columns: expected tokens per round given the drafts, in the first and
-last quarter of the rounds, with the search (64 tries) and without; and the gain
-of the search in the last quarter, with 95 % intervals over sequences. The final
-sets go to stderr.
+The arguments are the numbers of prompts and of rounds per prompt. The bundled
+target continues held-out code at temperature 1. It drafts with itself and skips
+one or two sublayers (attentions and MLPs) of its middle layers. The search
+starts at an initial set of skipped sublayers and tries 64 other sets.
+
+Columns: expected tokens per round, given the drafts, in the first and in the
+last quarter of the rounds, with the search and without. The last column is the
+gain of the search in the last quarter. Intervals are 95 % over sequences. The
+final sets are printed on stderr.
 """
 
 import collections
@@ -32,7 +35,19 @@ GAMMA, WINDOW, PROMPT_TOKENS = 4, 32, 64
 
 def decoded(target: Pretrained, prompts: Sequence[Sequence[int]], count: int,
             tries: int, rounds: int):
-  """Returns `[2, prompts]` accepted tokens and rounds per quarter, and sets."""
+  """Decodes prompts and measures the acceptance.
+
+  Args:
+    target: target model.
+    prompts: token ids of the prompts.
+    count: number of skipped sublayers.
+    tries: number of sets that the search tries. 0 disables the search.
+    rounds: number of rounds.
+
+  Returns:
+    Expected accepted tokens `[2, prompts]` and rounds `[2, prompts]` in the
+    first and the last quarter, and a counter of the final sets.
+  """
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Block(),
       drafter=sj.drafters.Swift(

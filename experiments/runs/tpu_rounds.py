@@ -1,12 +1,13 @@
-"""Memory and memory traffic of decoding rounds on four TPU chips.
+"""Computes memory use and memory traffic of decoding rounds on four TPU chips.
 
-  python experiments/runs/tpu_rounds.py [layers of the target, of the drafter]
+  python experiments/runs/tpu_rounds.py [TARGET_LAYERS DRAFTER_LAYERS]
 
 The models have the shapes of Llama-3-8B with Llama-3.2-1B, or of Qwen2.5-7B
-with Qwen2.5-0.5B (a copy on every chip). The TPU compiler compiles the round
-without a TPU (`pip install -e '.[tpu-aot]'`), and the compiled program is
-analysed. Each row takes a few minutes. In a pair of numbers, the first is with
-all cache slots in use, the second with 128.
+with Qwen2.5-0.5B. The drafter of Qwen2.5 is replicated on every chip. The
+script compiles each round with the TPU compiler, which needs no TPU
+(`pip install -e '.[tpu-aot]'`). It then analyses the compiled program. Each row
+takes a few minutes. In a pair of numbers, all cache slots are in use for the
+first number, and 128 slots per row for the second.
 """
 
 import importlib.util
@@ -17,7 +18,9 @@ import time
 
 
 def layers_of(arguments: list[str]) -> tuple[int, int] | None:
-  """Returns the numbers of layers from the command line, None for all.
+  """Returns the numbers of layers of target and drafter from the command line.
+
+  Returns None for the published numbers.
 
   Raises:
     SystemExit: the arguments are invalid, or the TPU compiler is missing.
@@ -32,12 +35,12 @@ def layers_of(arguments: list[str]) -> tuple[int, int] | None:
              "of the target and of the drafter, two whole numbers of at least "
              "1, or nothing for the published numbers")
   if importlib.util.find_spec("libtpu") is None:
-    sys.exit("error: libtpu is not installed, and it compiles for TPUs: pip "
-             "install -e '.[tpu-aot]'")
+    sys.exit("error: libtpu, the TPU compiler, is not installed: pip install "
+             "-e '.[tpu-aot]'")
   return layers
 
 
-if __name__ == "__main__":  # before the slow import of jax
+if __name__ == "__main__":  # check the arguments before the slow import of jax
   asked = layers_of(sys.argv[1:])
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -52,7 +55,7 @@ import specjax as sj  # noqa: E402
 
 
 def settings() -> dict[str, dict]:
-  """Returns the options of `pairs.Setting` by the name of the row."""
+  """Returns the arguments of `pairs.Setting` for each row, by its name."""
   tree = sj.trees.full_tree((3, 3, 2, 1, 1))[:64]
   study = dict(capacity=2048, gamma=8, observers=(
       sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock()))

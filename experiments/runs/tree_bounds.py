@@ -2,11 +2,12 @@
 
   python experiments/runs/tree_bounds.py OUTPUT.csv [drafter]
 
-Computes the columns "over the best" of tree_study.py, without its rollouts and
-timings, on the trees of experiments/results/trees/trees.csv at temperature 1.
-Results are in docs/results/trees.md. On chains, block verification is the best
-possible rule in one round, so its row shows the error of the bound. A second
-call with the same OUTPUT continues it.
+Computes the columns "over the best" of tree_study.py without the rollouts and
+timings of that study. The trees are those of
+experiments/results/trees/trees.csv at temperature 1. Results are in
+docs/results/trees.md. On chains, block verification is the best possible rule
+in one round, so its row shows the error of the bound. If OUTPUT exists, the
+script adds the missing rows.
 """
 
 import csv
@@ -25,8 +26,8 @@ import specjax as sj  # noqa: E402
 from specjax import strategies  # noqa: E402
 from specjax.data import prompt_sets  # noqa: E402
 
-# By group: the strategy that samples the drafts, and its rules by their names
-# in trees.csv.
+# For each group, the strategy that samples the drafts, and the rules that are
+# evaluated on these drafts, by their names in trees.csv.
 GROUPS = {
     "chain_token": (strategies.specinfer, {
         "chain_token": sj.verifiers.Token(),
@@ -37,12 +38,12 @@ GROUPS = {
         "without_replacement": sj.verifiers.Recursive(),
         "traversal": sj.verifiers.Traversal()}),
 }
-LONGEST_CHAIN = 16  # nodes
+LONGEST_CHAIN = 16  # largest number of nodes of a chain
 NODES, NEW_TOKENS, SEED = (8, 16, 32, 64), 72, 0
 
 
 def measured_trees():
-  """Returns `{(method, nodes): parents}` at temperature 1."""
+  """Returns the trees of trees.csv as `{(method, nodes): parents}`."""
   path = pathlib.Path(__file__).parents[1] / "results/trees/trees.csv"
   with open(path) as f:
     return {(r["method"], int(r["nodes"])): json.loads(r["parents"])

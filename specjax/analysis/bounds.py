@@ -1,31 +1,36 @@
-"""Upper bounds on the accepted tokens of every valid rule, from drawn drafts.
+"""Upper bounds on the accepted tokens of any lossless rule, from drawn drafts.
 
-A rule is valid if the sequences of decoding with it have the distribution p of
-the target. tau is its number of accepted tokens in a round.
+The bounds hold for every rule that is lossless: the sequences of decoding with
+the rule have the target's distribution p. The rule may use both models in any
+way. tau is the number of accepted tokens in a round.
 
 Let T be a draft tree. Let m(c, y) be any function of a context c and a token y
-whose mean over y under p(. | c) is 0 for every c. A valid rule stops at a node
-v of T and emits one token y. vy is the path to v, followed by y. The unmodified
-target continues, so the sequence has the distribution p. The sum of m along the
-sequence to any fixed length therefore has mean 0. The part after vy is drawn by
-the target, and its sum also has mean 0. So the sum along vy, which is the
-difference, has mean 0. In one round
+with mean 0 over y under p(. | c) for every c. The rule stops at a node v of T
+and emits one token y. vy is the path to v, followed by y. The mean of the sum
+of m along vy is 0, because
+
+* the target alone continues after vy, so the sequence has distribution p, and
+  the sum of m along the sequence to any fixed length has mean 0;
+* the target draws the tokens after vy, so the sum of m over these tokens has
+  mean 0;
+* the sum along vy is the difference of these two sums.
+
+In one round
 
   E[tau] = E[depth(v) + sum of m along vy]
-        <= E_T[max over v, y of (depth(v) + sum of m along vy)],
+        <= E_T[max over v, y of (depth(v) + sum of m along vy)].
 
-where the maximum goes over the nodes v of T and the tokens y with p(vy) > 0.
-This is `dual_bound` with Phi(cy) - Phi(c) = m(c, y). Here m depends only on p
-and the draft model's q along the sequence. So every drawn tree gives an
-unbiased sample of the bound, for vocabularies of any size. The rule may use
-both models in any way.
+The maximum is over the nodes v of T and the tokens y with p(vy) > 0. This is
+`dual_bound` with Phi(cy) - Phi(c) = m(c, y). In this module, m depends only on
+p and the draft model's q along the sequence. Every drawn tree therefore gives
+an unbiased sample of the bound, for vocabularies of any size.
 
 m(c, y) = E_p[w(c, .)] - w(c, y), where w(c, y) is an entry of a table. The row
-is the depth of c in T. The column is an interval of s(c) p(y|c) / q(y|c), where
-s is the survival of block verification: 1 at the root, and s(cy) =
-min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound` searches for
-a table with a low bound. Evaluate the table on other drafts: the mean over the
-drafts of the fit is too low and not a bound.
+of the entry is the depth of c in T. Its column is an interval of
+s(c) p(y|c) / q(y|c). s is the survival of block verification: 1 at the root,
+and s(cy) = min(1, s(c) p(y|c) / q(y|c)). Any table gives a bound. `fit_bound`
+searches for a table with a low bound. Evaluate the table on other drafts. The
+mean over the drafts used by `fit_bound` is too low, so it is not a bound.
 """
 
 from flax import struct
@@ -42,9 +47,9 @@ from specjax.types import Draft
 _EDGES = (-6, -4, -3, -2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1,
           1.5, 2, 3)
 _COLUMNS = len(_EDGES) + 1
-_STEPS = 600
-_RATE = 0.1
-_SOFTNESS = 0.3, 0.003  # softness of the maximum at the first and last step
+_STEPS = 600  # steps of Adam
+_RATE = 0.1  # learning rate at the first step
+_SOFTNESS = 0.3, 0.003  # softness of the maximum at the first step; its minimum
 _HALVINGS = 6  # halvings of softness and learning rate
 _SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 
@@ -53,16 +58,18 @@ _SMOOTHNESS = 0.003  # penalty on the squared differences of adjacent columns
 class BoundTerms:
   """Summary of a draft of N nodes, sufficient for its bound with any table.
 
-  p is the target's distribution, and K the number of columns of a table (see
-  the module). Leading axes are allowed.
+  p is the target's distribution. K is the number of columns of a table. The
+  docstring of this module defines the table. Leading axes are allowed.
 
   Attributes:
-    parents: `[N]` int32, as in `Draft`.
-    valid: `[N]` bool, True for nodes with p > 0 that are not padding.
-    mass: `[N, K]`, p of the tokens after every node, summed by the columns of
-      the table.
-    possible: `[N, K]` bool, True if a column has a token with p > 0.
-    columns: `[N]` int32, the column of every node's token after its parent.
+    parents: `[N]` int32 parents, as in `Draft`.
+    valid: `[N]` bool, True for a node that is not padding and whose path from
+      the root has p > 0.
+    mass: `[N, K]` probability under p that the next token after the node is in
+      the column.
+    possible: `[N, K]` bool, True if a token in the column has p > 0 after the
+      node.
+    columns: `[N]` int32 column of the node's own token, after its parent.
   """
 
   parents: jax.Array
@@ -78,11 +85,12 @@ def bound_terms(draft: Draft, target_probs: jax.Array, draft_probs: jax.Array
 
   Args:
     draft: draft tree of one sequence with N nodes, drawn in any way.
-    target_probs: `[N, V]`, p of the token after every node.
-    draft_probs: `[N, V]`, q of the token after every node, given its context
-      alone. For trees of `strategies.specinfer` or `sequoia` it is the row of
-      `draft.probs` of the node's first child. Nodes at the depth of the tree do
-      not need it if the table has one row for each smaller depth.
+    target_probs: `[N, V]` distribution p of the token after every node.
+    draft_probs: `[N, V]` distribution q of the token after every node. q must
+      depend only on the node's context. For trees of `strategies.specinfer` or
+      `sequoia`, the row of a node is the row of its first child in
+      `draft.probs`. Rows of the deepest nodes are not used if the table has one
+      row for each smaller depth.
   """
   p, q = jnp.asarray(target_probs), jnp.asarray(draft_probs)
   parents = jnp.asarray(draft.parents)
@@ -114,20 +122,20 @@ def bound_terms(draft: Draft, target_probs: jax.Array, draft_probs: jax.Array
 
 
 def accepted_bound(terms: BoundTerms, table: ArrayLike) -> jax.Array:
-  """Returns the bound's sample of every draft.
+  """Returns one sample of the bound for every draft.
 
-  The mean over drafts that are independent of `table` is an unbiased estimate
-  of an upper bound on the expected accepted tokens of one round of every valid
-  rule, from the contexts at which the drafts were drawn.
+  The mean of the samples is an unbiased estimate of the bound if the drafts are
+  independent of `table`. The bound applies to every lossless rule. It limits
+  the expected accepted tokens of one round after the contexts of these drafts.
 
   Args:
-    terms: summaries of R drafts, `[R, ...]`.
-    table: `[D, K]`, w of the module's docstring, for contexts of depths 0, ...,
-      D - 1. For deeper contexts w is 0. K is 18.
+    terms: `[R, ...]` summaries of R drafts.
+    table: `[D, K]` table w of the module's docstring, for contexts of depths 0,
+      ..., D - 1. For deeper contexts w is 0. K is 18.
 
   Returns:
-    `[R]`, the largest depth(v) + sum of m along vy of every draft. With a table
-    of zeros it is the depth of the deepest node with p > 0.
+    `[R]`, the maximum of depth(v) + sum of m along vy for every draft. With a
+    table of zeros, this is the depth of the deepest node with p > 0.
   """
   return _maxima(terms, jnp.asarray(table))
 
@@ -136,14 +144,15 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
               ) -> np.ndarray:
   """Returns a table whose bound is low on these drafts.
 
-  The mean of `accepted_bound` is convex in the table. Adam minimises it with a
-  soft maximum that hardens, and a penalty that keeps adjacent columns close.
+  The mean of `accepted_bound` is convex in the table. Adam minimises this mean,
+  with a soft maximum instead of the maximum. The softness decreases during the
+  fit. A penalty limits the differences of adjacent columns.
 
   Args:
-    terms: summaries of R drafts, `[R, ...]`. Do not evaluate the table on
-      these drafts.
-    depth: number of rows: the height of the drafts, or less.
-    weights: `[R]`, weights of the drafts; default: equal.
+    terms: `[R, ...]` summaries of R drafts. Do not evaluate the table on these
+      drafts.
+    depth: number of rows of the table, at most the height of the drafts.
+    weights: `[R]` weights of the drafts. None means equal weights.
 
   Returns:
     Table `[depth, K]` for `accepted_bound`.
@@ -157,7 +166,10 @@ def fit_bound(terms: BoundTerms, depth: int, weights: ArrayLike | None = None
 
 def _maxima(terms: BoundTerms, table: jax.Array,
             softness: jax.Array | None = None) -> jax.Array:
-  """Returns `[R]`, maxima over nodes and columns; soft ones for the fit."""
+  """Returns the maxima `[R]` over nodes v and columns of tokens y.
+
+  The maxima are soft with `softness`, and exact if `softness` is None.
+  """
   on_path = jax.vmap(topology.ancestors)(terms.parents)
   depths = topology.depths_of(on_path)
   rows = jnp.concatenate([table, jnp.zeros_like(table[:1])])[
@@ -168,7 +180,8 @@ def _maxima(terms: BoundTerms, table: jax.Array,
       rows, above, terms.columns)
   step = jnp.where(terms.parents < 0, 0,
                    jnp.take_along_axis(mean, above, 1) - paid)
-  # No matrix product, because devices may compute it in low precision.
+  # A matrix product would be shorter, but some devices compute it in low
+  # precision.
   value = depths + mean + jnp.where(on_path, step[:, None], 0).sum(-1)
   if softness is None:
     last = jnp.where(terms.possible, -rows, -jnp.inf).max(-1)

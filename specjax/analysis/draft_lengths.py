@@ -1,12 +1,13 @@
-"""Draft length as a problem of optimal stopping, exactly on small pairs.
+"""Optimal draft lengths for block verification, exact on small pairs of models.
 
-A drafted token costs `token_cost` target calls. Let c be the context with the
-tokens drafted so far, and x the next drafted token. With block verification x
-is accepted with probability survival(x). It then saves D(c x), the value of one
-more token after c x: D of `analysis.rounds` with the total cost instead of the
-number of rounds. So drafting should continue while the expected saving
-by x and by later tokens exceeds their cost. Published rules stop by the
-expected number of accepted tokens instead.
+The draft length is a problem of optimal stopping. A draft token costs
+`token_cost` target calls. Let c be the context including the draft so far, and
+x the next draft token. Block verification accepts x with probability
+survival(x). An accepted x saves D(c x), the value of one more token after c x.
+D is defined in `analysis.rounds`, but here with the total cost instead of the
+number of rounds. Drafting should continue while the expected saving by x and by
+later tokens exceeds their cost. Published stop rules use the expected number of
+accepted tokens instead of the saving.
 """
 
 import dataclasses
@@ -24,12 +25,13 @@ class DraftLengths:
   """Optimal stopping of drafts for block verification.
 
   Attributes:
-    cost: `[contexts]`, the expected total cost from every context to the end:
-      rounds + token_cost * drafted tokens. Contexts are numbered as in the
-      result of `analysis.remaining_rounds`.
-    goes_on: decision to draft one more token. goes_on[n][l] is `[V**(n + l)]`
-      bool, for rounds that start after n tokens and have drafted l tokens.
-    vocab_size: number of tokens V of the vocabulary.
+    cost: `[contexts]` expected total cost from every context to the end of the
+      sequence: rounds + token_cost * draft tokens. Contexts are numbered as in
+      the result of `analysis.remaining_rounds`.
+    goes_on: True where one more token should be drafted. goes_on[n][l] is
+      `[V**(n + l)]` bool, for a round that starts after n tokens and has
+      drafted l tokens.
+    vocab_size: vocabulary size V.
   """
 
   cost: np.ndarray
@@ -37,7 +39,10 @@ class DraftLengths:
   vocab_size: int
 
   def ended(self, drafts: Drafts) -> Drafts:
-    """Ends chains where the best stopping does, as `exact.ended_by`."""
+    """Returns chains that end at the optimal length.
+
+    This function can be used like a result of `exact.ended_by`.
+    """
     offsets = enumeration.first_contexts(self.vocab_size, len(self.goes_on) + 1)
     lengths = np.searchsorted(offsets, drafts.contexts[:, 0], "right") - 1
     kept = np.zeros(len(lengths), int)
@@ -52,19 +57,19 @@ class DraftLengths:
 
 def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
                        *, eos: int | None = None) -> DraftLengths:
-  """Returns the cheapest stopping of drafts with block verification.
+  """Returns the draft lengths with the lowest cost for block verification.
 
-  It is computed by backward induction over contexts and, within a round, over
-  the drafted tokens. The decision to stop depends on the sequence and on the
-  draft so far. No stop rule that depends on these, and no fixed draft length,
-  has a lower expected cost with block verification.
+  The decision to stop depends on the sequence and on the draft so far. No stop
+  rule that depends on these, and no fixed draft length, has a lower expected
+  cost with block verification. The method is backward induction over contexts
+  and, within a round, over the draft tokens.
 
   Args:
-    pair: tables of at least `length` contexts deep.
+    pair: models of depth at least `length`.
     gamma: largest draft length.
-    length: tokens to write, at least 1.
-    token_cost: cost of one drafted token, in target calls.
-    eos: end-of-sequence token; default: none.
+    length: number of tokens to generate, at least 1.
+    token_cost: cost of one draft token, in target calls.
+    eos: end-of-sequence token, or None.
 
   Raises:
     ValueError: a size is out of range, or the tables are not deep enough.
@@ -92,18 +97,18 @@ def best_draft_lengths(pair: Pair, gamma: int, length: int, token_cost: float,
 
 def _stopping(pair: Pair, n: int, values: list[np.ndarray], token_cost: float
               ) -> tuple[np.ndarray, list[np.ndarray]]:
-  """Returns the optimal stopping in one round from every context of n tokens.
+  """Returns the optimal stopping in one round after every context of n tokens.
 
   Args:
     pair: the models.
-    n: tokens of the contexts.
-    values: values[l - 1] is the value D of a token (see the module) in each
-      context after l drafted tokens.
-    token_cost: cost of one drafted token.
+    n: number of tokens of the contexts.
+    values: values[l - 1] is D (see the docstring of this module) for each
+      context with l draft tokens.
+    token_cost: cost of one draft token, in target calls.
 
   Returns:
-    `(saved [V**n], goes_on)`: the expected cost saved by the draft, and one
-    bool array for each number of drafted tokens, see `DraftLengths`.
+    `(saved [V**n], goes_on)`: the expected cost that the draft saves, and one
+    bool array for each number of draft tokens, see `DraftLengths`.
   """
   survive, pays = np.ones(pair.vocab_size**n), []
   for drafted, value in enumerate(values):

@@ -1,19 +1,21 @@
-"""Dual certificates: exact bounds on all valid rules for one instance.
+"""Dual certificates: exact bounds on all lossless rules for one instance.
 
-A rule is valid if decoding with it follows the distribution p of the target. An
-instance is a pair of models, the shape of a draft tree, and the scheme by which
-its tokens are drawn. Let z be a sequence one token longer than the deepest
-path, phi(z) any function, and Phi(c) = E_p[phi(z) | z begins with c]. A valid
-rule stops at a node v of the drafted tree T and emits a token y. vy is the path
-to v, followed by y, and Phi() belongs to the empty context. The target
-continues, so the sequence has the target's distribution, and
+A rule is lossless if decoding with it follows the target's distribution p. An
+instance is a pair of models, the shape of a draft tree, and the scheme that
+draws the tree's tokens. Let z be a sequence one token longer than the deepest
+path, and phi(z) any function. Phi(c) = E_p[phi(z) | z begins with c], and Phi()
+is Phi of the empty context.
+
+A lossless rule stops at a node v of the draft tree T and emits a token y. vy is
+the path to v, followed by y. The target alone continues after vy, so the
+sequence has distribution p. The mean of Phi(vy) is therefore Phi(), and
 
   E[depth(v)] = E[depth(v) + Phi(vy)] - Phi() <= E_T[max_{v, y} (depth(v) +
   Phi(vy))] - Phi().
 
-The maximum goes over the nodes v of T and the tokens y with p(vy) > 0. The
-right-hand side is a bound for every phi. It is evaluated in fractions, by code
-that is independent of the solver that finds a good phi.
+The maximum is over the nodes v of T and the tokens y with p(vy) > 0. The
+right-hand side is a bound for every phi. `dual_bound` evaluates it in
+fractions. Its code is independent of the solver that finds a good phi.
 """
 
 from collections.abc import Sequence
@@ -29,22 +31,22 @@ from specjax.exact.pairs import Pair
 
 Fraction = fractions.Fraction
 
-# The solver's numbers are rounded to multiples of 1 / _ROUNDED.
+# Values of phi from the solver are rounded to multiples of 1 / _ROUNDED.
 _ROUNDED = 1 << 30
 
 
 def tree_potential(pair: Pair, parents: Sequence[int],
                    scheme: str | schemes.Scheme) -> list[Fraction]:
-  """Returns the best phi (see the module) of an instance, as rational numbers.
+  """Returns the phi with the lowest `dual_bound`, as rational numbers.
 
-  phi solves the dual of the linear program of `tree_optimum` and is then
-  rounded. With it `dual_bound` exceeds the optimum by about 1e-9. The excess
-  can be larger for models with probabilities below 1e-9, because the solver
-  cannot resolve them.
+  The docstring of this module defines phi. The result is a rounded solution of
+  the dual of the linear program of `tree_optimum`. Its `dual_bound` exceeds the
+  optimum by about 1e-9. The excess can be larger for models with probabilities
+  below 1e-9, because the solver cannot resolve them.
 
   Args:
-    pair: tables of at least height + 1 contexts deep.
-    parents: N numbers, see `enumerate_trees`.
+    pair: models of depth at least height + 1.
+    parents: N parents, see `enumerate_trees`.
     scheme: function that draws the tokens, or its name in `exact.schemes`.
 
   Returns:
@@ -58,21 +60,22 @@ def tree_potential(pair: Pair, parents: Sequence[int],
 
 
 def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
-  """Returns the best phi (see the module) for a chain, in closed form.
+  """Returns the phi with the lowest `dual_bound` for a chain, in closed form.
 
-  R_i is the product of p / q over the first i tokens of a sequence z. Block
-  verification passes position l of z with probability 1 / max_{i<=l} R_i. Let
-  j(l) <= l be the position of this maximum; it is 0 if no R_i exceeds R_0 = 1.
-  Then phi(z) = sum_j E[number of l <= gamma with j(l) = j | z^j], where z^j is
-  the first j tokens of z. With this phi `dual_bound` equals the expected number
-  of tokens that block verification accepts.
+  The docstring of this module defines phi. R_i is the product of p / q over the
+  first i tokens of a sequence z. Block verification passes position l of z with
+  probability 1 / max_{i<=l} R_i. j(l) <= l is the position of this maximum. It
+  is 0 if no R_i exceeds R_0 = 1. Then phi(z) = sum over j > 0 of
+  E[number of l <= gamma with j(l) = j | z^j], where z^j is the first j tokens
+  of z. With this phi, `dual_bound` equals the expected number of tokens
+  accepted by block verification.
 
   Args:
-    pair: tables of at least gamma + 1 contexts deep.
+    pair: models of depth at least gamma + 1.
     gamma: draft length.
 
   Returns:
-    `V**(gamma + 1)` rational numbers.
+    `V**(gamma + 1)` rational numbers, one for every sequence z.
   """
   vocab = pair.vocab_size
   p, q = (_rational(tables, gamma) for tables in (pair.p, pair.q))
@@ -101,26 +104,29 @@ def chain_potential(pair: Pair, gamma: int) -> list[Fraction]:
 
 def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
                potential: Sequence[Fraction]) -> Fraction:
-  """Returns an exact upper bound on the accepted tokens of every valid rule.
+  """Returns an exact upper bound on the accepted tokens of any lossless rule.
 
-  Rows of p, and the rows of q that the scheme reports, are converted exactly to
-  rational numbers and divided by their sum.
+  Rows of p and of the drafts' `probs` are converted exactly to rational numbers
+  and divided by their sum.
 
   Args:
-    pair: tables of at least height + 1 contexts deep.
-    parents: N numbers, see `enumerate_trees`.
-    scheme: drawing scheme; it must draw from the probabilities it reports.
-    potential: `V**(height + 1)` rational numbers phi(z); any values are valid.
+    pair: models of depth at least height + 1.
+    parents: N parents, see `enumerate_trees`.
+    scheme: drawing scheme. It must draw each token from the row of `probs` that
+      it returns.
+    potential: `V**(height + 1)` rational numbers phi(z). Any values give a
+      valid bound.
 
   Returns:
-    Bound on E[tau] of one round, for this pair, shape and scheme.
+    Bound on the expected number of accepted tokens of one round, for this pair,
+    shape and scheme.
 
   Raises:
-    ValueError: `potential` has the wrong size, or the scheme does not draw from
-      the probabilities it reports.
+    ValueError: `potential` has the wrong size, or the scheme draws from other
+      probabilities than the rows that it returns.
 
-  Example: of two tokens drawn from q, any valid rule accepts at most 11/9 in
-  the paper's Bernoulli example.
+  Example: in the Bernoulli example of the block verification paper with a draft
+  of two tokens, no lossless rule accepts more than 11/9 tokens on average.
 
     >>> import specjax as sj
     >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=3)
@@ -152,7 +158,7 @@ def dual_bound(pair: Pair, parents: Sequence[int], scheme: str | schemes.Scheme,
 
 def _means(potential: Sequence[Fraction], p: list[list[list[Fraction]]],
            vocab: int) -> list[list[Fraction]]:
-  """Returns E[phi(z) | first n tokens of z] under p, by n and context."""
+  """Returns E[phi(z) | c] under p for all contexts c of n tokens, by n."""
   means = [list(potential)]
   for rows in reversed(p):
     means.insert(0, [sum(a * b for a, b in zip(row, means[0][i * vocab:]))
@@ -162,9 +168,10 @@ def _means(potential: Sequence[Fraction], p: list[list[list[Fraction]]],
 
 def _largest(means: list[list[Fraction]], p: list[list[list[Fraction]]],
              vocab: int) -> list[list[Fraction | None]]:
-  """Returns the largest mean after one more token, by length and context.
+  """Returns the largest of `means` after one more token, by length and context.
 
-  Only tokens that p allows count. It is None for a context with p = 0.
+  Only tokens with p > 0 are considered. The value is None for a context with
+  p = 0.
   """
   possible, best = [True], []
   for n, rows in enumerate(p):
@@ -180,7 +187,11 @@ def _largest(means: list[list[Fraction]], p: list[list[list[Fraction]]],
 def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,
            best: list[list[Fraction | None]]
            ) -> tuple[Fraction, list[Fraction]]:
-  """Returns a draft's exact probability, and its nodes' depth + best Phi."""
+  """Returns a draft's exact probability, and depth + largest Phi of its nodes.
+
+  `best` is the result of `_largest`. Nodes without a possible next token are
+  left out.
+  """
   chance = Fraction(1)
   at = [(0, 0)]  # depth and context of every node; None is padding
   for token, parent, row in zip(tokens[1:], above[1:], probs[1:]):
@@ -199,7 +210,10 @@ def _drawn(tokens: np.ndarray, above: np.ndarray, probs: np.ndarray,
 
 def _rational(tables: Sequence[np.ndarray], length: int
               ) -> list[list[list[Fraction]]]:
-  """Returns the rows of the first tables as fractions that sum to exactly 1."""
+  """Returns the rows of the first `length` tables as fractions.
+
+  Each row is divided by its sum, so that it sums to exactly 1.
+  """
   def row(numbers: np.ndarray) -> list[Fraction]:
     numbers = [Fraction(float(x)) for x in numbers]
     total = sum(numbers)

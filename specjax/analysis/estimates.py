@@ -14,14 +14,15 @@ def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
                    clusters: Sequence[Hashable] | None = None) -> Estimate:
   """Returns sum(totals) / sum(counts), with its 95 % interval over clusters.
 
-  Rounds of one prompt are correlated, so the observations are prompts and not
-  rounds (Cochran 1977, Sampling Techniques, chapter 6). The interval is
-  computed by `estimate`.
+  Rounds of one prompt are correlated. The observations are therefore prompts
+  and not rounds (Cochran 1977, Sampling Techniques, chapter 6). `estimate`
+  computes the interval.
 
   Args:
     totals: `[n]` sums over the rounds of each prompt.
-    counts: `[n]` rounds of each prompt.
-    clusters: `[n]` labels; similar prompts have equal labels.
+    counts: `[n]` numbers of rounds of each prompt.
+    clusters: `[n]` labels, equal for prompts of one cluster. None means that
+      each prompt is a cluster.
 
   Raises:
     ValueError: the lengths differ, or all counts are 0.
@@ -36,17 +37,18 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
                   clusters: Sequence[Hashable] | None = None) -> Estimate:
   """Returns (1 + ratio) / (1 + base ratio) - 1, with its 95 % interval.
 
-  If totals are accepted tokens and counts are rounds, this is the relative gain
-  in block efficiency of one rule over another on the same prompts. Scatter
-  common to both rules cancels. The interval over clusters is computed by
-  `estimate`.
+  A ratio is sum(totals) / sum(counts). If totals are accepted tokens and counts
+  are rounds, the result is the relative gain in block efficiency of one rule
+  over another on the same prompts. Variation common to both rules cancels.
+  `estimate` computes the interval over clusters.
 
   Args:
     totals: `[n]` sums over the rounds of each prompt.
-    counts: `[n]` rounds of each prompt.
+    counts: `[n]` numbers of rounds of each prompt.
     base_totals: `[n]` sums of the baseline rule on the same prompts.
-    base_counts: `[n]` rounds of the baseline rule.
-    clusters: `[n]` labels; similar prompts have equal labels.
+    base_counts: `[n]` numbers of rounds of the baseline rule.
+    clusters: `[n]` labels, equal for prompts of one cluster. None means that
+      each prompt is a cluster.
 
   Raises:
     ValueError: the lengths differ, or all counts of a rule are 0.

@@ -11,24 +11,25 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-FEWEST = 5  # least number of clusters for an interval
-_LEVEL = 0.95
-_LOST = 2.3  # degrees of freedom used by the estimates of scatter and skewness
-_LONGEST = 2.5  # longest side of an interval, in half widths of Student's
+FEWEST = 5  # smallest number of clusters for an interval
+_LEVEL = 0.95  # coverage of an interval
+_LOST = 2.3  # degrees of freedom lost to estimates of variance and skewness
+# Largest length of one side of an interval, in half widths of Student's.
+_LONGEST = 2.5
 
 
 class Estimate(NamedTuple):
   """An estimate and its 95 % interval.
 
-  `f"{estimate:.2f}"` gives "2.13 [2.01, 2.29] n=12"; the format applies to all
-  three numbers. With fewer than `FEWEST` clusters it gives "2.13 (no interval)
-  n=3".
+  `f"{estimate:.2f}"` is "2.13 [2.01, 2.29] n=12". The format applies to the
+  value and to both ends. With fewer than `FEWEST` clusters the text is "2.13
+  (no interval) n=3".
 
   Attributes:
     value: the estimate.
-    low: lower end of the interval; NaN with fewer than `FEWEST` clusters.
-    high: upper end. The interval is wider on the side of a long tail.
-    clusters: number of independent observations.
+    low: lower end of the interval, or NaN with fewer than `FEWEST` clusters.
+    high: upper end, or NaN. The interval is longer on the side of a long tail.
+    clusters: number of clusters, the independent observations.
   """
 
   value: float
@@ -42,13 +43,17 @@ class Estimate(NamedTuple):
     return f"{self.value:{spec}} {bounds} n={self.clusters}"
 
   def columns(self, name: str) -> dict[str, float | None]:
-    """Returns columns `{name, name_low, name_high}`; None for no interval."""
+    """Returns a dict with the keys `name`, `name_low` and `name_high`.
+
+    The ends are None without an interval.
+    """
     low, high = (None if np.isnan(x) else x for x in (self.low, self.high))
     return {name: self.value, f"{name}_low": low, f"{name}_high": high}
 
   @classmethod
   def of_columns(cls, row: Mapping[str, Any], name: str) -> "Estimate":
-    """Returns the estimate in a row with the `columns` and "clusters"."""
+    """Returns the estimate of a row with the keys of `columns` and "clusters".
+    """
     bounds = (row[f"{name}_{end}"] for end in ("low", "high"))
     return cls(row[name], *(float("nan") if x is None else x for x in bounds),
                row["clusters"])
@@ -56,28 +61,32 @@ class Estimate(NamedTuple):
 
 def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
              clusters: Sequence[Hashable] | None = None) -> Estimate:
-  """Estimates a function of sums, and its 95 % interval over clusters.
+  """Returns the estimate of a function of sums, with its 95 % interval.
 
-  The interval is Hall's (1992, "On the removal of skewness by transformation",
-  equation 2.3): the t statistic is transformed by a cubic that removes its
-  skewness. Scatter and skewness are computed from the jackknife's influence
-  values, so clusters may differ in size and the figure may be a quotient. The
-  skewness of a small sample is biased towards 0, so it is multiplied by
-  (n / (n - 2))^1.5. Student's quantile has n - 2.3 degrees of freedom, because
-  scatter and skewness are both estimated. One outlier in a small sample makes
-  the cubic flat, so each side has at most 2.5 times the half width of Student's
-  interval. The constants were chosen by simulation.
+  The interval is that of Hall (1992, "On the removal of skewness by
+  transformation", equation 2.3). A cubic transformation removes the skewness of
+  the t statistic. n is the number of clusters.
 
-  With n = 5, 8, 12 and 48 clusters, coverage is 94.2 to 95.8 % for normal and
-  for exponential scatter. Student's t covers 88 % with five exponential values.
+  * Variance and skewness are those of the jackknife's influence values. Hence
+    clusters may differ in size, and `figure` may be a quotient.
+  * The skewness of a small sample is biased towards 0. It is multiplied by
+    (n / (n - 2))^1.5.
+  * Student's quantile has n - 2.3 degrees of freedom, because both variance and
+    skewness are estimated.
+  * One outlier in a small sample makes the cubic flat. Each side is therefore
+    limited to 2.5 times the half width of Student's interval.
+
+  The constants were chosen by simulation. With n = 5, 8, 12 and 48, coverage is
+  94.2 to 95.8 % for normal and for exponential distributions. Student's t
+  covers 88 % with five exponential values.
 
   Args:
     figure: function from the sums of the observations, one array each, to an
       array of the same shape, such as `lambda totals, counts: totals / counts`.
     *observations: `[prompts]` arrays.
     clusters: `[prompts]` labels. Prompts with equal labels, such as two
-      excerpts of one document, count as one observation. Default: every prompt
-      is its own cluster. Clusters whose observations are all 0 are not counted.
+      excerpts of one document, are one observation. None means that every
+      prompt is a cluster. Clusters whose observations are all 0 are ignored.
 
   Raises:
     ValueError: the lengths differ, or all observations are 0.
@@ -88,7 +97,7 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
     shapes.add((len(clusters),))
   if len(shapes) > 1 or columns[0].ndim != 1:
     raise ValueError(
-        "observations and clusters are of shapes "
+        "observations and clusters have shapes "
         f"{', '.join(map(str, sorted(shapes)))}; give one entry for each "
         "prompt, of the same prompts")
   sums = _sums(np.stack(columns, 1), clusters)
@@ -108,14 +117,14 @@ def estimate(figure: Callable[..., np.ndarray], *observations: ArrayLike,
 def clusters_needed(pilot: Estimate, half_width: float) -> int:
   """Returns the number of clusters for an interval of about this half width.
 
-  Sampling until the interval is narrow enough would favour samples that happen
-  to scatter little, and coverage would be too low. So choose the number by a
-  pilot, and estimate from observations that are independent of the pilot. Their
-  interval has the coverage of a sample of fixed size.
+  Choose the number from a pilot, and compute the final estimate from other
+  clusters. The final interval then has the coverage of a sample of fixed size.
+  In contrast, sampling until the interval is narrow enough would favour samples
+  with a small variance by chance, so coverage would be too low.
 
   Args:
     pilot: estimate of the same figure from other clusters, with an interval.
-    half_width: wanted half length of the interval.
+    half_width: desired half length of the interval.
 
   Raises:
     ValueError: `half_width` is not above 0, or the pilot has no interval.
@@ -126,7 +135,8 @@ def clusters_needed(pilot: Estimate, half_width: float) -> int:
     raise ValueError(f"the pilot has {pilot.clusters} clusters and no interval;"
                      f" give at least {FEWEST}")
   scatter = (pilot.high - pilot.low) / 2 / _unit_width(pilot.clusters)
-  # The normal quantile is below Student's, so this is too few, but by little.
+  # This start is slightly too small, because it uses the normal quantile, which
+  # is below Student's.
   number = max(FEWEST, int((1.95 * scatter / half_width)**2))
   while scatter * _unit_width(number) > half_width:
     number += 1
@@ -134,9 +144,10 @@ def clusters_needed(pilot: Estimate, half_width: float) -> int:
 
 
 def _unit_width(number: int) -> float:
-  """Returns half the length of an interval of `number` clusters.
+  """Returns half the length of the interval of `number` clusters.
 
-  Their standard deviation is 1 and their distribution is symmetric.
+  The clusters are assumed to have a symmetric distribution with standard
+  deviation 1.
   """
   return _quantile(number) / number**0.5
 
@@ -147,7 +158,10 @@ def _quantile(number: int) -> float:
 
 def _sums(columns: np.ndarray, clusters: Sequence[Hashable] | None
           ) -> np.ndarray:
-  """Returns the sums by cluster, `[clusters, k]`, of `[prompts, k]`."""
+  """Returns the sums `[clusters, k]` of `columns [prompts, k]` by cluster.
+
+  Clusters with only zeros are left out.
+  """
   if clusters is not None:
     places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
     sums = np.zeros((len(places), columns.shape[1]))

@@ -1,10 +1,10 @@
 """Upper bounds on verification: closed forms and linear programs.
 
 All bounds are for ONE round. p is the target, q the draft model, and tau the
-number of accepted tokens. A verifier is valid if decoding with it follows p.
+number of accepted tokens. A verifier is lossless if decoding with it follows p.
 Sun et al. 2024 (arXiv:2403.10444, "the paper" below) give a linear program over
-all valid verifiers of chains with gamma drafted tokens. This module extends it
-to trees, and `analysis.several_rounds` to several rounds.
+all lossless verifiers of chains with gamma draft tokens. This module extends
+the program to trees, and `analysis.several_rounds` to several rounds.
 """
 
 from collections.abc import Iterator
@@ -19,21 +19,22 @@ from specjax.exact.drafts import longer
 from specjax.exact.pairs import joint
 from specjax.exact.pairs import Pair
 
-# Factor of the coefficients of the maximised sum (gains). Without it, the gains
+# Factor of the gains, the coefficients of the maximised sum. Without it, gains
 # of improbable sequences would be below the solver's tolerance.
 _GAIN_SCALE = 1e3
-# The solver drops smaller coefficients, and refuses very large ones.
+# Smallest coefficient of a program. The solver drops smaller coefficients, and
+# rejects very large ones.
 _SMALLEST = 1e-9
-_RAREST = 1e-12  # probability of the rarest trees in a program
+_RAREST = 1e-12  # smallest probability of a tree in a program
 _DUAL_ERROR = 1e-11  # error of the solver's dual variables of sequences
 
 
 def transport_optimum(pair: Pair, gamma: int) -> float:
-  """Returns `full_information_optimum` by its definition, optimal transport.
+  """Returns `full_information_optimum`, computed by optimal transport.
 
-  It is the largest E[length of the common prefix of X and Z] over all couplings
-  of a draft X from q and a sequence Z from p, both of gamma tokens. The linear
-  program has V**(2 gamma) variables for a vocabulary of V tokens.
+  The value is the largest E[length of the common prefix of X and Z] over all
+  couplings of a draft X from q and a sequence Z from p, both of gamma tokens.
+  The linear program has V**(2 gamma) variables for a vocabulary of V tokens.
   """
   vocab = pair.vocab_size
   p, q = (joint(tables, gamma)[-1] for tables in (pair.p, pair.q))
@@ -49,23 +50,22 @@ def transport_optimum(pair: Pair, gamma: int) -> float:
 
 def verifier_optimum(pair: Pair, gamma: int,
                      weights: Sequence[np.ndarray] | None = None) -> float:
-  """Returns the most accepted tokens of a valid verifier in one round.
+  """Returns the largest E[tau] of a lossless verifier in one round.
 
-  It is the largest E[tau] over the verifiers that `emission_optimum` describes.
-  Block verification attains it (Theorem 2 of the paper). This holds for one
-  round: after two rounds another valid rule can have more tokens if gamma >= 3
-  (`analysis.patient_pair`).
+  The verifiers are those of `emission_optimum`. Block verification attains the
+  optimum of one round (Theorem 2 of the paper). After two rounds, another
+  lossless rule can have more tokens if gamma >= 3 (`analysis.patient_pair`).
 
   Args:
-    pair: tables of at least gamma + 1 contexts deep.
+    pair: models of depth at least gamma + 1.
     gamma: draft length.
-    weights: w[i - 1] is `[V**i]`, the value of accepting each prefix of i
-      tokens; default 1. Block verification maximises every P(tau >= i, X^i =
-      x^i) among valid verifiers (Lemma 4). So it is optimal in one round under
-      any weights that are not negative.
+    weights: weights[i - 1] is `[V**i]`, the value w_i of accepting each prefix
+      of i tokens. None means 1. Block verification maximises every
+      P(tau >= i, X^i = x^i) among lossless verifiers (Lemma 4). It is therefore
+      optimal in one round under all weights that are not negative.
 
   Returns:
-    max E[sum_{i<=tau} w_i(X^i)]; E[tau] by default.
+    max E[sum_{i<=tau} w_i(X^i)]. Without `weights` this is max E[tau].
   """
   values, value = [], np.zeros(1)
   for tau in range(gamma + 1):
@@ -80,16 +80,21 @@ def emission_optimum(pair: Pair, gamma: int, values: Sequence[np.ndarray]
                      ) -> float:
   """Returns the largest expected value of the tokens of one round.
 
-  A verifier emits the first tau tokens x^tau of the draft x and ONE bonus token
-  y, and the unmodified target continues. It may use both models in any way.
+  A verifier emits the first tau tokens x^tau of the draft x and ONE next token
+  y. The target alone continues. The verifier may use both models in any way.
   f(x, tau, y) is the probability of a draft and this outcome. The constraints
-  are f >= 0, sum_{tau,y} f(x, .) = q(x), and for every sequence z of gamma + 1
-  tokens sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} |
-  z^{tau+1}) = p(z). They describe the valid rules of the paper's Lemma 2, which
-  are all rules without state other than their output.
+  are
+
+  * f >= 0;
+  * sum_{tau,y} f(x, tau, y) = q(x) for every draft x;
+  * sum_{tau, x: x^tau = z^tau} f(x, tau, z_{tau+1}) p(z_{tau+2..} | z^{tau+1})
+    = p(z) for every sequence z of gamma + 1 tokens.
+
+  The constraints describe the lossless rules of the paper's Lemma 2. These are
+  all rules without state other than their output.
 
   Args:
-    pair: tables of at least gamma + 1 contexts deep.
+    pair: models of depth at least gamma + 1.
     gamma: draft length.
     values: values[m - 1] is `[V**m]`, the value of emitting each sequence of
       exactly m tokens, for m = 1..gamma + 1. Values may be negative.
@@ -106,26 +111,28 @@ def emission_optimum(pair: Pair, gamma: int, values: Sequence[np.ndarray]
 
 def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
             ) -> tuple[np.ndarray, ...]:
-  """Returns the linear program of `emission_optimum` in coordinates.
+  """Returns the linear program of `emission_optimum` as sparse arrays.
 
-  A draft whose probability given a prefix is below 1e-9 stops at this prefix or
-  earlier. This changes the optimum by less than 1e-8 per unit of value.
+  If the next token of a draft has q below 1e-9 after a prefix, the draft must
+  stop at this prefix or earlier. This restriction changes the optimum by less
+  than 1e-8 per unit of value.
 
   Returns:
-    `(gains, rows, columns, entries, totals, upper)`: maximise gains . f over f
-    >= 0 with A f <= totals in the rows where `upper` is true and A f = totals
-    in the others, A[rows[k], columns[k]] = entries[k].
+    `(gains, rows, columns, entries, totals, upper)`. The program is: maximise
+    gains . f over f >= 0, with A f <= totals in the rows where `upper` is True
+    and A f = totals in the others. A[rows[k], columns[k]] = entries[k].
   """
   vocab = pair.vocab_size
   p, q = joint(pair.p, gamma + 1), joint(pair.q, gamma)
   texts = np.flatnonzero(p[gamma + 1])
-  # Only sums of f over the drafts with one prefix matter. Every draft's mass
-  # moves from its leaf towards the root and stops at some prefix v. There are
-  # two kinds of variables: the mass that stops at v with token y, divided by
-  # p(vy), and the mass that moves past v, divided by q(v). The divisions keep
-  # variables far from 0. Rows: one for every v, then one for every sequence.
-  # Rows of v can be upper bounds, because the rows of the sequences already
-  # require all of the mass.
+  # Gains and constraints depend only on sums of f over all drafts with the same
+  # prefix. The program is therefore a flow: the probability mass of every draft
+  # moves from its leaf towards the root and stops at some prefix v.
+  # Variables: the mass that stops at v with token y, divided by p(vy), and the
+  # mass that moves from v to its parent, divided by q(v). The divisions keep
+  # variables far from 0.
+  # Rows: one for every v, then one for every sequence. Rows of v can be upper
+  # bounds, because the rows of the sequences already require all of the mass.
   nodes, supply = _nodes(q, vocab)
   first = np.cumsum([0, *map(len, nodes)])
   text_rows = first[-1] + np.arange(len(texts))
@@ -134,8 +141,9 @@ def program(pair: Pair, gamma: int, values: Sequence[np.ndarray]
   for tau in range(gamma + 1):
     node_row = np.full(vocab**tau, -1)
     node_row[nodes[tau]] = first[tau] + np.arange(len(nodes[tau]))
-    # Stops are at the drafts' nodes, with tokens that the target can emit. If
-    # p(vy) >> q(v), a stop could supply almost none of p(vy) and is left out.
+    # A stop is at a node v of a draft, with a token y that has p > 0. If
+    # p(vy) >> q(v), the stop is left out, because it could supply almost
+    # nothing of p(vy).
     stops = np.flatnonzero(
         np.repeat(node_row >= 0, vocab) & (p[tau + 1] > 0)
         & (_SMALLEST * p[tau + 1] <= np.repeat(q[tau], vocab)))
@@ -170,8 +178,9 @@ def _nodes(q: Sequence[np.ndarray], vocab: int
            ) -> tuple[list[np.ndarray], list[np.ndarray]]:
   """Returns the prefixes in the program, and the initial mass of each.
 
-  A leaf has all of its mass. A prefix has the mass of longer drafts that are
-  too improbable to have a node.
+  Both results are lists by length of the prefix. The mass of a prefix is
+  divided by its q. It is 1 for a complete draft. For a shorter prefix it is the
+  mass of its improbable extensions, which have no node.
   """
   nodes, supply = [np.zeros(1, int)], []
   for before, after in zip(q, q[1:]):
@@ -185,20 +194,24 @@ def _nodes(q: Sequence[np.ndarray], vocab: int
 
 def tree_optimum(pair: Pair, parents: Sequence[int],
                  scheme: str | schemes.Scheme) -> float:
-  """Returns the most accepted tokens of a random tree in one round.
+  """Returns the largest E[tau] of one round of a lossless rule on random trees.
 
-  It solves the program of `verifier_optimum` with trees T instead of chains.
-  f(T, v, y) >= 0 is the probability of drafting T, stopping at its node v, and
-  emitting y. The first constraint is sum_{v,y} f(T, .) = P(T), the probability
-  of drafting T. The second is for every sequence z one token longer than the
-  deepest path: p(z) is the sum of f(T, v, y) p(rest of z) over all T and all
-  paths v with next token y that z begins with. The optimum bounds one round of
-  every rule that emits one bonus token before the unmodified target continues.
-  The rule may use both models in any way.
+  The linear program is that of `verifier_optimum`, with trees T instead of
+  chains. f(T, v, y) is the probability of drafting T, stopping at its node v,
+  and emitting y. The constraints are
+
+  * f >= 0;
+  * sum_{v,y} f(T, v, y) = P(T), the probability of drafting T;
+  * for every sequence z one token longer than the deepest path, p(z) is the sum
+    of f(T, v, y) p(rest of z | vy) over all T and all vy that are a prefix of
+    z.
+
+  The optimum is a bound for one round of every rule that emits one next token
+  before the target alone continues. The rule may use both models in any way.
 
   Args:
-    pair: tables of at least height + 1 contexts deep.
-    parents: N numbers, see `enumerate_trees`.
+    pair: models of depth at least height + 1.
+    parents: N parents, see `enumerate_trees`.
     scheme: drawing scheme, see `enumerate_trees`.
 
   Returns:
@@ -211,23 +224,23 @@ def tree_prices(pair: Pair, parents: Sequence[int],
                 scheme: str | schemes.Scheme) -> np.ndarray:
   """Returns the dual variables of sequences (prices) of `tree_optimum`.
 
-  The dual program has a price w(z) of every sequence z and a number u(T) for
-  every tree T. They fulfil u(T) + E[w(z) | z begins with vy] >= depth(v) for
-  the nodes v of T and the tokens y after them. The solver returns p(z) w(z),
-  with an error independent of p(z), so every price includes an allowance for
-  the error. `analysis.duals` computes exact bounds from the prices.
+  The dual program has a price w(z) for every sequence z and a number u(T) for
+  every tree T. The constraint is u(T) + E[w(z) | z begins with vy] >= depth(v)
+  for all nodes v of T and tokens y. The solver returns p(z) w(z). Its error
+  does not depend on p(z). Every price therefore includes an allowance for the
+  error. `analysis.duals` computes exact bounds from the prices.
 
   Returns:
-    `[2, V**(height + 1)]`: two lists of prices. They differ only for models
-    with probabilities near the solver's tolerance.
+    `[2, V**(height + 1)]`, two lists of prices. The lists differ only for
+    models with probabilities near the solver's tolerance.
   """
   found, texts, p = _tree_program(pair, parents, scheme)
   paid = np.zeros(len(p))
   paid[texts] = _DUAL_ERROR - _solution(*found).eqlin.marginals / _GAIN_SCALE
-  # The solver may give one improbable sequence a price far from the average, to
-  # compensate for other sequences with the same prefix. The first list cuts
-  # such prices off. The second distributes the difference over the sequences of
-  # the prefix.
+  # The solver may give one improbable sequence a price far from the mean, to
+  # compensate for other sequences with the same prefix. The first list limits
+  # such prices. The second list also distributes the difference over the
+  # sequences with the same prefix.
   mean, height = paid.sum(), schemes.height(parents)
   cut = np.minimum(paid, (mean + height) * p)
   inside = np.maximum(cut, (mean - 3 * height) * p)
@@ -250,8 +263,8 @@ def _tree_program(pair: Pair, parents: Sequence[int],
   """Returns the linear program of `tree_optimum`.
 
   Returns:
-    The program in the form of `program`, the numbers of its sequences, and the
-    probabilities p of all sequences.
+    A tuple of the program in the format of `program`, the indices of the
+    sequences with p > 0, and the probabilities p of all sequences.
   """
   length = schemes.height(parents) + 1
   vocab = pair.vocab_size
@@ -259,14 +272,14 @@ def _tree_program(pair: Pair, parents: Sequence[int],
   joint(pair.q, length - 1)
   offsets = np.cumsum([0, *map(len, p)])
   laws, reach = np.concatenate(pair.p[:length]), np.concatenate(p)
-  # For a verifier with full information, trees with the same set of contexts
-  # are equal, so they are merged.
+  # Trees with the same set of contexts allow the same outcomes. They are merged
+  # into one.
   drafts = schemes.draw(scheme, parents, np.concatenate(pair.q),
                       np.zeros(1, np.int64))
   weights = {}
   for texts, weight in zip(_texts(drafts), drafts.weights):
     weights[texts] = weights.get(texts, 0) + weight
-  # Trees of negligible probability are replaced by a root without children.
+  # Trees with negligible probability are replaced by a root without children.
   rare = [texts for texts, weight in weights.items() if weight < _RAREST]
   left = sum(weights.pop(texts) for texts in rare)
   if left >= _RAREST:
@@ -288,7 +301,7 @@ def _tree_program(pair: Pair, parents: Sequence[int],
     columns.append(column[after])
     entries.append(reach[after] / weight)
     prefix = texts
-    for _ in range(length):  # every text and what it begins with
+    for _ in range(length):  # every sequence, then every prefix of it
       found = np.flatnonzero(column[prefix] >= 0)
       rows.append(len(weights) + found)
       columns.append(column[prefix[found]])
@@ -302,7 +315,7 @@ def _tree_program(pair: Pair, parents: Sequence[int],
 
 
 def _texts(drafts: Drafts) -> Iterator[tuple[int, ...]]:
-  """Yields the contexts of each draft's nodes as a sorted tuple."""
+  """Yields the contexts of each draft's real nodes as a sorted tuple."""
   real = drafts.probs.any(-1)
   real[:, 0] = True
   for node in range(1, real.shape[1]):
@@ -313,7 +326,10 @@ def _texts(drafts: Drafts) -> Iterator[tuple[int, ...]]:
 
 
 def maxima(programs: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
-  """Returns the optimum of each `program`; they are solved in one call."""
+  """Returns the optimum of each program, solved in one call.
+
+  Each program has the format of `program`.
+  """
   gains, rows, columns, entries, totals, upper = zip(*programs)
   shifted = lambda parts, sizes: np.concatenate([
       part + shift for part, shift in zip(parts, np.cumsum([0, *sizes]))])
@@ -326,7 +342,7 @@ def maxima(programs: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
 
 
 def _maximum(*found):
-  """Returns the optimum of one program, in the form of `program`."""
+  """Returns the optimum of one program in the format of `program`."""
   return -_solution(*found).fun / _GAIN_SCALE
 
 
@@ -338,9 +354,9 @@ def _solution(gain: np.ndarray, rows: np.ndarray, columns: np.ndarray,
   from scipy import sparse  # pylint: disable=g-import-not-at-top
   matrix = sparse.csr_matrix(
       (entries, (rows, columns)), shape=(len(totals), len(gain)))
-  # Programs with probabilities below 1e-9 may need the second or third method.
-  # Presolve treats such numbers as rounding errors. Without presolve, the
-  # simplex method fails or returns a solution that violates the equations.
+  # Presolve treats probabilities below 1e-9 as rounding errors. Without
+  # presolve, the simplex method may fail for such programs, or return a
+  # solution that violates the equations. The other methods are tried next.
   tight = dict(primal_feasibility_tolerance=1e-10,
                dual_feasibility_tolerance=1e-10)
   equations = matrix[~upper]

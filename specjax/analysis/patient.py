@@ -1,15 +1,16 @@
-"""A valid rule that has more tokens than block verification after two rounds.
+"""A lossless rule with more tokens than block verification after two rounds.
 
-Theorem 2 of Sun et al. 2024 (arXiv:2403.10444) states that no valid rule has
-more expected tokens than block verification after any number of rounds. It
-holds for one round. It fails for two rounds if gamma >= 3, and for three rounds
-if gamma = 2, by the rule and the pairs of this module. It holds for two rounds
-if gamma = 2, and for every number of rounds if gamma = 1.
+Theorem 2 of Sun et al. 2024 (arXiv:2403.10444) states that no lossless rule has
+more expected tokens than block verification after any number of rounds. gamma
+is the draft length. The theorem holds for one round, for two rounds if
+gamma = 2, and for every number of rounds if gamma = 1. It fails for two rounds
+if gamma >= 3, and for three rounds if gamma = 2. The rule and the pairs of this
+module are counterexamples.
 
-The reason: block verification accepts as many tokens as possible in every
-round, even if the next round then starts at a worse context. Within a round, a
-token with p/q < 1 and a later token with p/q > 1 compensate each other. They do
-not if the round ends between them.
+The reason is that block verification accepts as many tokens as possible in
+every round, even if the next round then starts at a worse context. Within a
+round, a token with p/q < 1 and a later token with p/q > 1 compensate each
+other. They do not if the round ends between them.
 """
 
 import dataclasses
@@ -27,11 +28,10 @@ from specjax.verifiers.block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Patient(Verifier):
-  """Block verification that omits the last drafted token if it was certain.
+  """Block verification that omits a deterministic last draft token.
 
-  The token was certain if its row of q, the distribution that it was drawn
-  from, is one-hot. The decision depends on this row and not on the token. So
-  the rule is valid on all models.
+  The token is deterministic if its row of q is one-hot. The decision depends on
+  this row and not on the token, so the rule is lossless on all models.
   """
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
@@ -44,26 +44,33 @@ class Patient(Verifier):
 
 
 def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
-  """Returns a pair of models on which `Patient` overtakes block verification.
+  """Returns models on which `Patient` has more tokens than block verification.
 
-  p is the target and q the draft model. The vocabulary is {a = 0, b = 1}. The
-  first `certain` tokens are a with probability 1 in both models. The next
-  token, x, has q(a) = 1 and p(a) = d. If x is b, all later drafts fail. If x is
-  a, the token after it has q(a) = d and p(a) = 1. For gamma >= 3, gamma - 2
-  tokens with p = q follow, and later drafts fail. For gamma = 2, one failing
-  draft and two tokens with p = q follow, and later drafts fail.
+  p is the target and q the draft model. The vocabulary is {a = 0, b = 1}. A
+  draft token fails where q(b) = 1 and p(a) = 1. The models depend on the
+  position and on a token x:
 
-  Block verification writes x in its first round. `Patient` leaves x to the
-  second round. For gamma >= 3 and d = gamma / (2 (gamma - 1)) it has (gamma -
-  2)^2 / (4 (gamma - 1)) more expected tokens after two rounds; for gamma = 2
-  and d = 2/3 it has 1/3 more after three rounds.
+  * The first `certain` tokens are a with probability 1 under p and q.
+  * The next token, x, has q(a) = 1 and p(a) = d. If x is b, all later draft
+    tokens fail.
+  * If x is a, the next token has q(a) = d and p(a) = 1.
+  * For gamma >= 3, gamma - 2 tokens with p = q follow. Later draft tokens fail.
+  * For gamma = 2, one failing draft token and two tokens with p = q follow.
+    Later draft tokens fail.
+
+  Block verification emits x in its first round. `Patient` leaves x to the
+  second round. The advantage of `Patient` in expected tokens is
+
+  * (gamma - 2)^2 / (4 (gamma - 1)) after two rounds, for gamma >= 3 and
+    d = gamma / (2 (gamma - 1));
+  * 1/3 after three rounds, for gamma = 2 and d = 2/3.
 
   Args:
     gamma: draft length, at least 2.
-    depth: longest context plus one, in tokens.
-    certain: number of tokens before x; default gamma. With gamma + 1, block
-      verification writes more tokens in two rounds than it does with drafts of
-      gamma + 1 tokens, for gamma >= 3.
+    depth: 1 + number of tokens of the longest context.
+    certain: number of tokens before x. None means gamma. With gamma + 1 and
+      gamma >= 3, block verification emits more tokens in two rounds with draft
+      length gamma than with gamma + 1.
 
   Raises:
     ValueError: `gamma` is less than 2.
@@ -77,8 +84,8 @@ def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
     [3.   6.25]
   """
   if gamma < 2:
-    raise ValueError(f"gamma is {gamma}; it must be at least 2, because block "
-                     "verification is not overtaken with 1 drafted token")
+    raise ValueError(f"gamma is {gamma}; it must be at least 2, because no "
+                     "lossless rule exceeds block verification for gamma = 1")
   certain = gamma if certain is None else certain
   d = 2 / 3 if gamma == 2 else gamma / (2 * (gamma - 1))
   a, b, even, x = (np.array(row) for row in (
@@ -90,7 +97,7 @@ def patient_pair(gamma: int, depth: int, certain: int | None = None) -> Pair:
   tables = []
   for side in range(2):
     levels = [np.tile(rows[n][side], (2**n, 1)) for n in range(depth)]
-    for n in range(certain + 1, depth):  # contexts where x is b
+    for n in range(certain + 1, depth):  # if x is b, draft tokens fail
       was_b = np.arange(2**n) >> (n - certain - 1) & 1
       levels[n] = np.where(was_b[:, None], (a, b)[side], levels[n])
     tables.append(levels)

@@ -1,9 +1,9 @@
 """Recorded drafts with the probabilities of target and draft model.
 
-A record is a directory: `record.json` describes the recording, and one `.npz`
+A record is a directory. `record.json` describes the recording, and each `.npz`
 file contains the rounds of one prompt. Files are written atomically, so every
-file is complete. An interrupted record can be read up to its first missing
-prompt, and `record` completes it.
+file is complete. An interrupted record is readable up to its first missing
+prompt. Another call of `record` completes it.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ from specjax.utils.files import read_manifest
 from specjax.utils.fingerprints import fingerprint
 
 _MANIFEST = "record.json"
-_ROUNDS_A_CALL = 8  # rounds of one call of the compiled loop
+_ROUNDS_A_CALL = 8  # rounds per call of the compiled loop
 
 
 @struct.dataclass
@@ -50,12 +50,13 @@ class Rollout:
   """Arrays of the R rounds of one prompt.
 
   Attributes:
-    trace: drafts, target distributions and verdicts, arrays `[R, ...]`.
-    expected: `[R]`, expected accepted tokens of the decoder's verifier, given
-      the draft, as it ran.
-    survival: `[R, N]`, probability of accepting at least i = 0..N-1 tokens, as
+    trace: drafts, target distributions and verdicts, with arrays `[R, ...]`.
+    expected: `[R]` expected accepted tokens given the draft, for the decoder's
+      verifier.
+    survival: `[R, N]` probability of accepting at least i = 0..N-1 tokens, as
       in `RoundStats`.
-    emitted: `[R]` int32, tokens committed; the limit may cut the last round.
+    emitted: `[R]` int32 number of emitted tokens. The limit of the prompt may
+      shorten the last round.
   """
 
   trace: Trace
@@ -66,13 +67,13 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record:
-  """Recorded prompts; iterating reads the `Rollout` of one prompt at a time.
+  """Recorded prompts. Iteration reads the `Rollout` of one prompt at a time.
 
   Attributes:
     path: directory of the record.
-    manifest: content of `record.json`: the decoder's parts by their repr, N as
-      `num_nodes`, V as `vocab_size`, `num_prompts`, and hashes of prompts and
-      parameters.
+    manifest: content of `record.json`: the repr of each part of the decoder, N
+      as `num_nodes`, V as `vocab_size`, `num_prompts`, hashes of prompts and
+      parameters, and further settings.
   """
 
   path: pathlib.Path
@@ -80,7 +81,7 @@ class Record:
 
   @classmethod
   def open(cls, path: str | os.PathLike[str]) -> "Record":
-    """Returns the record at `path`; it may be incomplete.
+    """Returns the record at `path`, complete or interrupted.
 
     Raises:
       ValueError: `path` contains no record with a complete prompt.
@@ -116,32 +117,32 @@ def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
   """Decodes prompts and records their drafts and probabilities.
 
   The same call completes an interrupted record. The files are then equal to the
-  files of an uninterrupted recording. Other batches and placements only change
-  the rounding.
+  files of an uninterrupted recording. A different `batch` or `placement`
+  changes only the rounding.
 
   Args:
-    decoder: decoder of the recording. Its observers are left out, because
-      `evaluate` judges any rule later.
-    params: `{"target": ..., "drafter": ...}`.
-    prompts: sequences of token ids. Prompt i has the request id i, so its
-      randomness is a function of (key, i).
-    key: a PRNG key of `jax.random.key`, threefry.
-    path: directory of the record; created if needed.
-    max_new_tokens: tokens generated for every prompt, at least 1. A prompt
-      takes up to max_new_tokens * 2 * N * V floats, for N nodes of a draft and
-      V tokens of the vocabulary.
-    progress: True to report progress on stderr.
-    batch: number of prompts that are decoded together.
-    placement: placement of the decoder on a mesh, whose data axis must divide
-      the batch. `params` are placed here.
+    decoder: decoder of the recording. Its observers are ignored, because
+      `evaluate` can apply any rule to the record.
+    params: `{"target": ..., "drafter": ...}` parameters of the models.
+    prompts: sequences of token ids. Prompt i has request id i, so its random
+      numbers depend only on (key, i).
+    key: PRNG key of `jax.random.key`, threefry.
+    path: directory of the record. It is created if it does not exist.
+    max_new_tokens: number of tokens to generate for every prompt, at least 1.
+      The file of a prompt contains up to max_new_tokens * 2 * N * V floats, for
+      N nodes of a draft and V tokens of the vocabulary.
+    progress: if True, report progress on stderr.
+    batch: number of prompts decoded together.
+    placement: placement of the decoder on a mesh, or None. The mesh's data axis
+      must divide `batch`. This function also places `params`.
 
   Returns:
     The complete `Record`.
 
   Raises:
-    ValueError: bad prompts, as in `Decoder.prefill`; `path` contains something
-      else, or another process records there.
-    FloatingPointError: the logits of a model were not finite.
+    ValueError: a prompt is invalid for `Decoder.prefill`, `path` contains
+      another record or other data, or another process records there.
+    FloatingPointError: the logits of a model are not finite.
 
   Example:
     >>> import tempfile
@@ -166,7 +167,7 @@ def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
   decoder = dataclasses.replace(decoder, observers=())
   prompts = [np.asarray(row) for row in prompts]
   limits = [row.size + max_new_tokens for row in prompts]
-  # An error in the last prompt is raised before the first one is decoded.
+  # Check all prompts before the first one is decoded.
   jax.eval_shape(lambda: decoder.prefill(params, prompts, key, limits=limits))
   manifest = _manifest(decoder, params, prompts, key, max_new_tokens)
   _check_directory(path)
@@ -188,7 +189,7 @@ def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
 
 
 def _check_directory(path: pathlib.Path) -> None:
-  """Raises `ValueError` if `path` cannot become the directory of a record."""
+  """Raises `ValueError` if `path` cannot be the directory of a record."""
   if path.is_file():
     raise ValueError(f"path {path} is a file; it must be a directory")
   if _file(path, 0).is_file() and not (path / _MANIFEST).is_file():
@@ -200,7 +201,7 @@ def _decode(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
             prompts: Sequence[np.ndarray], key: jax.Array,
             limits: Sequence[int], missing: Sequence[int], batch: int,
             placement: Placement | None) -> Iterator[tuple[int, DecodedRow]]:
-  """Decodes the `missing` prompts and yields each one with its index."""
+  """Decodes the prompts of indices `missing`, and yields `(index, row)`."""
   if not missing:
     return
   # One capacity for all prompts, so that the loop compiles once.
@@ -273,4 +274,4 @@ def _read(path: pathlib.Path) -> Rollout:
           emitted=arrays["emitted"])
   except (zipfile.BadZipFile, KeyError) as e:
     raise ValueError(f"{path} is damaged ({e}); delete it and record "
-                     "again, which writes this prompt alone") from e
+                     "again: only this prompt is then decoded") from e

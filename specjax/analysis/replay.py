@@ -1,10 +1,10 @@
-"""Evaluation of verifiers on a record, without its models.
+"""Evaluation of verifiers on a record, without the recorded models.
 
-Given a draft and the probabilities of both models, the expected number of
-accepted tokens of a rule is known exactly. So rules are compared on the same
-drafts and without sampling. Every round starts where the recorded rule ended
-the previous round. For the recorded rule, the results describe its own
-rollouts. For another rule, they describe its rounds from the same contexts.
+The expected number of accepted tokens is an exact function of a rule, a draft
+and the probabilities of both models. Rules are therefore compared on the same
+drafts, without sampling. Every round starts where the recorded rule ended the
+previous round. For the recorded rule, the results describe its own rollouts.
+For another rule, they describe its rounds from the same contexts.
 """
 
 from collections.abc import Hashable
@@ -25,19 +25,20 @@ from specjax.interfaces import Verifier
 from specjax.trees import topology
 from specjax.types import Trace
 
-_ROUNDS_A_CALL = 16  # all calls have this size, so one program is compiled
+_ROUNDS_A_CALL = 16  # rounds per call; one size, so one compiled program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replayed:
-  """Expected acceptance of a verifier on a record, by prompt.
+  """Expected acceptance of a verifier on every prompt of a record.
 
-  tau is the number of accepted tokens of a round, and N - 1 the draft length.
+  tau is the number of accepted tokens of a round. N is the number of nodes of a
+  draft.
 
   Attributes:
     expected: one array `[R]` per prompt: E[tau | draft] of each of R rounds.
-    survival: one array `[R, N]` per prompt: P(tau >= i) for i = 0..N-1, as in
-      `RoundStats`.
+    survival: one array `[R, N]` per prompt: P(tau >= i | draft) for i = 0..N-1,
+      as in `RoundStats`.
   """
 
   expected: tuple[np.ndarray, ...]
@@ -45,19 +46,19 @@ class Replayed:
 
   @property
   def block_efficiency(self) -> float:
-    """Tokens per round: 1 + mean expected accepted tokens of all rounds."""
+    """Tokens per round: 1 + mean of `expected` over all rounds."""
     return self.estimate().value
 
   @property
   def mean_survival(self) -> np.ndarray:
-    """`[N]`, the mean of P(tau >= i) over all rounds, for `best_gamma`."""
+    """`[N]` mean of P(tau >= i) over all rounds, for `best_gamma`."""
     return np.concatenate(self.survival).mean(axis=0, dtype=np.float64)
 
   def estimate(self, clusters: Sequence[Hashable] | None = None) -> Estimate:
     """Returns `block_efficiency` with its 95 % interval over clusters.
 
     Args:
-      clusters: `[prompts]` labels, see `analysis.estimate`.
+      clusters: `[prompts]` labels of clusters, see `analysis.estimate`.
     """
     return estimate(lambda accepted, rounds: 1 + accepted / rounds,
                     [x.sum(dtype=np.float64) for x in self.expected],
@@ -65,15 +66,15 @@ class Replayed:
 
 
 def evaluate(record: Record, verifier: Verifier) -> Replayed:
-  """Evaluates a verifier on every recorded round.
+  """Returns the expected acceptance of a verifier on every recorded round.
 
-  Example: see `record`.
+  `record` has an example.
 
   Args:
     record: the result of `record` or `Record.open`.
-    verifier: any rule. If its repr equals the repr of the recorded rule, its
-      state is carried from round to round, and the results equal the recorded
-      ones. Another rule with state begins every round with a fresh state, like
+    verifier: any rule. If its repr equals that of the recorded rule, its state
+      continues from round to round, and the results equal the recorded ones.
+      Another rule with state starts every round with its initial state, like
       the observers of a decoder.
 
   Raises:
@@ -101,7 +102,7 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
 
 
 def online(record: Record) -> Replayed:
-  """Returns the figures reported by the recorded verifier as it ran."""
+  """Returns the expected acceptance stored in the record while decoding."""
   rollouts = [(r.expected, r.survival) for r in record]
   return Replayed(*zip(*rollouts))
 
@@ -109,9 +110,9 @@ def online(record: Record) -> Replayed:
 @functools.partial(jax.jit, static_argnames="rule")
 def _evaluate_rounds(rule: Verifier, state: chex.ArrayTree, trace: Trace
                      ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-  """Returns the rule's state after R rounds, and the statistics of its laws.
+  """Returns the rule's state after R rounds, and their statistics.
 
-  The statistics are `expected [R]` and `survival [R, N]` of `Replayed`.
+  The statistics are `expected [R]` and `survival [R, N]`, see `Replayed`.
   """
   def evaluate_round(state, trace):
     draft, probs = trace.draft, trace.target_probs

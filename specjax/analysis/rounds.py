@@ -1,18 +1,19 @@
-"""Number of rounds of a rule for a sequence, exactly on small pairs of models.
+"""Number of rounds of a rule for a sequence, exact on small pairs of models.
 
 p is the target and q the draft model. A round starts at a context c and ends at
-a longer context: c followed by the tokens that the round emits. This module
-computes the probabilities of these ends by running the rule's production code
-on all drafts, as in `exact.enumeration`. All other results follow from them.
+a longer context: c followed by the emitted tokens. This module computes the
+probabilities of these ends. It runs the rule's production code on all drafts,
+as in `exact.enumeration`. All other results follow from these probabilities.
 
-A sequence is complete when it has `length` tokens or contains `eos`. W(c) is
-the expected number of rounds from c to a complete sequence. D(c) = W(c) -
-sum_y p(y|c) W(cy) is the value of one more token y, in rounds. For block
-verification D(c) is at least the probability under q of a token with p = 0, and
-so at least 0, on all models. It follows that no valid rule with at most gamma
-drafted tokens per round needs fewer expected rounds, for any length. Block
-verification does not always maximise the tokens after a fixed number of rounds,
-see `analysis.patient_pair`.
+A sequence is complete if it has `length` tokens or contains `eos`. W(c) is the
+expected number of rounds from c to a complete sequence.
+D(c) = W(c) - sum_y p(y|c) W(cy) is the value of one more token y, in rounds.
+
+For block verification, on all models, D(c) is at least the probability under q
+of a token with p = 0. D(c) is therefore at least 0. It follows that no lossless
+rule with at most gamma draft tokens per round needs fewer expected rounds, for
+any length. Block verification does not always maximise the number of tokens
+after a fixed number of rounds, see `analysis.patient_pair`.
 """
 
 from collections.abc import Callable
@@ -27,17 +28,17 @@ from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
 
-_DRAFTS = 1 << 16  # drafts enumerated at a time; bounds the memory
+_DRAFTS = 1 << 16  # drafts that are enumerated together; limits memory
 
 Ended = Callable[[drafts_lib.Drafts], drafts_lib.Drafts]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RoundsDistribution:
-  """Distribution of the number of rounds that complete a sequence.
+  """Distribution of the number of rounds until a sequence is complete.
 
   Attributes:
-    probs: `[length + 1]`, the probability of k = 0, 1, ..., length rounds.
+    probs: `[length + 1]` probability of k = 0, 1, ..., length rounds.
   """
 
   probs: np.ndarray
@@ -53,9 +54,9 @@ class RoundsDistribution:
     return float(self.probs @ (np.arange(len(self.probs)) - self.mean)**2)
 
   def quantile(self, level: float) -> int:
-    """Returns the fewest rounds that suffice with probability `level`.
+    """Returns the smallest k with P(number of rounds <= k) >= `level`.
 
-    Probabilities are compared up to 1e-12, so that rounding errors do not
+    The comparison has a tolerance of 1e-12, so that rounding errors do not
     change the result.
 
     Raises:
@@ -70,12 +71,12 @@ class RoundsDistribution:
 def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
                     length: int, *, eos: int | None = None,
                     ended: Ended | None = None) -> float:
-  """Returns the expected number of rounds to write `length` tokens.
+  """Returns the expected number of rounds to generate `length` tokens.
 
-  It is the mean of `rounds_distribution`, which documents the arguments and
-  errors.
+  The value is the mean of `rounds_distribution`. The arguments and errors are
+  documented there.
 
-  Example: the paper's Bernoulli example.
+  Example: the Bernoulli example of the block verification paper.
 
     >>> import specjax as sj
     >>> pair = sj.exact.iid_pair((1 / 3, 2 / 3), (2 / 3, 1 / 3), depth=6)
@@ -91,19 +92,18 @@ def expected_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
 def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
                         length: int, *, eos: int | None = None,
                         ended: Ended | None = None) -> RoundsDistribution:
-  """Returns the distribution of the number of rounds to write `length` tokens.
+  """Returns the distribution of the number of rounds for `length` tokens.
 
-  Decoding starts at the empty context and ends with the first round after
-  which the sequence has `length` tokens or contains `eos`.
+  Decoding starts at the empty context. It ends after the first round with
+  `length` tokens or an `eos` in the sequence.
 
   Args:
-    rule: any verifier for chains, with or without state; or a `Compiled`.
-    pair: tables of at least length + gamma contexts deep.
+    rule: any verifier for chains, with or without state, or a `Compiled`.
+    pair: models of depth at least length + gamma.
     gamma: draft length.
-    length: tokens to write, at least 1.
-    eos: end-of-sequence token; default: none.
-    ended: function that ends chains early, from `exact.ended_by`; default:
-      none.
+    length: number of tokens to generate, at least 1.
+    eos: end-of-sequence token, or None.
+    ended: function that shortens chains, from `exact.ended_by`, or None.
 
   Raises:
     ValueError: `gamma`, `length` or `eos` is out of range, or the tables are
@@ -140,22 +140,22 @@ def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
 
   Args:
     rule: any verifier for chains without state, or a `Compiled`.
-    pair: tables of at least length + gamma contexts deep.
+    pair: models of depth at least length + gamma.
     gamma: draft length.
-    length: tokens to write, including the tokens of the context.
-    eos: end-of-sequence token; default: none.
-    ended: function that ends chains early, from `exact.ended_by`; default:
-      none.
-    token_cost: cost of one drafted token, in rounds. Then W is the expected
-      total cost, rounds + token_cost * drafted tokens.
+    length: length of the complete sequence, including the tokens of a context.
+    eos: end-of-sequence token, or None.
+    ended: function that shortens chains, from `exact.ended_by`, or None.
+    token_cost: cost of one draft token, in rounds. If it is not 0, W is the
+      expected total cost, rounds + token_cost * draft tokens.
 
   Returns:
-    `[contexts]`, one number for every context of less than `length` tokens,
-    numbered as in `exact.drafts`: W[0] belongs to the empty context. It is 0
-    where the context contains `eos`.
+    `[contexts]`, W of every context of fewer than `length` tokens. Contexts are
+    numbered as in `exact.drafts`: W[0] is that of the empty context. W is 0 for
+    contexts that contain `eos`.
 
   Raises:
-    ValueError: as `rounds_distribution`; or the rule has state.
+    ValueError: the rule has state, or an argument is invalid for
+      `rounds_distribution`.
   """
   ends, drafted = _round_ends(rule, pair, gamma, length, eos, ended)
   vocab = pair.vocab_size
@@ -175,12 +175,12 @@ def remaining_rounds(rule: Verifier | Compiled, pair: Pair, gamma: int,
 
 def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
                 *, eos: int | None = None) -> np.ndarray:
-  """Returns D, the value in rounds of knowing one more token of the target.
+  """Returns D, the expected number of rounds that one more token saves.
 
   D(c) = W(c) - sum_y p(y|c) W(cy), where W(c) is the expected number of rounds
-  from context c (`remaining_rounds`). See there for the arguments, the order of
+  from context c. `remaining_rounds` documents W, the arguments, the order of
   contexts and the errors. For block verification D(c) is at least q(p = 0 | c),
-  the probability under q of a token with p = 0. If p(eos | c) > 0, it is at
+  the probability under q of a token with p = 0. If p(eos | c) > 0, D(c) is at
   least q(p = 0 | c) + q(eos | c).
   """
   rounds = remaining_rounds(rule, pair, gamma, length, eos=eos)
@@ -194,28 +194,30 @@ def token_value(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
 
 def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
                         length: int, rounds: int) -> np.ndarray:
-  """Returns the distribution of the tokens written, given the generated text.
+  """Returns the distribution of the position after each round, given the text.
 
-  z^n is the first n tokens of the generated text z. Given z, the position after
-  each round is a Markov chain: a round from z^n ends at z^(n+m) with
-  probability P(it emits these m tokens) / p(these m tokens | z^n), where p is
-  the target. On every text and after every number of rounds, the position of
-  block verification stochastically dominates that of token verification.
+  The position is the number of emitted tokens. z^n is the first n tokens of the
+  generated sequence z. Given z, the positions after successive rounds are a
+  Markov chain. A round from z^n ends at z^(n+m) with probability
+  P(the round emits these m tokens) / p(these m tokens | z^n), where p is the
+  target. For every z and every number of rounds, the position of block
+  verification stochastically dominates that of token verification.
 
   Args:
-    rule: any valid verifier for chains without state; or a `Compiled`.
-    pair: tables of at least length + gamma contexts deep.
+    rule: any lossless verifier for chains without state, or a `Compiled`.
+    pair: models of depth at least length + gamma.
     gamma: draft length.
-    length: tokens of the text.
+    length: number of tokens of z.
     rounds: number of rounds.
 
   Returns:
-    `[rounds, V**length, length + 1]`: probability of k = 0, ..., length tokens
-    after each round; the last entry is for at least `length` tokens. Texts with
-    probability 0 under the target count as complete after the first round.
+    `[rounds, V**length, length + 1]` probability of position k = 0, ..., length
+    after each round, for each z. The last entry is for at least `length`
+    tokens. For z with probability 0 under the target, the position is `length`
+    after the first round.
 
   Raises:
-    ValueError: as `remaining_rounds`.
+    ValueError: an argument is invalid for `remaining_rounds`.
   """
   ends, _ = _round_ends(rule, pair, gamma, length, None, None)
   vocab = pair.vocab_size
@@ -247,7 +249,7 @@ def progress_given_text(rule: Verifier | Compiled, pair: Pair, gamma: int,
 
 def _chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
             ended: Ended | None) -> drafts_lib.Drafts:
-  """Returns all chains, ended early by `ended`, with N = gamma + 1 nodes."""
+  """Returns all chains, shortened by `ended`, with N = gamma + 1 nodes."""
   chains = drafts_lib.chains(q, contexts, gamma)
   return (ended(chains) if ended else chains).padded(gamma + 1)
 
@@ -255,12 +257,14 @@ def _chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
 def _round_ends(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
                 eos: int | None, ended: Ended | None
                 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns probabilities of the ends of rounds, and expected drafted tokens.
+  """Returns the probabilities of ends of rounds, and expected draft tokens.
 
   Returns:
-    `(ends [gamma + 1, contexts], drafted [contexts])`: ends[m - 1, c] is the
-    probability that a round from m tokens before c ends at c, for contexts of
-    up to `length` tokens.
+    `(ends [gamma + 1, contexts], drafted [contexts])`. ends[m - 1, c] is the
+    probability that a round ends at context c, if it starts at c without its
+    last m tokens. c has up to `length` tokens. drafted[c] is the expected
+    number of draft tokens of a round that starts at c, for contexts of fewer
+    than `length` tokens.
   """
   compiled = Compiled.of(rule)
   if compiled.rule.remembers:
@@ -299,7 +303,10 @@ def _round_ends(rule: Verifier | Compiled, pair: Pair, gamma: int, length: int,
 
 
 def complete_contexts(vocab: int, length: int, eos: int | None) -> np.ndarray:
-  """Returns `[contexts]` bool, True for `length` tokens or an eos."""
+  """Returns `[contexts]` bool, True for contexts with `length` tokens or eos.
+
+  The contexts have up to `length` tokens.
+  """
   levels = [np.zeros(1, bool)]
   for _ in range(length):
     levels.append((levels[-1][:, None] | (np.arange(vocab) == eos)).reshape(-1))
@@ -309,7 +316,8 @@ def complete_contexts(vocab: int, length: int, eos: int | None) -> np.ndarray:
 
 def check(pair: Pair, gamma: int, length: int, eos: int | None, depth: int
           ) -> None:
-  """Raises `ValueError` for sizes too small or tables not deep enough."""
+  """Raises `ValueError` if a size is too small or `pair.depth` below `depth`.
+  """
   for name, value, least in (("gamma", gamma, 0), ("length", length, 1)):
     if value < least:
       raise ValueError(f"{name} is {value}; it must be at least {least}")

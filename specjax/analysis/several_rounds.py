@@ -1,11 +1,11 @@
-"""Optima over all valid rules for several rounds, by linear programs.
+"""Optima over all lossless rules for several rounds, by linear programs.
 
-A rule is valid if decoding with it follows the target's distribution. The
-method is backward induction over contexts. At each context a linear program
-optimises over all valid rules of one round (`optima.emission_optimum`), given
-the value of every context at which the round may end. So a rule may depend on
-the sequence so far in any way, and may use shorter drafts. The result is a
-bound for every rule without state other than its output.
+A rule is lossless if decoding with it follows the target's distribution. The
+method is backward induction over contexts. At each context, a linear program
+optimises over all lossless rules of one round (`optima.emission_optimum`). It
+uses the value of every context at which the round may end. A rule may therefore
+depend on the sequence so far in any way, and may use shorter drafts. The result
+is a bound for every rule without state other than its output.
 """
 
 import numpy as np
@@ -20,21 +20,20 @@ _PROGRAMS = 64  # programs solved in one call
 
 def fewest_rounds(pair: Pair, gamma: int, length: int, *,
                   eos: int | None = None) -> float:
-  """Returns the fewest expected rounds of a valid rule for `length` tokens.
+  """Returns the smallest expected number of rounds of any lossless rule.
 
-  The module's docstring defines valid rules. Block verification attains the
-  minimum for every length (see `analysis.rounds`). This function checks that
-  theorem independently.
+  Block verification attains this minimum for every length, see
+  `analysis.rounds`. This function checks that theorem independently.
 
   Args:
-    pair: tables of at least `length` contexts deep.
+    pair: models of depth at least `length`.
     gamma: largest draft length.
-    length: tokens to write, at least 1.
-    eos: end-of-sequence token; default: none.
+    length: number of tokens to generate, at least 1.
+    eos: end-of-sequence token, or None.
 
   Raises:
-    ValueError: as `rounds_distribution`; or a row of the models does not sum
-      to 1 within 1e-12.
+    ValueError: `gamma`, `length` or `eos` is out of range, the tables are not
+      deep enough, or a row of the models does not sum to 1 within 1e-12.
     ArithmeticError: the solver found no solution.
   """
   return float(fewest_remaining_rounds(pair, gamma, length, eos=eos)[0])
@@ -42,9 +41,10 @@ def fewest_rounds(pair: Pair, gamma: int, length: int, *,
 
 def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
                             eos: int | None = None) -> np.ndarray:
-  """Returns `[contexts]`, `fewest_rounds` from every context.
+  """Returns `fewest_rounds` from every context to the end, `[contexts]`.
 
   Contexts are numbered as in the result of `analysis.remaining_rounds`.
+  `fewest_rounds` documents the arguments and errors.
   """
   rounds_lib.check(pair, gamma, length, eos, length)
   vocab = pair.vocab_size
@@ -54,7 +54,7 @@ def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
   rounds[offsets[length - 1]:offsets[length]] = 1
   rounds[complete] = 0
   for n in reversed(range(length - 1)):
-    # Tokens beyond `length` have no value, so shorter drafts suffice.
+    # Tokens after `length` have no value, so drafts need not extend beyond it.
     drafted = min(gamma, length - n - 1)
     level = np.flatnonzero(~complete[offsets[n]:offsets[n + 1]])
     rounds[offsets[n] + level] = 1 - _maxima(
@@ -64,22 +64,21 @@ def fewest_remaining_rounds(pair: Pair, gamma: int, length: int, *,
 
 
 def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
-  """Returns the most expected tokens of any valid rule after 1, 2, ... rounds.
+  """Returns the largest expected tokens after 1, 2, ... rounds, `[rounds]`.
 
-  Each entry has its own best rule. Block verification attains the first entry.
-  It attains all of them if gamma = 1, and the second if gamma = 2; other
-  entries can be larger, see `analysis.patient_pair`.
+  The maximum is over all lossless rules. The best rule may differ between
+  entries. Block verification attains the first entry, the first two if
+  gamma = 2, and all entries if gamma = 1. Other entries can be larger than its
+  expected tokens, see `analysis.patient_pair`.
 
   Args:
-    pair: tables of at least rounds * (gamma + 1) contexts deep.
+    pair: models of depth at least rounds * (gamma + 1).
     gamma: draft length.
-    rounds: rounds of draft-and-verify.
-
-  Returns:
-    `[rounds]`.
+    rounds: number of rounds.
 
   Raises:
-    ValueError: as `fewest_rounds`.
+    ValueError: `gamma` or `rounds` is out of range, the tables are not deep
+      enough, or a row of the models does not sum to 1 within 1e-12.
     ArithmeticError: the solver found no solution.
   """
   longest = rounds * (gamma + 1)
@@ -99,22 +98,22 @@ def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
 
 
 def _maxima(programs: list[tuple[np.ndarray, ...]]) -> np.ndarray:
-  """Returns the optima of many programs, a few at a time."""
+  """Returns the optima of programs, solved in groups of `_PROGRAMS`."""
   return np.concatenate([optima.maxima(programs[i:i + _PROGRAMS])
                          for i in range(0, len(programs), _PROGRAMS)])
 
 
 def _from_context(pair: Pair, values: np.ndarray, offsets: np.ndarray,
                   gamma: int, n: int, context: int) -> tuple[np.ndarray, ...]:
-  """Returns the program of one round from a context of n tokens.
+  """Returns the linear program of one round from a context of n tokens.
 
   Args:
     pair: the models.
-    values: `[contexts]`, the value of a round that ends at each of them.
-    offsets: first context of every length.
+    values: `[contexts]` value of a round that ends at each context.
+    offsets: number of the first context of every length.
     gamma: draft length.
-    n: tokens of the context.
-    context: number of the context among all contexts of n tokens.
+    n: number of tokens of the context.
+    context: index of the context among all contexts of n tokens.
   """
   vocab = pair.vocab_size
   below = lambda tables: [

@@ -1,12 +1,13 @@
-"""Attention over a cache that a pass only reads, by platform.
+"""Attention over a key-value cache, with an implementation for each platform.
 
   attend           over the committed tokens and the block of a pass
-  past_attention   over the committed tokens, which all queries see
+  past_attention   over the committed tokens, seen by all queries
   block_attention  within the block of a pass, with a mask
-  merge            joins two parts
+  merge            combines two parts
 
-A *part* is the output of attention over some of the keys, with the logarithm of
-the sum of its weights. The last three functions return parts.
+A *part* is the output of attention over some of the keys, together with the
+logarithm of the sum of its weights (log-sum-exp of the scores). The last three
+functions return parts. No function writes to the cache.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,10 @@ from specjax.attention.plain import Part
 __all__ = ["Part", "attend", "block_attention", "merge", "past_attention"]
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
-_CUDNN_WIDEST = 128  # width of a head; Hopper and later take 256
+_CUDNN_WIDEST = 128  # channels of a head; only Hopper and later support 256
 
 
-# It has its own jit, so that all layers of a model share a trace.
+# A separate jit, so that all layers of a model share one trace.
 @functools.partial(
     jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
@@ -38,17 +39,17 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
            heads_axis: str | None = "model") -> jax.Array:
   """Returns attention of S tokens over the committed slots and their block.
 
-  A CPU computes one softmax over both; other platforms merge two parts.
+  A CPU computes one softmax over both. Other platforms merge two parts.
 
   Args:
-    query: `[B, S, H * G, D]`, G query heads for each key-value head.
+    query: `[B, S, H * G, D]` queries, G query heads per key-value head.
     k: keys, see `past_attention`.
     v: values, see `past_attention`.
-    lengths: committed slots, see `past_attention`.
+    lengths: number of committed slots, see `past_attention`.
     block_k: `[B, H, T, D]`, keys of the block.
     block_v: `[B, H, T, D]`, values of the block.
-    visible: `[B or 1, S, T]` bool, tokens of the block that a query sees. It
-      includes the window.
+    visible: `[B or 1, S, T]` bool, tokens of the block that each query sees.
+      The mask must already exclude tokens outside the window.
     positions: positions of the queries, see `past_attention`.
     table: pages of the rows, see `past_attention`.
     window: number of visible tokens, see `past_attention`.
@@ -78,7 +79,7 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           query, k, v, lengths, block_k, block_v, visible, positions, table)
 
 
-# It has its own jit, so that all layers of a model share a trace.
+# A separate jit, so that all layers of a model share one trace.
 @functools.partial(
     jax.jit, static_argnames=("window", "softcap", "heads_axis"))
 def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
@@ -88,31 +89,36 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    ) -> Part:
   """Returns attention of S tokens over the committed slots of a cache.
 
-  CPU: the cost depends on the longest row in use, by a `switch` over lengths.
-  TPU: it depends on the length of each row, by a Pallas kernel
-  (`attention.tpu`). A mesh splits the kernel by rows over its axis "data" and
-  by key-value heads over `heads_axis`. GPU: in float16 and bfloat16, it depends
-  on the length of each row, by cuDNN. Inputs that the kernel or cuDNN does not
-  support attend over all slots with a mask. A TPU reads pages in place; the
-  other platforms first gather them.
+  CPU: a `switch` over lengths, so the cost depends on the longest row.
+  TPU: a Pallas kernel (`attention.tpu`), whose cost depends on the length of
+  each row. A mesh splits the kernel by rows over its axis "data" and by
+  key-value heads over `heads_axis`.
+  NVIDIA GPU: cuDNN in float16 and bfloat16. The cost depends on the length of
+  each row.
+  If the kernel or cuDNN does not support the inputs, attention reads all slots
+  and applies a mask. A TPU reads pages in place. Other platforms gather the
+  pages first.
 
   Args:
-    query: `[B, S, H * G, D]`, G query heads for each key-value head.
-    k: `[B, H, C, D]` keys, or pages `[P, H, T, D]` if a table is given.
-    v: values, of the same shape.
+    query: `[B, S, H * G, D]` queries, G query heads per key-value head.
+    k: `[B, H, C, D]` keys, or pages `[P, H, T, D]` if there is a table.
+    v: values, of the same shape as `k`.
     lengths: `[B]` int32, number of committed slots of each row.
-    positions: `[B, S]` int32, positions of the queries; required by a window.
-    table: `[B, C / T]` int32, the pages of each row in order. Entries after the
-      last page in use may be any pages.
-    window: number of last positions that each query sees, itself included; 0:
-      no limit.
-    softcap: c in c tanh(scores / c); 0: no cap.
+    positions: `[B, S]` int32, positions of the queries. Required if `window` is
+      not 0.
+    table: `[B, C / T]` int32, indices of the pages of each row in order.
+      Entries after the last page in use may be any valid indices. None: the
+      slots are not in pages.
+    window: number of last positions that each query sees, including its own. 0
+      means no limit.
+    softcap: c in c tanh(scores / c). 0 disables the cap.
     heads_axis: mesh axis that divides the key-value heads on a TPU, if their
       number is a multiple of its size. None: every device has all heads.
 
   Returns:
-    `(out [B, S, H * G, D], log [B, S, H * G])`, at least float32. A query that
-    sees nothing has a very small `log` and a finite `out`.
+    `(out [B, S, H * G, D], log [B, S, H * G])`, at least float32. `log` is the
+    log-sum-exp of the scores. A query that sees no slot has a finite `out` and
+    a `log` of about -1e30.
   """
   options = dict(window=window, softcap=softcap)
   return _transformable(
@@ -125,7 +131,7 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 
 def _by_platform(*operands: jax.Array | None, window: int, softcap: float,
                  heads_axis: str | None, **others: Callable[..., Part]) -> Part:
-  """Returns `past_attention` by the implementation of the platform."""
+  """Computes `past_attention` with the implementation for the platform."""
   options = dict(window=window, softcap=softcap)
   return jax.lax.platform_dependent(
       *operands, default=functools.partial(plain.whole, **options),
@@ -138,11 +144,11 @@ def _cudnn_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                      lengths: jax.Array, positions: jax.Array | None,
                      table: jax.Array | None, *, window: int, softcap: float
                      ) -> Part:
-  """Returns `past_attention` by cuDNN, or `plain.whole` if it cannot.
+  """Computes `past_attention` with cuDNN, or with `plain.whole` if unsupported.
 
-  All nodes of a draft see the same slots. Nodes and query heads together are
-  therefore the queries of cuDNN's flash attention with a length per row. cuDNN
-  has no soft-cap, and no window that differs from node to node.
+  All nodes of a draft see the same slots. So nodes and query heads together
+  become the query axis of cuDNN's flash attention with a length per row. cuDNN
+  supports neither a soft-cap nor a window that differs between nodes.
   """
   size, dim = query.shape[1], query.shape[3]
   if (window or softcap or dim % 8 or dim > _CUDNN_WIDEST
@@ -160,17 +166,17 @@ def _cudnn_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 
 def _cudnn(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
            ) -> Part:
-  """Returns the part of folded queries `[B, H, R, D]` by cuDNN.
+  """Computes the part of folded queries `[B, H, R, D]` with cuDNN.
 
-  The function returns log-sum-exps only in the dtype of the query. In bfloat16
-  they would give weights that are wrong by a percent, so the float32 array is
-  taken from the residuals of the derivative, which has the same forward pass.
-  The derivative requires an even number of queries.
+  `jax.nn.dot_product_attention` returns log-sum-exps only in the dtype of the
+  query. In bfloat16 these would give weights with errors of a percent. So the
+  float32 array is taken from the residuals of the derivative, whose forward
+  pass is the same. The derivative requires an even number of queries.
   """
   batch, heads, rows, dim = query.shape
   query = jnp.pad(query, ((0, 0), (0, 0), (0, rows % 2), (0, 0)))
-  # The function expects the axes (row, slot, head, channel). Each head becomes
-  # a row with one head, which needs no transposition.
+  # The function expects the axes (row, slot, head, channel). No transposition
+  # is necessary if each head becomes a row with one head.
   query, k, v = (x.reshape(-1, x.shape[2], 1, dim) for x in (query, k, v))
   # A row without committed slots reads one slot; `log` gives it no weight.
   slots = jnp.repeat(jnp.maximum(lengths, 1).astype(jnp.int32), heads)
@@ -190,10 +196,10 @@ def _transformable(attend: Callable[..., Any], by_plain: Callable[..., Any]
   """Returns `attend` with rules for `vmap` and derivatives.
 
   Args:
-    attend: function of positional operands. The last is a table or None. With a
-      table, the second and third, keys and values, are pages. All other
-      operands have B as their first axis.
-    by_plain: the same function in plain XLA, which can be differentiated.
+    attend: function of positional operands. The second and third are keys and
+      values. The last is a table or None. With a table, keys and values are
+      pages. All other operands have B as their first axis.
+    by_plain: the same function in plain XLA, used for derivatives.
   """
   mapped = jax.custom_batching.custom_vmap(attend)
 

@@ -1,11 +1,11 @@
-"""Attention in two parts, in plain XLA: over the past, and within a block.
+"""Attention in plain XLA, over committed slots and within a block.
 
-A pass of S tokens reads the committed past of C slots and a block of T tokens.
-All S tokens see the same past, so they are treated as additional query heads
-and need no tree mask. Visibility within the block is an S x T mask. Each part
-returns its softmax-weighted sum and the logarithm of the sum of its weights.
-`merge` computes the softmax over both parts (Milakov and Gimelshein 2018,
-arXiv:1805.02867; FlashDecoding).
+A pass of S tokens reads C committed slots and a block of T tokens. All S tokens
+see the same committed slots, so they are treated as additional query heads and
+need no tree mask. Within the block, an S x T mask marks the visible tokens.
+Each of the two parts returns its softmax-weighted sum and the logarithm of the
+sum of its weights. `merge` computes the softmax over both parts (Milakov and
+Gimelshein 2018, arXiv:1805.02867; FlashDecoding).
 """
 
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_SMALLEST_BUCKET = 128
-_PROMPT = 32  # a pass of fewer tokens does not begin a prompt
+_SMALLEST_BUCKET = 128  # slots
+_PROMPT = 32  # tokens; a pass over the start of a prompt has at least as many
 MASKED = -1e30  # finite, so that a fully masked row is not NaN
 
 Part = tuple[jax.Array, jax.Array]
 
 
 def folded(query: jax.Array, heads: int) -> jax.Array:
-  """Returns queries by key-value head: `[B, S, H * G, D] -> [B, H, G * S, D]`.
+  """Groups queries by key-value head: `[B, S, H * G, D] -> [B, H, G * S, D]`.
 
   Args:
-    query: queries of S tokens.
+    query: `[B, S, H * G, D]`, queries of S tokens.
     heads: H, number of key-value heads.
   """
   batch, size, _, dim = query.shape
@@ -48,7 +48,15 @@ def _scaled(query: jax.Array, heads: int) -> jax.Array:
 
 def _part(query: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
           size: int, softcap: float) -> Part:
-  """Returns a part for `query [B, H, G * S, D]`; visible `[B or 1, S or 1, T]`.
+  """Returns the part over keys `k` and values `v`, both `[B, H, T, D]`.
+
+  Args:
+    query: `[B, H, G * S, D]`, folded and scaled queries.
+    k: keys.
+    v: values.
+    visible: `[B or 1, S or 1, T]` bool, keys that each query sees.
+    size: S, number of tokens.
+    softcap: c in c tanh(scores / c). 0 disables the cap.
   """
   batch, heads, rows, _ = query.shape
   wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -72,16 +80,16 @@ def _part(query: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
 
 def in_order(cache: jax.Array, table: jax.Array | None, lengths: jax.Array,
              slots: int | None = None) -> jax.Array:
-  """Returns the first slots of every row, default all: `[B, H, slots, D]`.
+  """Returns the first slots of every row in order, `[B, H, slots, D]`.
 
   Args:
-    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` if a table is given; of a
-      single row `[H, C, D]`.
-    table: `[B, C / T]` int32, the pages of each row, or None.
-    lengths: `[B]` int32, number of valid slots. In pages, later slots are set
-      to 0. They may contain a NaN of the row that had the page before, and 0
+    cache: `[B, H, C, D]`, or pages `[P, H, T, D]` if there is a table. The
+      cache of a single row may also be `[H, C, D]`, without a table.
+    table: `[B, C / T]` int32, indices of the pages of each row, or None.
+    lengths: `[B]` int32, number of valid slots. With a table, later slots are
+      set to 0, because their page may contain a NaN of an earlier row, and 0
       times NaN is NaN.
-    slots: number of slots.
+    slots: number of slots in the result. None means all.
   """
   if table is None:
     return cache[..., :slots, :]
@@ -107,7 +115,7 @@ def _over(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 def whole(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           positions: jax.Array | None = None, table: jax.Array | None = None, *,
           window: int = 0, softcap: float = 0.0) -> Part:
-  """Returns `attention.past_attention` over all slots."""
+  """Computes `attention.past_attention` over all slots, with a mask."""
   k, v = (in_order(x, table, lengths) for x in (k, v))
   return _over(_scaled(query, k.shape[1]), k, v, lengths, positions,
                query.shape[1], window, softcap)
@@ -117,13 +125,13 @@ def bucketed(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
              positions: jax.Array | None = None,
              table: jax.Array | None = None, *, window: int = 0,
              softcap: float = 0.0) -> Part:
-  """Returns `attention.past_attention`; the cost depends on the longest row.
+  """Computes `attention.past_attention` at a cost that fits the longest row.
 
-  The work is compiled for a few power-of-two lengths, and the shortest that
-  fits is chosen at run time. Empty slots add zeros, but a sum of another length
-  may be rounded in another order. In bfloat16 the logits of a row can differ in
-  the last digits when a longer row joins its batch; in float32 the tests have
-  found no difference.
+  The attention is compiled for a few lengths (`_buckets`). At run time, the
+  shortest one that fits is selected. Empty slots add zeros, but XLA may round a
+  sum of another length in another order. So in bfloat16 the last digits of a
+  row's logits can change if a longer row joins the batch. In float32 the tests
+  have found no difference.
   """
   size = query.shape[1]
 
@@ -140,20 +148,20 @@ def joint(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           block_k: jax.Array, block_v: jax.Array, visible: jax.Array,
           positions: jax.Array | None = None, table: jax.Array | None = None,
           *, window: int = 0, softcap: float = 0.0) -> jax.Array:
-  """Returns `attention.attend` with one softmax, at the cost of `bucketed`.
+  """Computes `attention.attend` with one softmax, at the cost of `bucketed`.
 
   On a CPU, starting a small operation takes as long as the operation itself.
   Merging two parts would cost a tenth of a small model's pass. If only some
-  slots are read, they are copied anyway. The block is then copied behind them,
-  so that there is one part.
+  slots are read, they are copied anyway. The block is then copied to the end of
+  this copy, so that one part contains all keys.
   """
   size, rows = query.shape[1], _scaled(query, k.shape[1])
   batch, heads, count, _ = rows.shape
   capacity = k.shape[2]
   room = block_k.shape[2] if table is None and size < _PROMPT else 0
-  # Arrays have the axis order of the layers, without axes of size 1. With such
-  # axes, XLA may choose another order at each use, and would copy the slots of
-  # a single row twice.
+  # The blocks have the axis order of the model's layers, without axes of size
+  # 1. With axes of size 1, XLA may select another axis order at each use. It
+  # would then copy the slots of a single row twice.
   is_single = batch == 1 and table is None
   form = block_k.swapaxes(1, 2).shape[is_single:]
   blocks = [x.swapaxes(1, 2).squeeze() for x in (block_k, block_v)]
@@ -175,12 +183,12 @@ def _attend_jointly(
     block_v: jax.Array, visible: jax.Array, *, bucket: int, room: int,
     capacity: int, form: tuple[int, ...], shape: tuple[int, int, int],
     size: int, window: int, softcap: float) -> jax.Array:
-  """Returns `joint` over the first `bucket` slots."""
+  """Computes `joint` over the first `bucket` slots."""
   batch, heads, count = shape
   wide = jnp.promote_types(rows.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
-  # The block is joined to the slots only if the slots are copied anyway. If all
-  # slots are read, they are read in place.
+  # The block is joined to the slots only if the slots are copied anyway, which
+  # is the case if only some of them are read. All slots are read in place.
   joined = 0 < room <= bucket < capacity
   # Without the barrier XLA moves the transposition out of the branch, and each
   # operand of the join is copied twice.
@@ -196,7 +204,7 @@ def _attend_jointly(
     seen &= positions[..., None] - slot < window
   seen |= jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
   keys, values = (k, block_k), (v, block_v)
-  if joined:  # into the last slots of the copy, which are unused in all rows
+  if joined:  # write the block to the last slots, which no row uses
     keys, values = (
         [jax.lax.dynamic_update_slice_in_dim(*x, slots, axis=-2)]
         for x in (keys, values))
@@ -210,7 +218,8 @@ def _attend_jointly(
   first, *more = [product("...qt,...td->...qd", *one)
                   for one in zip(weights, values)]
   out = sum(more, first).reshape(batch, heads, count, -1)
-  # Called inside the switch; outside, its result would be copied once more.
+  # `unfolded` is called inside the switch. Outside the switch, its result would
+  # be copied once more.
   return unfolded(out, size)
 
 
@@ -222,7 +231,19 @@ def _switch(over: Callable[[int], Callable[..., Any]], size: int,
             query: jax.Array, k: jax.Array, v: jax.Array,
             table: jax.Array | None, lengths: jax.Array, *more: jax.Array,
             room: int = 0) -> Any:
-  """Runs `over(slots)` with the fewest slots that fit the longest row + `room`.
+  """Calls `over(slots)` with the smallest bucket that fits the longest row.
+
+  Args:
+    over: function of a number of slots that returns the function to run.
+    size: number of tokens of the pass.
+    query: queries, the first operand of the function to run. The next operands
+      are `k`, `v`, `table`, `lengths` and `more`.
+    k: keys.
+    v: values.
+    table: pages of the rows, or None.
+    lengths: `[B]` int32, number of committed slots of each row.
+    *more: further operands.
+    room: number of slots needed in addition to those of the longest row.
   """
   capacity = k.shape[-2] * (1 if table is None else table.shape[1])
   buckets = _buckets(capacity, size)
@@ -234,7 +255,11 @@ def _switch(over: Callable[[int], Callable[..., Any]], size: int,
 
 
 def _buckets(capacity: int, size: int) -> list[int]:
-  """Returns the lengths that attention is compiled for, shortest first."""
+  """Returns the numbers of slots for which attention is compiled, in order.
+
+  These are 128 and its doublings below the capacity, and the capacity. Passes
+  of 32 or more tokens, which may begin a prompt, also have 0.
+  """
   buckets, bucket = [0] * (size >= _PROMPT), _SMALLEST_BUCKET
   while bucket < capacity:
     buckets.append(bucket)
@@ -247,11 +272,11 @@ def block_attention(query: jax.Array, k: jax.Array, v: jax.Array,
   """Returns attention of S queries within a block of T tokens, as a part.
 
   Args:
-    query: `[B, S, H * G, D]`.
-    k: `[B, H, T, D]`.
-    v: `[B, H, T, D]`.
-    visible: `[B or 1, S, T]` bool.
-    softcap: c in c tanh(scores / c); 0: no cap.
+    query: `[B, S, H * G, D]` queries.
+    k: `[B, H, T, D]` keys.
+    v: `[B, H, T, D]` values.
+    visible: `[B or 1, S, T]` bool, tokens that each query sees.
+    softcap: c in c tanh(scores / c). 0 disables the cap.
   """
   return _part(_scaled(query, k.shape[1]), k, v, visible, query.shape[1],
                softcap)

@@ -7,11 +7,11 @@ are the rows of one product with the keys.
 
 The lengths are known before the kernel starts, so blocks after the length of a
 row, or before its window, are never fetched. The cost depends on the lengths of
-the rows and not on the allocated slots. With a table of pages, block j of a row
+the rows and not on the allocated slots. With a table of pages, block j of row b
 is page `table[b, j]`.
 
-The compiler cannot split a kernel over a mesh. `split_over_mesh` does, because
-rows and key-value heads are independent.
+The compiler cannot split a kernel over a mesh. `split_over_mesh` splits it by
+rows and key-value heads, which are independent.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ import numpy as np
 from specjax.attention import plain
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
-_BLOCK = 512  # slots of a block
-_QUERIES = 256  # most queries of a block: nodes times heads of a group
-_LANES = 128
+_BLOCK = 512  # maximum number of slots of a block
+_QUERIES = 256  # maximum number of queries of a block, one per node and head
+_LANES = 128  # size of the last axis of a tile
 _SUBLANES = 16  # rows of a bfloat16 tile; a float32 tile has half
 _BUDGET = 4 * 2**20  # bytes of on-chip memory for the blocks of keys and values
 
@@ -41,21 +41,26 @@ def past_attention(query: jax.Array, k: jax.Array, v: jax.Array,
                    table: jax.Array | None = None, *, window: int = 0,
                    softcap: float = 0.0, heads_axis: str | None = "model",
                    interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-  """Returns `attention.past_attention` by the kernel, in float32.
+  """Computes `attention.past_attention` with the kernel, in float32.
+
+  The kernel supports float32 and bfloat16, if queries and keys have the same
+  dtype. Other inputs use `plain.whole`.
 
   Args:
-    query: `[B, S, H * G, D]`.
-    k: `[B, H, C, D]`, or pages `[P, H, T, D]` if a table is given.
-    v: values, of the same shape.
-    lengths: `[B]` int32, number of committed slots.
-    positions: `[B, S]` int32, required by a window.
-    table: `[B, C / T]` int32, pages of each row in order. Every entry must be a
-      page, also after the last one in use.
-    window: number of last positions that each query sees, itself included; 0:
-      no limit.
-    softcap: c in c tanh(scores / c); 0: no cap.
-    heads_axis: mesh axis that divides the heads, or None.
-    interpret: True to run without a TPU, which is slow.
+    query: `[B, S, H * G, D]` queries.
+    k: `[B, H, C, D]` keys, or pages `[P, H, T, D]` if there is a table.
+    v: values, of the same shape as `k`.
+    lengths: `[B]` int32, number of committed slots of each row.
+    positions: `[B, S]` int32, positions of the queries. Required if `window` is
+      not 0.
+    table: `[B, C / T]` int32, indices of the pages of each row in order. All
+      entries must be valid indices, also after the last page in use.
+    window: number of last positions that each query sees, including its own. 0
+      means no limit.
+    softcap: c in c tanh(scores / c). 0 disables the cap.
+    heads_axis: mesh axis that divides the key-value heads. None: every device
+      has all heads.
+    interpret: True interprets the kernel without a TPU, which is slow.
 
   Returns:
     The normalised sum `[B, S, H * G, D]` and the log-sum-exp of the scores
@@ -94,22 +99,25 @@ def split_over_mesh(call: Callable[..., plain.Part],
                     operands: tuple[jax.Array, ...], paged: bool = False,
                     heads_axis: str | None = "model"
                     ) -> Callable[..., plain.Part]:
-  """Returns `call`, split over the mesh of its operands if they have one.
+  """Returns `call` split over the mesh of its operands, if they have one.
 
-  Rows are split over the axis "data", which `decoding.placement` requires, and
-  heads over `heads_axis`, where the sizes divide. The result does not depend on
-  the placement of the cache; a cache with another placement is moved. If every
-  device of `heads_axis` has all heads, each device processes its share of them.
+  Rows are split over the mesh axis "data", the name required by
+  `decoding.placement`. Heads are split over `heads_axis`. An axis is used only
+  if its size divides the number of rows or heads. The result does not depend on
+  the placement of the cache, because a cache with another placement is moved.
+  If every device of `heads_axis` stores all heads, it still processes only its
+  share of them.
 
   Args:
     call: function of the operands that returns a part.
     operands: queries `[B, H, R, D]`, keys, values, and arrays `[B, ...]`.
     paged: True if keys and values are pages.
-    heads_axis: mesh axis of the heads.
+    heads_axis: mesh axis that divides the heads. None: every device processes
+      all heads.
   """
   meshes = (jax.typeof(x).sharding.mesh for x in operands)
   mesh = next((mesh for mesh in meshes if mesh.size > 1), None)
-  if mesh is None or mesh.manual_axes:  # inside a `shard_map` all is local
+  if mesh is None or mesh.manual_axes:  # in a `shard_map` arrays are local
     return call
   batch, heads = operands[0].shape[0], operands[1].shape[1]
   fits = lambda name, n: (
@@ -124,7 +132,7 @@ def split_over_mesh(call: Callable[..., plain.Part],
 
 
 def stores_slots_last(dim: int) -> bool:
-  """Returns whether XLA for TPUs stores `[B, H, C, dim]` with C as last axis.
+  """Returns True if XLA for TPUs stores `[B, H, C, dim]` with C as last axis.
   """
   return dim % _LANES > 0
 
@@ -132,15 +140,15 @@ def stores_slots_last(dim: int) -> bool:
 def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
           first: jax.Array, *extra: jax.Array, window: int, softcap: float,
           interpret: bool, paged: bool) -> plain.Part:
-  """Returns the part of folded queries `[B, H, R, D]` by the kernel."""
+  """Computes the part of folded queries `[B, H, R, D]` with the kernel."""
   batch, heads, rows, dim = query.shape
   slots = k.shape[2]
-  # XLA stores heads of fewer than 128 channels with the slots as last axis. The
-  # kernel reads them in this order, which avoids a copy.
+  # Unless `dim` is a multiple of 128, XLA stores the slots as the last axis.
+  # The kernel reads the cache in this order, which avoids a copy.
   narrow = stores_slots_last(dim)
   if narrow:
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
-  # The caches stay in HBM. Without this constraint, XLA first fetches all of a
+  # The caches stay in HBM. Without this constraint, XLA first copies an entire
   # small cache to on-chip memory.
   k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
   positions, tables = extra[:bool(window)], extra[bool(window):]
@@ -181,7 +189,10 @@ def _call(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
 
 def _slots_at(b: Any, h: Any, i: Any, j: Any, lengths: Any, first: Any,
               *tables: Any, block: int, narrow: bool) -> tuple[Any, ...]:
-  """Returns the cache block of step j; a repeated block is not fetched again.
+  """Returns the index of the cache block that step j of a row reads.
+
+  Steps after the last block repeat its index. The kernel does not fetch a
+  repeated block again.
   """
   del i
   size = np.int32(block)  # a Python number has 64 bits under jax_enable_x64
@@ -194,7 +205,7 @@ def _slots_at(b: Any, h: Any, i: Any, j: Any, lengths: Any, first: Any,
 
 def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
             softcap: float, scale: float, ragged: bool, narrow: bool) -> None:
-  """Processes one block of slots of one row, for some heads."""
+  """Processes one block of slots of one row, for a group of heads."""
   lengths, first = refs[:2]
   query, k, v, *positions = refs[scalars:-5]
   out, lse, top, total, acc = refs[-5:]
@@ -220,7 +231,8 @@ def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
     scores = jnp.where(seen, scores, plain.MASKED)
     before = top[head, :, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    # Before the first visible slot, `now` and all scores are the mask value.
+    # Until a slot is visible, `now` and all scores are the mask value, and the
+    # exponential below would be 1. So hidden slots are set to 0.
     weights = jnp.where(seen, jnp.exp(scores - now), 0)
     decay = jnp.exp(before - now)
     values = v[0, head]
@@ -249,14 +261,20 @@ def _kernel(*refs: Any, scalars: int, block: int, blocks: int, window: int,
 
 
 def block_size(slots: int) -> int:
-  """Returns the slots of a block; it divides the capacities of a decoder."""
+  """Returns the number of slots of a block.
+
+  It divides the capacities that a decoder allocates. For other numbers of
+  slots, the last block may be incomplete.
+  """
   fitting = [n for n in (_BLOCK, _BLOCK // 2, _BLOCK // 4) if slots % n == 0]
   return min(slots, fitting[0] if fitting else _BLOCK)
 
 
 def _heads_at_once(heads: int, block: int, tile: int, dim: int, itemsize: int
                    ) -> int:
-  """Returns how many heads are fetched together: the most that fit `_BUDGET`.
+  """Returns the number of heads that are fetched together.
+
+  It is the largest divisor of `heads` whose blocks fit `_BUDGET`, at least 1.
   """
   lanes = math.ceil(dim / _LANES) * _LANES
   # Keys and values have two buffers, because the next block is fetched during

@@ -1,4 +1,4 @@
-"""Key-value caches: dense, in pages, in a shared pool, quantised, streaming."""
+"""Key-value caches: dense, paged, paged from a pool, quantised, streaming."""
 
 from specjax.caches.dense import KVCache
 from specjax.caches.paged import Paged

@@ -1,12 +1,13 @@
 """Keys and values of a batch whose rows have different lengths.
 
-A pass only reads the committed keys and values. Those of its own tokens are in
-a separate *block*. `commit` writes the accepted path of the block after
-`lengths`, row by row, because rows accept different numbers of tokens. So the
-large arrays are written once per round, in place, for any number of passes.
+A pass only reads the committed keys and values. The keys and values of its new
+tokens are in a separate *block*. `commit` writes the accepted path of the block
+after `lengths`, row by row, because rows accept different numbers of tokens. A
+round therefore writes the large arrays once and in place, for any number of
+passes.
 
-A drafter that runs one pass per token reserves a block for all of them
-(`reserve`). Its committed tokens stay in the block until `settle` writes them.
+A drafter with one pass per token calls `reserve` to allocate a block for all
+passes. The committed tokens stay in this block until `settle` writes them.
 """
 
 from collections.abc import Callable
@@ -39,14 +40,15 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
                        ancestors: jax.Array, window: int = 0,
                        softcap: float = 0.0) -> jax.Array:
-  """Returns attention `[B, S, G * H, D]` of a block of T tokens without past.
+  """Returns attention `[B, S, G * H, D]` within a block of T tokens.
 
   Args:
-    query: `[B, S, G * H, D]`, of the last S tokens of the block.
-    key: `[B, T, H, D]`.
-    value: `[B, T, H, D]`.
-    ancestors: `[B, S, T]` bool, visible tokens.
-    window: number of last tokens that a token sees, itself included; 0: all.
+    query: `[B, S, G * H, D]` queries of the last S tokens of the block.
+    key: `[B, T, H, D]` keys.
+    value: `[B, T, H, D]` values.
+    ancestors: `[B, S, T]` bool, tokens of the block that each query sees.
+    window: number of last tokens that a token sees, including itself. 0 means
+      all tokens.
     softcap: soft-cap of the scores, see `attention.past_attention`.
   """
   if window:
@@ -60,11 +62,11 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
 class BlockCache(Cache):
   """Keys and values of a block that is never committed, for training.
 
-  A pass can read the tokens of earlier passes from it. It has no empty slots,
-  and gradients need no copy of them.
+  A pass can read the tokens of earlier passes from this cache. The cache has no
+  empty slots, so gradients need no copies of such slots.
 
   Attributes:
-    lengths: `[B]` int32 zeros; no token is committed.
+    lengths: `[B]` int32 zeros, because no token is committed.
     layers: `{layer: (keys, values)}`, each `[B, T, H, D]`.
   """
 
@@ -74,7 +76,7 @@ class BlockCache(Cache):
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "BlockCache":
-    """Adds `[B, S, H, D]` of the new tokens of a layer, see `Cache.append`."""
+    """Adds keys and values of new tokens of one layer, see `Cache.append`."""
     new = k, v
     if after:
       new = tuple(jnp.concatenate([old[:, :after], x], axis=1)
@@ -83,7 +85,7 @@ class BlockCache(Cache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              **options: Any) -> jax.Array:
-    """Returns `attention_in_block` of the layer."""
+    """Returns the result of `attention_in_block` for the layer."""
     return attention_in_block(
         query, *self.layers[layer], ancestors, **options)
 
@@ -92,18 +94,18 @@ class BlockCache(Cache):
 class KVCache(Cache):
   """A preallocated cache with a length per row.
 
-  Between rounds, the fields of the block are empty.
+  Between rounds, `block_k` and `block_v` are empty.
 
   Attributes:
     k: L arrays `[B, H, C, D]`, keys of each layer (H: key-value heads).
-    v: L arrays `[B, H, C, D]`, values.
-    lengths: `[B]` int32, committed tokens of each row.
+    v: L arrays `[B, H, C, D]`, values of each layer.
+    lengths: `[B]` int32, number of committed tokens of each row.
     block_k: L arrays `[B, H, T, D]`, keys of the uncommitted tokens, or ().
     block_v: L arrays `[B, H, T, D]`, values of the same tokens, or ().
     held: `[B]` int32, number of committed tokens in `k` and `v` while a block
-      is reserved. The other committed tokens are the first of the block. None
-      if no block is reserved.
-    heads_axis: mesh axis that divides the heads on a TPU, see
+      is reserved. The other committed tokens are at the start of the block.
+      None if no block is reserved.
+    heads_axis: mesh axis over which attention on a TPU divides the heads, see
       `attention.past_attention`. None: every device has all heads.
   """
 
@@ -115,7 +117,7 @@ class KVCache(Cache):
   held: jax.Array | None = None
   heads_axis: str | None = struct.field(pytree_node=False, default="model")
 
-  table = None  # pages, see `PagedCache`
+  table = None  # only a `PagedCache` has a table of pages
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
@@ -127,7 +129,7 @@ class KVCache(Cache):
 
   @property
   def capacity(self) -> int:
-    """C, slots of a row. Its length plus N must not exceed it."""
+    """C, number of slots of a row; at least the row's length plus N."""
     return self.k[0].shape[2]
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
@@ -155,13 +157,15 @@ class KVCache(Cache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Returns attention over the committed past and ancestors in the block.
+    """Returns attention over committed tokens and ancestors in the block.
 
     Args:
-      layer: index of the layer, whose new tokens are already in the block.
-      query: `[B, S, G * H, D]`, G query heads for each key-value head.
-      ancestors: `[B, S, T]` bool, visible tokens of the block for its last S.
-      window: number of last tokens that a token sees, itself included; 0: all.
+      layer: index of the layer. Its new tokens must already be in the block.
+      query: `[B, S, G * H, D]` queries of the last S tokens of the block, with
+        G query heads for each key-value head.
+      ancestors: `[B, S, T]` bool, tokens of the block that each query sees.
+      window: number of last tokens that a token sees, including itself. 0
+        means all tokens.
       softcap: soft-cap of the scores, see `attention.past_attention`.
 
     Returns:
@@ -182,7 +186,7 @@ class KVCache(Cache):
     return self.lengths if self.held is None else self.held
 
   def in_block(self, ancestors: jax.Array, window: int = 0) -> jax.Array:
-    """Returns `[B, S, slots]` bool, slots of the block that a new token sees.
+    """Returns `[B, S, slots]` bool, slots of the block that each query sees.
 
     Args:
       ancestors: `[B, S, T]` bool, see `attend`.
@@ -195,12 +199,12 @@ class KVCache(Cache):
     return visible_slots(self.lengths - self.in_slots, ancestors, slots, window)
 
   def after(self, x: jax.Array) -> "KVCache":
-    """Adds a data dependency on `x`, so that later writes follow its pass.
+    """Makes later writes depend on a pass, so that they happen in place.
 
     XLA copies a buffer unless it can prove that all reads happen before the
-    write. A zero that the compiler cannot fold, computed from the output of the
-    pass, is added to the next slots. Each row has its own zero, because a mesh
-    may split the rows.
+    write. So a zero that the compiler cannot fold is computed from the output
+    of the pass and added to `lengths`. Each row has its own zero, because a
+    mesh may split the rows.
 
     Args:
       x: `[B, ...]`, output of the last layer for every row.
@@ -214,8 +218,8 @@ class KVCache(Cache):
     """Commits the accepted path of the block.
 
     Args:
-      path: `[B, T]` int32, nodes of the block in order of depth.
-      count: `[B]` int32, number of nodes that are committed.
+      path: `[B, T]` int32, the accepted nodes of the block in order of depth.
+      count: `[B]` int32, number of nodes to commit.
     """
     if self.held is None:
       take = lambda block: jnp.take_along_axis(
@@ -245,10 +249,10 @@ class KVCache(Cache):
     return self._written(lambda block: block, lengths)
 
   def reserve(self, size: int) -> "KVCache":
-    """Returns a cache whose next `size` tokens stay in the block.
+    """Returns a cache that keeps its next `size` tokens in the block.
 
-    `commit` and `rollback` count these tokens as usual; `settle` writes them.
-    The previous block is dropped.
+    `commit` and `rollback` update `lengths` as usual. `settle` writes the
+    tokens. The previous block is dropped.
     """
     rows, (_, heads, _, dim) = len(self.lengths), self.k[0].shape
     zeros = lambda: tuple(
@@ -278,15 +282,16 @@ class KVCache(Cache):
     return put_in_layout(slots, block, self.lengths)
 
   def undivided(self) -> "KVCache":
-    """Returns the cache with all heads on every device."""
+    """Returns a cache with all heads on every device."""
     return self.replace(heads_axis=None)
 
   def specs(self, axis: str | None, rows: str | None = None) -> "KVCache":
     """Returns a `KVCache` of `PartitionSpec`, see `Cache.specs`.
 
     Args:
-      axis: mesh axis of the key-value heads.
-      rows: mesh axis of the rows; None keeps all rows on each device.
+      axis: mesh axis over which the key-value heads are split. None: they are
+        not split.
+      rows: mesh axis over which the rows are split. None: they are not split.
     """
     def split(x):
       return PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
@@ -305,8 +310,8 @@ def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0
   Args:
     rows: `[B, ...]` rows with C slots along `axis`.
     new: `[B, ...]` blocks of the same dtype, with S <= C slots.
-    at: `[B]` int32 positions of the first slots. XLA shifts a block back if it
-      would exceed the row.
+    at: `[B]` int32, slot of each row at which its block starts. If a block
+      would extend beyond the end of the row, XLA moves it back to the end.
     axis: axis of the slots in a row.
   """
   chex.assert_equal_shape_prefix([rows, new, at], 1)
@@ -314,22 +319,21 @@ def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0
       row, new, at, axis))(rows, new, at)
 
 
-# It has its own jit, so that all layers of a model share a trace.
+# A separate jit, so that all layers of a model share one trace.
 @jax.jit
 def put_in_layout(slots: jax.Array, block: jax.Array, at: jax.Array
                   ) -> jax.Array:
-  """Writes a block of keys or values into every row, by `put_rows`.
+  """Writes a block of keys or values into every row with `put_rows`.
 
-  A TPU stores heads of fewer than 128 channels with the slots as last axis, and
-  the attention kernel reads them in this order. In a loop over rounds, XLA
-  selects another order for a write that does not have this order, and copies
-  the cache between the two in every round. So such a write swaps the last two
-  axes, which moves no data.
+  Unless D is a multiple of 128, a TPU stores the slots as the last axis, and
+  the attention kernel reads this layout. For a write along another axis, XLA
+  selects another layout and converts the cache in every round. So the write
+  swaps the last two axes first. The swap moves no data.
 
   Args:
     slots: `[B, H, C, D]` keys or values, for H heads of D channels.
     block: `[B, H, S, D]` of the same dtype, with S <= C tokens.
-    at: `[B]` int32 positions of the first slots, see `put_rows`.
+    at: `[B]` int32, slot of each row at which its block starts, see `put_rows`.
   """
   put = lambda slots, block, at: put_rows(slots, block, at, axis=1)
   if not attention.tpu.stores_slots_last(slots.shape[-1]):
@@ -346,7 +350,8 @@ def put_in_layout(slots: jax.Array, block: jax.Array, at: jax.Array
 def _placed(block: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
   """Writes `new [B, H, S, D]` into `block [B, H, T, D]` from slot starts[b].
 
-  It selects instead of looping over rows, because a block is small.
+  The implementation selects from old and new values at every slot instead of
+  looping over rows. A block is small, so this is cheap.
   """
   order = (jnp.arange(block.shape[2]) - starts[:, None])[:, None, :, None]
   size = new.shape[2]
@@ -357,14 +362,15 @@ def _placed(block: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
 
 def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
                   window: int = 0) -> jax.Array:
-  """Returns `[B, S, slots]` bool, slots of a row that each new token sees.
+  """Returns `[B, S, slots]` bool, slots of a row that each query sees.
 
   Args:
-    lengths: `[B]` int32, committed tokens of each row.
-    ancestors: `[B, S, T]` bool, over all T tokens of the block, whose slots
-      come after `lengths`.
-    slots: number of slots.
-    window: number of last tokens that a token sees, itself included; 0: all.
+    lengths: `[B]` int32, number of committed tokens of each row. The slots of
+      the T block tokens follow.
+    ancestors: `[B, S, T]` bool, tokens of the block that each query sees.
+    slots: number of slots in the result.
+    window: number of last tokens that a token sees, including itself. 0 means
+      all tokens.
   """
   size = ancestors.shape[-1]
   offset = jnp.arange(slots, dtype=jnp.int32) - lengths[:, None]
@@ -373,8 +379,8 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
   on_path = jnp.take_along_axis(ancestors, node, axis=2)
   seen = (offset < 0) | ((offset < size) & on_path)
   if window:
-    # Parents come before their children. So the number of ancestors up to a
-    # node of the path, in block order, is its depth plus one.
+    # Parents come before their children. So the number of path nodes up to a
+    # node of the path, in block order, is the depth of this node plus one.
     depths = jnp.cumsum(ancestors, axis=-1, dtype=jnp.int32) - 1
     depth = jnp.where(offset < 0, offset,
                       jnp.take_along_axis(depths, node, axis=2))
@@ -383,22 +389,27 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
 
 
 def undivided(tree: chex.ArrayTree) -> Any:
-  """Returns a tree whose caches have all heads on every device.
+  """Returns a copy of a tree whose caches have all heads on every device.
 
-  Otherwise attention on a TPU divides the heads and gathers its result.
+  Without this change, attention on a TPU divides the heads over the devices and
+  then gathers its result.
 
   Args:
-    tree: state of a replicated drafter, or its shapes.
+    tree: state of a replicated drafter, or the shapes of this state.
   """
   return interfaces.map_caches(
       lambda cache: cache.undivided(), lambda x: x, tree)
 
 
 def divided_as(state: DecodeState, fresh: DecodeState) -> DecodeState:
-  """Returns `fresh` for insertion into `state`: `undivided` if the state is.
+  """Returns `fresh` with `undivided` applied to its drafter if `state` has it.
 
-  A mesh may not divide the few rows of `fresh`. These are then prefilled
-  without a `Placement`, which would have called `undivided`.
+  `fresh` may have too few rows to split over a mesh. It is then prefilled
+  without a `Placement`, so nothing has called `undivided` yet.
+
+  Args:
+    state: state of the decoding loop.
+    fresh: state of the rows to insert into `state`.
   """
   own = undivided(state.drafter)
   if jax.tree.structure(own) != jax.tree.structure(state.drafter):

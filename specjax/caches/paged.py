@@ -1,12 +1,13 @@
-"""Keys and values in pages, which rows may share and have in any order.
+"""Keys and values in pages that rows may share and have in any order.
 
-Paged attention (Kwon et al. 2023, arXiv:2309.06180). A table has the pages of
-each row. Attention reads through it (`attention.past_attention`), and committed
-tokens are written to their page. Page 0 belongs to no row and is never written:
-writes of a row without a page are dropped.
+Paged attention (Kwon et al. 2023, arXiv:2309.06180). A table lists the pages of
+each row. Attention reads keys and values through the table
+(`attention.past_attention`), and committed tokens are written to their page.
+Page 0 belongs to no row and is never written: if a row has no page for a token,
+the write is dropped.
 
-As the cache of a `Transformer`, each row has its own pages. A `Pool`
-(`caches.pool`) allocates pages on demand and lets rows share some.
+In the cache of a `Transformer`, each row has its own pages. A `Pool`
+(`caches.pool`) allocates pages on demand and lets rows share some pages.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from specjax.types import DecodeState
 from specjax.utils import fields
 
 _PAGE = 128  # slots
-NO_PAGE = 0  # never written; read where a row has no page
+NO_PAGE = 0  # stands for a missing page; may be read, is never written
 
 
 @struct.dataclass
@@ -34,9 +35,10 @@ class PagedCache(KVCache):
   `k` and `v` are L arrays `[P, H, T, D]` of P pages of T slots.
 
   Attributes:
-    table: `[B, C / T]` int32, pages of each row in order; 0: no page.
-    pooled: True if a `Pool` allocates the pages. Otherwise every row has all
-      pages that it can need.
+    table: `[B, C / T]` int32, indices of the pages of each row in order. 0
+      means no page.
+    pooled: True if a `Pool` allocates the pages. If False, every row has the
+      pages for its full capacity.
   """
 
   has_rows_first = False
@@ -58,16 +60,16 @@ class PagedCache(KVCache):
 
   @property
   def page(self) -> int:
-    """T, slots of a page."""
+    """T, number of slots of a page."""
     return self.k[0].shape[2]
 
   @property
   def capacity(self) -> int:
-    """C, slots of a row."""
+    """C, number of slots of a row."""
     return self.table.shape[1] * self.page
 
   def _put(self, pages: jax.Array, block: jax.Array) -> jax.Array:
-    """Writes `block [B, H, S, D]` after `lengths` by replacing entire pages."""
+    """Writes `block [B, H, S, D]` after `lengths`. It replaces entire pages."""
     size, rows = block.shape[2], len(self.lengths)
     first, start = self.lengths // self.page, self.lengths % self.page
     count = 1 + -(-(size - 1) // self.page)  # pages that S slots may touch
@@ -85,12 +87,13 @@ class PagedCache(KVCache):
 
   def with_rows(self, slots: jax.Array, fresh: "PagedCache",
                 into: jax.Array | None = None) -> "PagedCache":
-    """Copies the rows of another cache to the pages of these slots.
+    """Replaces rows by the rows of another cache.
 
     Args:
-      slots: `[R]`, rows to replace.
+      slots: `[R]`, indices of the rows to replace.
       fresh: cache of R rows with the same capacity and page size.
-      into: `[R, C / T]`, pages to write. Default: those of the slots.
+      into: `[R, C / T]`, pages to write. Default: the pages of the replaced
+        rows.
     """
     into = self.table[slots] if into is None else into
     put = lambda all, new: tuple(
@@ -100,9 +103,12 @@ class PagedCache(KVCache):
         lengths=self.lengths.at[slots].set(fresh.lengths))
 
   def take_rows(self, rows: jax.Array) -> "PagedCache":
-    """Returns a copy of rows `[R]` in this order, each with its own pages."""
+    """Returns a copy of the rows with indices `rows [R]`, in this order.
+
+    Each row of the copy has its own pages.
+    """
     ids = self.table[rows]
-    # Page 0 of the copy is also not assigned to a row.
+    # The copy also needs a page 0 that belongs to no row.
     source = jnp.pad(ids.reshape(-1), (1, 0), constant_values=NO_PAGE)
     take = lambda arrays: tuple(x[source] for x in arrays)
     return self.replace(
@@ -113,7 +119,7 @@ class PagedCache(KVCache):
     """Adds pages to every row, see `growth.grow`.
 
     Args:
-      form: shapes of an empty cache of the new capacity.
+      form: shapes and dtypes of an empty cache of the new capacity.
       longer: function `(array, form) -> array` that appends zeros.
     """
     rows, have = self.table.shape
@@ -128,10 +134,10 @@ class PagedCache(KVCache):
         table=table.at[:, have:].set(new.reshape(rows, more)))
 
   def specs(self, axis: str, rows: str | None = None) -> "PagedCache":
-    """Returns the split of the cache over a mesh: heads over `axis`.
+    """Returns a cache of `PartitionSpec` that splits the heads over `axis`.
 
-    A page may belong to any row, so every device of the axis `rows` has all
-    pages.
+    A page may belong to any row, so every device of the mesh axis `rows` has
+    all pages.
     """
     of_rows = lambda x: PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
     pages = lambda arrays: tuple(PartitionSpec(None, axis) for _ in arrays)
@@ -143,9 +149,15 @@ class PagedCache(KVCache):
 
 
 def _set(pages: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
-  """Sets `pages [P, ...]` to `new [..., ...]` at `ids [...]`, except page 0.
+  """Writes `new` into the pages with the given ids, except page 0.
 
-  Every row may read page 0, so a NaN that one row wrote would reach the others.
+  Every row may read page 0. If one row wrote a NaN to it, other rows would read
+  this NaN.
+
+  Args:
+    pages: `[P, ...]` pages.
+    ids: integers of any shape, indices of pages.
+    new: new contents of these pages, of shape `ids.shape + pages.shape[1:]`.
   """
   ids = jnp.where(ids == NO_PAGE, len(pages), ids)
   return pages.at[ids].set(new, mode="drop")
@@ -164,7 +176,7 @@ class Paged(CacheFactory):
     [[1, 2], [3, 4]]
 
   Attributes:
-    page: T, slots of a page.
+    page: T, number of slots of a page.
   """
 
   page: int = _PAGE
@@ -178,19 +190,19 @@ class Paged(CacheFactory):
 
 
 def is_paged(node: Any) -> bool:
-  """Returns True for a cache of pages, as `is_leaf` of tree maps."""
+  """Returns True for a `PagedCache`. Tree maps use it as `is_leaf`."""
   return isinstance(node, PagedCache)
 
 
 def check_pages(state: DecodeState, tokens: int) -> None:
   """Checks that the rows of a pooled state have pages for their next tokens.
 
-  Writes after the last page of a row are dropped, and its sequence is wrong. A
-  state that is not pooled, or is traced, is not checked.
+  Writes beyond the last page of a row are dropped, so the row would generate a
+  wrong sequence. A state without a `Pool` or with traced arrays is not checked.
 
   Args:
-    state: state of the loop.
-    tokens: maximum number of tokens that a row may get.
+    state: state of the decoding loop.
+    tokens: maximum number of tokens that a row may add.
 
   Raises:
     ValueError: a row has too few pages.

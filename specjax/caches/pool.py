@@ -1,18 +1,20 @@
-"""Pool of pages that rows receive as they grow and share for equal prefixes.
+"""Pool of pages that are allocated on demand and shared for equal prefixes.
 
-A pool has fewer pages than its rows could need. It allocates them on the host,
-between chunks of rounds. A placeholder is a prompt whose row is done from the
-start; it occupies a slot until a request is inserted:
+A pool may have fewer pages than the capacity of all rows together. It allocates
+pages on the host, between chunks of rounds. The order of calls:
 
   decoder.prefill  placeholders  ->  pool.start  ->  decoder.grow
   decoder.prefill  a request     ->  pool.insert(state, slot, fresh)
   pool.extend      pages for the tokens of the next chunk
-  decoder.decode   ...                     pool.release(state, slot)
+  decoder.decode   the next chunk
+  pool.release     a row that is done
+
+A placeholder is a prompt whose row is done from the start. It occupies a slot
+until a request is inserted.
 
 Rows must not write a shared page. A row writes after its length, and a drafter
-may feed the last few tokens of the prompt again (`reread`). So two rows share
-only complete pages that end at least `reread` tokens before their prompts
-differ.
+may write the last `reread` tokens of the prompt again. So two rows share only
+complete pages that end at least `reread` tokens before their prompts differ.
 """
 
 import functools
@@ -28,17 +30,17 @@ from specjax.interfaces import checks
 from specjax.types import DecodeState
 from specjax.utils import fields
 
-_REREAD = 16  # tokens; of the bundled drafters, only long `Paths` feed more
+_REREAD = 16  # tokens; among specjax's drafters, only long `Paths` need more
 
 
 class Pool:
-  """Allocates the pages of the paged caches of a state on the host.
+  """Allocator of the pages of all paged caches in a state.
 
-  All caches of the state, the target's and the drafter's, have the same page
-  numbers, so they share one table.
+  It runs on the host. A row has the same page numbers in the target's cache and
+  in the drafter's caches, so all caches have equal tables.
 
   Attributes:
-    rows: B.
+    rows: B, number of rows of the state.
     free: number of free pages.
   """
 
@@ -46,11 +48,11 @@ class Pool:
     """Creates a pool whose pages are all free.
 
     Args:
-      rows: B of the state.
+      rows: B, number of rows of the state.
       pages: number of pages.
-      reread: number of last tokens of a sequence that the drafter may feed
-        again; at least 16, the tokens of its catch-up pass. `Paths` of several
-        models feed `length` + 1 tokens again.
+      reread: number of last tokens of a sequence that the drafter may read, and
+        so write to its cache, a second time. At least 16, the tokens of a
+        catch-up pass. `Paths` of several models read `length` + 1 tokens again.
 
     Raises:
       ValueError: an argument is too small.
@@ -70,14 +72,14 @@ class Pool:
     return int((self._users == 0).sum())
 
   def start(self, state: DecodeState) -> DecodeState:
-    """Returns the state with the pages of the pool.
+    """Returns the state with the pages of the pool and an empty table.
 
     Args:
-      state: state of placeholders, whose rows are done; it is donated.
+      state: state of placeholders. All rows are done. It is donated.
 
     Raises:
-      ValueError: the target's cache is not paged, or caches differ in their
-        pages.
+      ValueError: the target's cache is not paged, or two caches differ in page
+        size or in pages per row.
     """
     self._check(state)
 
@@ -97,14 +99,14 @@ class Pool:
 
   def insert(self, state: DecodeState, slot: int, fresh: DecodeState
              ) -> DecodeState:
-    """Replaces one row, as `Decoder.insert`.
+    """Replaces one row, like `Decoder.insert`.
 
-    If its prompt and the prompt of another row have a common prefix, the two
-    rows share pages.
+    If the new prompt and the prompt of another row have a common prefix, the
+    two rows share pages.
 
     Args:
-      state: state of the loop; it is donated.
-      slot: index of the row; its pages are released.
+      state: state of the decoding loop. It is donated.
+      slot: index of the row to replace. The pages of the old row are released.
       fresh: state of one row from `prefill` with the same capacity.
 
     Raises:
@@ -138,11 +140,11 @@ class Pool:
     return _insert(state, np.array([slot]), fresh, row, into)
 
   def extend(self, state: DecodeState, tokens: int) -> DecodeState:
-    """Returns the state with pages for the next tokens of every row.
+    """Returns the state with pages for the next tokens of every active row.
 
     Args:
-      state: state of the loop.
-      tokens: maximum number of tokens that a row may get before the next call.
+      state: state of the decoding loop.
+      tokens: maximum number of tokens that a row may add before the next call.
 
     Raises:
       ValueError: too few pages are free.
@@ -157,7 +159,7 @@ class Pool:
     return self._told(state)
 
   def release(self, state: DecodeState, slot: int) -> DecodeState:
-    """Returns the state without pages for a row that is done.
+    """Releases the pages of a row that is done and returns the state.
 
     Raises:
       ValueError: the slot does not exist, or its row is not done.
@@ -165,13 +167,18 @@ class Pool:
     self._check(state)
     self._check_slot(slot)
     if not jax.device_get(state.done)[slot]:
-      raise ValueError(f"row {slot} is not done and would write its text "
-                       "nowhere; decode it to its end, or put another there")
+      raise ValueError(f"row {slot} is not done and would lose its pages; "
+                       "decode it to its end, or insert another request")
     self._let_go(slot)
     return self._told(state)
 
   def _check(self, state: DecodeState) -> jax.Array:
-    """Returns the target's table; all tables must have its shape."""
+    """Returns the target's table.
+
+    Raises:
+      ValueError: the target's cache is not paged, caches differ in page size or
+        pages per row, or the state has another number of rows than the pool.
+    """
     caches = [x for x in jax.tree.leaves(state, is_leaf=is_paged)
               if is_paged(x)]
     if not is_paged(state.target_cache) or any(
@@ -194,7 +201,13 @@ class Pool:
                        f"{self.rows - 1}; give one of these")
 
   def _alike(self, prompt: np.ndarray, slot: int, page: int) -> list[int]:
-    """Returns the pages of the longest prefix shared with another prompt."""
+    """Returns the pages that a new prompt can share with another row.
+
+    Args:
+      prompt: tokens of the new prompt.
+      slot: row of the new prompt, excluded from the search.
+      page: number of slots of a page.
+    """
     best = []
     for other, text in self._prompts.items():
       size = min(len(prompt), len(text))
@@ -225,7 +238,7 @@ class Pool:
     self._prompts.pop(slot, None)
 
   def _told(self, state: DecodeState) -> DecodeState:
-    """Returns the state with the table of the pool in all caches."""
+    """Returns the state with the pool's current table in all caches."""
     table = np.zeros(state.target_cache.table.shape, np.int32)
     for slot, pages in self._pages.items():
       table[slot, :len(pages)] = pages

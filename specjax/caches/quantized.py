@@ -1,15 +1,16 @@
 """A cache of keys and values in 8 or 4 bits.
 
 QuantSpec (Tiwari et al. 2025, arXiv:2502.10424), for drafts on long contexts.
-An 8-bit number 16 u + l has an upper and a lower nibble, and the drafter reads
-the upper one alone. As the cache of a drafter it does not change the output
-distribution. As the target's cache it defines another target.
+An 8-bit number 16 u + l consists of an upper nibble u and a lower nibble l. The
+drafter reads only the upper nibble. A quantised cache of a drafter does not
+change the output distribution. A quantised cache of the target does, because
+the target's distribution changes.
 
 There are two differences from QuantSpec. First, the keys of a token share one
 scale per head, and so do its values. QuantSpec has one scale for a channel of
-128 keys. Second, the last tokens are also rounded. QuantSpec stores them in
-full precision. With rounding, a draft depends on the sequence alone, not on the
-position where the round began, so drafts remain autoregressive.
+128 keys. Second, the last tokens are also rounded, whereas QuantSpec stores
+them in full precision. With rounding, q depends on the sequence alone, not on
+the position where the round began. So drafts remain autoregressive.
 
 Attention multiplies by the integers and applies the scales to the products.
 """
@@ -30,20 +31,21 @@ from specjax.interfaces import CacheFactory
 from specjax.trees import topology
 
 _MOST = 7 * 16 + 7  # largest 16 u + l with u and l in [-8, 7]
-_LEAST = 128  # smallest number of slots that attention is compiled for
+_LEAST = 128  # slots of the smallest compiled attention, see `_over_slots`
 
 
 @struct.dataclass
 class Nibbles:
-  """Numbers of 8 or 4 bits, with a scale per token.
+  """Numbers of 8 or 4 bits, with a scale per head and token.
 
-  Byte i of D / 2 has channel i in its lower half and channel i + D / 2 in its
-  upper half.
+  Each byte contains 4 bits of two channels: byte i has channel i in its lower
+  half and channel i + D / 2 in its upper half.
 
   Attributes:
     upper: `[B, H, C, D / 2]` uint8, upper 4 bits of the numbers.
-    lower: `[B, H, C, D / 2]` uint8, lower 4 bits; None for 4-bit numbers.
-    scale: `[B, H, C, 1]`, in the dtype of the computation.
+    lower: `[B, H, C, D / 2]` uint8, lower 4 bits. None for 4-bit numbers.
+    scale: `[B, H, C, 1]`, factor of the integers, in the dtype of the
+      computation.
   """
 
   upper: jax.Array
@@ -60,7 +62,7 @@ class Nibbles:
 
   @classmethod
   def of(cls, x: jax.Array, bits: int) -> "Nibbles":
-    """Returns `x [B, H, S, D]`, rounded."""
+    """Returns `x [B, H, S, D]` rounded to `bits` bits per number."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scale = (largest / (_MOST if bits == 8 else 7)).astype(x.dtype)
@@ -77,7 +79,10 @@ class Nibbles:
     return jnp.concatenate(self.halves(), axis=-1) * self.scale
 
   def halves(self) -> tuple[jax.Array, jax.Array]:
-    """Returns `[B, H, C, D / 2]` twice: both halves of the channels."""
+    """Returns the integers of both halves of the channels, without the scale.
+
+    Both arrays are `[B, H, C, D / 2]` and have the dtype of the scale.
+    """
     halves = _unpacked(self.upper)
     if self.lower is not None:
       halves = [16 * u + l for u, l in zip(halves, _unpacked(self.lower))]
@@ -90,17 +95,17 @@ def _packed(x: jax.Array) -> jax.Array:
 
 
 def _unpacked(x: jax.Array) -> list[jax.Array]:
-  """Returns both halves of the channels, int8 from -8 to 7."""
+  """Returns both halves of the channels as int8 in [-8, 7]."""
   x = jax.lax.bitcast_convert_type(x, jnp.int8)
   return [(x << 4) >> 4, x >> 4]  # shifts to the right keep the sign
 
 
 @struct.dataclass
 class QuantizedCache(KVCache):
-  """A `KVCache` whose `k` and `v` are L `Nibbles`.
+  """A `KVCache` whose `k` and `v` are `Nibbles`, one per layer.
 
   Attributes:
-    bits: 8 or 4.
+    bits: bits per number, 8 or 4.
   """
 
   bits: int = struct.field(pytree_node=False, default=4)
@@ -132,7 +137,10 @@ class QuantizedCache(KVCache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Runs `KVCache.attend`; the cost depends on the longest row in use."""
+    """Returns the attention of `KVCache.attend`.
+
+    The cost depends on the longest row, not on the capacity.
+    """
     depths = topology.depths_of(ancestors)
     positions = self.lengths[:, None] + depths
     past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
@@ -149,12 +157,16 @@ class QuantizedCache(KVCache):
     return jax.tree.map(put, slots, Nibbles.of(block, self.bits))
 
 
-# It has its own jit, so that all layers of a model share a trace.
+# A separate jit, so that all layers of a model share one trace.
 @functools.partial(jax.jit, static_argnames=("window", "softcap"))
 def _over_slots(query: jax.Array, k: Nibbles, v: Nibbles, lengths: jax.Array,
                 positions: jax.Array, *, window: int, softcap: float
                 ) -> plain.Part:
-  """Returns the part over the committed slots, see `specjax.attention`."""
+  """Returns the part over the committed slots, see `specjax.attention`.
+
+  One branch is compiled for 128 slots, one for each doubling up to the
+  capacity. At run time the smallest branch that fits the longest row is used.
+  """
   def over(slots):
     def part(query, k, v, lengths, positions):
       k, v = jax.tree.map(lambda x: x[:, :, :slots], (k, v))
@@ -179,7 +191,15 @@ def _over_slots(query: jax.Array, k: Nibbles, v: Nibbles, lengths: jax.Array,
 
 def _part(query: jax.Array, k: Nibbles, v: Nibbles, seen: jax.Array,
           softcap: float) -> plain.Part:
-  """Returns the part over quantised slots; `seen` is `[B, 1 or S, C]` bool."""
+  """Returns the part over quantised slots, see `specjax.attention`.
+
+  Args:
+    query: `[B, S, G * H, D]` queries.
+    k: keys.
+    v: values.
+    seen: `[B, 1 or S, C]` bool, slots that each query sees.
+    softcap: soft-cap of the scores; 0 disables it.
+  """
   heads, size = k.shape[1], query.shape[1]
   wide = jnp.promote_types(query.dtype, jnp.float32)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -217,7 +237,7 @@ class QuantizedKV(CacheFactory):
     512
 
   Attributes:
-    bits: 8, or 4: the upper nibbles alone.
+    bits: bits per number, 8 or 4. With 4 there are only upper nibbles.
   """
 
   bits: int = 4

@@ -1,17 +1,18 @@
 """A cache of the first and the last tokens of a row.
 
-StreamingLLM (Xiao et al. 2023, arXiv:2309.17453): a model that attends to the
-first few tokens, the *sinks*, and to the last W tokens remains fluent on
-sequences of any length. Its cost per token does not grow with the length. As
-the cache of a drafter it does not change the output distribution, because the
+StreamingLLM (Xiao et al. 2023, arXiv:2309.17453): a model attends to the first
+few tokens, the *sinks*, and to the last W tokens. It remains fluent on
+sequences of any length, and the cost per token does not grow with the length.
+Such a cache of a drafter does not change the output distribution, because the
 target has its own cache. MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049)
-drafts like this with the target's weights, TriForce (arXiv:2404.11912) with a
-tiny model's.
+drafts with the target's weights and such a cache. TriForce (arXiv:2404.11912)
+drafts with a tiny model and such a cache.
 
-A token at position t sees the sinks and the tokens from t - W + 1 on. This
-depends on the sequence alone, not on where a pass began, so drafts remain
-autoregressive. (A drafter refuses a cache whose `slack` is too small for this.)
-Positions are counted in the sequence. StreamingLLM counts them in the cache.
+A token at position t sees the sinks and the tokens from t - W + 1 to t. These
+depend on the sequence alone, not on the position where a pass began. So drafts
+remain autoregressive. (A drafter raises an error if the `slack` of the cache is
+too small for this.) Positions are counted in the sequence, whereas StreamingLLM
+counts them in the cache.
 """
 
 from collections.abc import Callable
@@ -30,23 +31,24 @@ from specjax.trees import topology
 from specjax.utils import fields
 
 _NEVER = np.iinfo(np.int32).max
-_SLACK = 64  # tokens; the bundled drafters remove fewer from a cache
+_SLACK = 64  # tokens; specjax's drafters remove fewer tokens from a cache
 
 
 @struct.dataclass
 class StreamingCache(KVCache):
-  """A `KVCache` of fixed size: sinks, then a ring of the last tokens.
+  """A `KVCache` of fixed size: sinks, then a ring buffer of the last tokens.
 
   `k` and `v` are L arrays `[B, H, sinks + ring, D]`. The token at position t is
-  in slot t if it is a sink, else in slot t - sinks of the ring, modulo its
-  size. The ring has `slack` more slots than the window. So tokens can be
-  removed from the end, and the window is still complete.
+  in slot t if it is a sink, else in slot (t - sinks) mod ring of the ring. The
+  ring has `slack` more slots than the window. So after `slack` tokens are
+  removed from the end, the window is still complete.
 
   Attributes:
     first: `[B]` int32, smallest position whose token is in the ring.
-    end: `[B]` int32, end of a prompt; later tokens are padding.
+    end: `[B]` int32, length of the prompt while it is read. Tokens at later
+      positions are padding.
     sinks: number of first tokens that are retained.
-    window: W, number of last tokens that a token sees, itself included.
+    window: W, number of last tokens that a token sees, including itself.
   """
 
   first: jax.Array | None = None
@@ -58,7 +60,7 @@ class StreamingCache(KVCache):
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
             head_dim: int, dtype: jax.typing.DTypeLike, sinks: int = 4,
             window: int = 252, slack: int = _SLACK) -> "StreamingCache":
-    """Returns a cache for sequences of any length, see `Streaming`."""
+    """Returns an empty cache for sequences of any length, see `Streaming`."""
     del capacity
     shape = (batch, heads, sinks + window + slack, head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers))
@@ -73,19 +75,19 @@ class StreamingCache(KVCache):
     return _NEVER
 
   def until(self, end: jax.Array) -> "StreamingCache":
-    """Marks the padding of the next passes, which must not enter the ring.
+    """Sets the lengths of the prompts that the next passes read.
 
-    This applies until `rollback` removes tokens, as it does after a prompt was
-    read.
+    Tokens at later positions are padding and are not written to the ring. The
+    setting applies until `rollback` removes the padding after the prompt.
 
     Args:
-      end: `[B]` int32, end of the sequence of each row.
+      end: `[B]` int32, length of each prompt.
     """
     return self.replace(end=end)
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
-    """Runs `KVCache.attend` over the retained tokens."""
+    """Returns the attention of `KVCache.attend` over the retained tokens."""
     depths = topology.depths_of(ancestors)
     at = (self.lengths[:, None] + depths)[..., None]
     slots = self.k[layer].shape[2]
@@ -106,30 +108,43 @@ class StreamingCache(KVCache):
     return out.astype(self.v[layer].dtype)
 
   def _near(self, past: jax.Array, at: jax.Array, window: int) -> jax.Array:
-    """Returns True where tokens at positions `at` see those at `past`."""
+    """Returns True if a token at position `at` sees the one at `past`.
+
+    Args:
+      past: positions of the keys.
+      at: positions of the queries.
+      window: additional window of the layer; 0 disables it.
+    """
     near = (past < self.sinks) | (at - past < self.window)
     return near & (at - past < window) if window else near
 
   def _held(self, slots: int, lengths: jax.Array) -> jax.Array:
-    """Returns `[B, slots]` int32, position of each slot's token; -1: empty."""
+    """Returns `[B, slots]` int32, position of each slot's token, or -1.
+
+    -1 marks an empty slot.
+
+    Args:
+      slots: number of slots of a row.
+      lengths: `[B]` int32, number of tokens written so far.
+    """
     slot = jnp.arange(slots, dtype=jnp.int32)
     last = lengths[:, None] - 1
     ring = slots - self.sinks
-    at = last - (last - slot) % ring  # the last position of the slot
+    at = last - (last - slot) % ring  # last position written to each slot
     there = at >= jnp.maximum(self.first[:, None], self.sinks)
     at = jnp.where(slot < self.sinks, slot, at)
     there = jnp.where(slot < self.sinks, slot <= last, there)
     return jnp.where(there, at, -1)
 
   def rollback(self, lengths: jax.Array) -> "StreamingCache":
-    """Runs `KVCache.rollback`.
+    """Sets the committed tokens of every row to `lengths [B]`.
 
-    The ring cannot restore tokens that were overwritten. So removing more
-    tokens than the slack leaves a gap at the start of the window.
+    The ring cannot restore overwritten tokens. So removing more tokens than the
+    slack leaves a gap at the start of the window.
     """
     lengths = jnp.asarray(lengths, jnp.int32)
-    # Passes over a prompt increase the lengths. The first decrease removes the
-    # padding of the prompt, and later tokens are not padding.
+    # Passes over a prompt increase the lengths. The first call that does not
+    # increase them removes the padding. Tokens after it are not padding.
     end = jnp.where(lengths <= self.lengths, _NEVER, self.end)
     new = super().rollback(lengths)
     if new.held is None:
@@ -143,7 +158,8 @@ class StreamingCache(KVCache):
       return self.replace(lengths=lengths)
     slots = self.k[0].shape[2]
     filled = jnp.minimum(lengths, self.end)
-    # Slots after the write; earlier positions do not change.
+    # Positions in the slots after the write. Slots with a position below
+    # `lengths` do not change.
     held = self._held(slots, jnp.maximum(filled, self.lengths))
     new = (held >= self.lengths[:, None]) & (held < filled[:, None])
     order = held - self.lengths[:, None]
@@ -174,10 +190,11 @@ class Streaming(CacheFactory):
     72
 
   Attributes:
-    sinks: number of first tokens that are retained; 0 is a plain window.
-    window: W, number of last tokens that a token sees, itself included.
-    slack: number of tokens that can be removed without a gap. A draft model
-      with drafts of gamma tokens needs gamma + 2, with a controller gamma + 17.
+    sinks: number of first tokens that are retained. 0 is a plain window.
+    window: W, number of last tokens that a token sees, including itself.
+    slack: number of tokens that can be removed without a gap in the window. A
+      draft model needs gamma + 2 for drafts of gamma tokens, or gamma + 17
+      with a controller.
   """
 
   sinks: int = 4

@@ -1,14 +1,15 @@
 """Constraints: changes of logits that depend on the previous tokens.
 
-They apply to the target and to the drafter. Give the strictest constraint
-first, because a later one is ignored for a token if no token would remain:
+Constraints apply to the target and to the drafter. Give the strictest
+constraint first. At a position where a later constraint would forbid all
+remaining tokens, that constraint is ignored:
 
   sj.LogitsTransform(constraints=(automaton, Repetition(penalty=1.2)))
 
 `Constraint` is the interface. The output has the distribution of autoregressive
 decoding under the same constraints. Drafters that sample from a model or from
-heads apply the constraints too. Other drafters may propose a forbidden token;
-verification rejects it.
+heads apply the constraints too. Other drafters may propose forbidden tokens.
+Verification rejects these tokens.
 """
 
 from specjax.constraints.automaton import Automaton

@@ -1,7 +1,7 @@
-"""Alternatives of a JSON schema: keywords that hold together for a value.
+"""Alternatives of a JSON schema: keywords that a value must satisfy together.
 
-A schema with `anyOf` or `oneOf` has several alternatives, and a value is valid
-if one of them holds.
+A schema with `anyOf` or `oneOf` has several alternatives. A value is valid if
+it satisfies one of them.
 """
 
 from collections.abc import Mapping
@@ -13,33 +13,33 @@ TYPES = {"null": ("null",), "boolean": ("boolean",), "string": ("string",),
          "number": ("integer", "fraction")}
 EVERY_TYPE = frozenset(sum(TYPES.values(), ()))
 
-# All parts of a schema that apply to the same value, which must all hold. Each
-# part has the `$ref`s that were followed to reach it.
+# Pairs of a schema part and the `$ref`s that were followed to reach it. One
+# value must satisfy all parts.
 Node = tuple[tuple[Any, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternative:
-  """Keywords that hold together for a value.
+  """Keywords that a value must satisfy together.
 
-  A node is the set of schema parts that apply to a value, here to an item of an
-  array or a property of an object (`Node`).
+  A `Node` contains all schema parts that apply to one value, such as an item of
+  an array or a property of an object.
 
   Attributes:
-    types: subset of `EVERY_TYPE`, or None without `type`. A number is an
-      integer or a fraction.
-    values: JSON of the allowed values, or None.
-    limits: keywords of lengths and bounds.
+    types: allowed types, a subset of `EVERY_TYPE`. None if `type` is missing. A
+      number is an integer or a fraction.
+    values: JSON texts of the allowed values. None without `enum` and `const`.
+    limits: values of the keywords that limit lengths and numbers, by keyword.
     patterns: regular expressions that must match somewhere in the string.
     formats: formats of the string.
-    prefix: nodes of the first items.
+    prefix: nodes of the first items of an array.
     items: node of the other items.
-    properties: nodes by name, in order.
+    properties: nodes of the declared properties by name, in order.
     required: names of the required properties.
-    extra: node of other properties.
-    has_extra: if True, `additionalProperties` is given.
-    keywords: keywords about one type, except those about objects.
-    is_object: if True, there are keywords about objects.
+    extra: node of the properties that are not declared.
+    has_extra: if True, the schema has `additionalProperties`.
+    keywords: names of the keywords about strings, numbers or arrays.
+    is_object: if True, the schema has keywords about objects.
   """
 
   types: frozenset[str] | None = None

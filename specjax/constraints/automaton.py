@@ -1,9 +1,9 @@
-"""A finite automaton over tokens: a regular expression, or a JSON schema.
+"""Finite automata over tokens for regular expressions and JSON schemas.
 
-The method is that of Willard and Louf 2023 (arXiv:2307.09702). `grammars`
-compiles an automaton over bytes, and `token_tables` converts it into tables
-over tokens. The tables of a schema take a few megabytes on the device, and
-decoding does not use the host.
+The method follows Willard and Louf 2023 (arXiv:2307.09702). `grammars` compiles
+an automaton over bytes. `token_tables` converts it into tables over tokens. The
+tables of a schema take a few megabytes on the device. Decoding does not use the
+host.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Automaton(constraining.Constraint):
   """Restricts the output to sequences that the automaton accepts.
 
   A token is allowed only if an accepting state can still be reached. An eos id
-  is allowed only in accepting states, and it is the only choice if no other
+  is allowed only in accepting states. It is the only allowed token if no other
   token can follow. So every row needs an eos.
 
   With `finish`, a token is allowed only if the remaining tokens of the row
@@ -55,14 +55,15 @@ class Automaton(constraining.Constraint):
   sequences close to their limit, also in autoregressive decoding. Without
   `finish`, sequences are cut off at the limit.
 
-  The tables are constants of the compiled program. Another expression compiles
-  another program.
+  The tables are constants of the compiled program. So every expression compiles
+  its own program.
 
   Attributes:
-    tables: transitions between the states; an output begins in state 0.
+    tables: transitions between the states. The initial state is 0.
     finish: if True, rows end within their limits.
 
-  Example: tokens 0 and 1 in turn, 0 first, and after any 1 the end, token 2.
+  Example: tokens 0 and 1 alternate, 0 is first, and eos (token 2) may follow
+  any 1.
 
     >>> import jax
     >>> import specjax as sj
@@ -99,12 +100,12 @@ class Automaton(constraining.Constraint):
   @classmethod
   def of_table(cls, next_state: Any, final: Sequence[int], finish: bool = True
                ) -> "Automaton":
-    """Returns an automaton with the given table over all tokens.
+    """Returns an automaton with the transitions of a table.
 
     Args:
-      next_state: `[S, V]`, next state after each of S states and V tokens; -1
-        for a forbidden token.
-      final: accepting states.
+      next_state: `[S, V]`, next state for each of S states and V tokens; -1 for
+        a forbidden token.
+      final: numbers of the accepting states.
       finish: if True, rows end within their limits.
     """
     table = np.array(next_state, np.int32)
@@ -121,17 +122,19 @@ class Automaton(constraining.Constraint):
   def from_regex(cls, regex: str, tokenizer: "Tokenizer", *,
                  vocab_size: int | None = None, banned: Sequence[int] = (),
                  finish: bool = True) -> "Automaton":
-    """Returns an automaton of the strings that an expression fully matches.
+    """Returns an automaton of the full matches of a regular expression.
 
     Args:
       regex: expression in the syntax of Python's `re`. An initial ^ and a final
         $ are not needed. Look-around, back-references and word boundaries are
-        refused, and $ matches only at the end.
+        not supported. $ matches only at the end of the string.
       tokenizer: tokenizer of the target, with `vocab_size` and
         `token_bytes(id)`. Special tokens have no bytes and are forbidden.
-      vocab_size: vocabulary size V of the target. None: that of the tokenizer.
+      vocab_size: vocabulary size V of the target. None means the size of the
+        tokenizer's vocabulary.
       banned: ids that never occur in the output. Include eos ids that have
-        bytes; otherwise `finish` may plan to use one of them.
+        bytes. Otherwise the distance to an accepting state, used by `finish`,
+        may count such an id as an ordinary token.
       finish: if True, rows end within their limits.
 
     Raises:
@@ -161,18 +164,19 @@ class Automaton(constraining.Constraint):
     that names them. The accepted JSON has this form:
 
     * `whitespace` separates the parts.
-    * The declared properties of an object come in the order of the schema, then
-      required ones that are not declared. Others follow them if
-      `additionalProperties` is given as true or a schema, or if no property is
-      declared. Their names and values are free, and a name may come twice.
-    * Strings have all values that the schema allows, and a character is written
+    * The declared properties of an object come first, in the order of the
+      schema. Required properties that are not declared follow. Then other
+      properties may follow if `additionalProperties` is true or a schema, or if
+      no property is declared. Names and values of other properties are free,
+      and a name may occur twice.
+    * Strings have all values that the schema allows. Each character is written
       as itself or with any of its escapes. A constant is written as by
       `json.dumps`, with or without `ensure_ascii`.
     * An integer has no point and no exponent. A number with bounds has no
-      exponent. With a point it has at most 15 digits, or 16 and ".0".
-    * A value without keywords holds at most four levels of arrays and objects.
-      A `$ref` within itself is followed six times, or three times if six need
-      too many states.
+      exponent. If it has a point, it has at most 15 digits, or 16 and ".0".
+    * A value without keywords has at most four nested levels of arrays and
+      objects. A recursive `$ref` is followed six times, or three times if six
+      need too many states.
     * A schema with properties but no `type` describes an object. Other keywords
       about one type require `type`.
     * `format` is checked: `date`, `time` and `date-time`
@@ -186,13 +190,13 @@ class Automaton(constraining.Constraint):
       vocab_size: vocabulary size V of the target, as in `from_regex`.
       banned: ids that never occur in the output, as in `from_regex`.
       finish: if True, rows end within their limits.
-      whitespace: regular expression for the space between two parts. None: at
-        most one space.
+      whitespace: regular expression for the white space between two parts. None
+        allows at most one space.
 
     Raises:
       ValueError: the schema is not JSON, a part of it is not supported, no
-        value follows it, or it needs more than 2**18 states or a table of more
-        than 64 MiB.
+        value is valid, or the automaton needs more than 2**18 states or a table
+        of more than 64 MiB.
     """
     return cls._of_fragment(grammars.schema_fragment(schema, whitespace),
                             tokenizer, vocab_size, banned, finish)
@@ -213,7 +217,7 @@ class Automaton(constraining.Constraint):
     return int(self.tables.distance[0])
 
   def step(self, state: int, token: int) -> int:
-    """Returns the state after a token, computed on the host; -1: forbidden."""
+    """Returns the state after a token, or -1 if forbidden; runs on the host."""
     if state < 0:
       return -1
     move = self.tables.row_moves(self.tables.row[state])[token]
@@ -238,22 +242,22 @@ class Automaton(constraining.Constraint):
     """Raises `ValueError` if a row has no eos or too small a limit."""
     for row in np.flatnonzero(new_tokens > 0):
       if (eos[row] < 0).all():
-        raise ValueError(f"prompt {row} has no eos, by which a text that an "
-                         "automaton accepts ends; give eos=")
+        raise ValueError(f"prompt {row} has no eos, and the output of an "
+                         "automaton must end with one; give eos=")
       if self.finish and new_tokens[row] < self.shortest:
         raise ValueError(
             f"prompt {row} may get {new_tokens[row]} tokens and the shortest "
             f"text that the automaton accepts has {self.shortest}; allow more, "
-            "or make it with finish=False")
+            "or create the automaton with finish=False")
 
   def init(self, row: constraining.Row) -> AutomatonMemory:
-    """Returns the memory of a row in state 0, before its first new token."""
+    """Returns the memory of a row before its first new token, in state 0."""
     return AutomatonMemory(state=jnp.zeros_like(row.length),
                            left=row.limit - row.length, eos=row.eos)
 
   def advance(self, memory: AutomatonMemory, token: jax.Array
               ) -> AutomatonMemory:
-    """Returns the memory in the next state, with one remaining token fewer."""
+    """Returns the memory after a token: its next state, `left` less 1."""
     tables, state = self.tables, jnp.maximum(memory.state, 0)
     row = jnp.asarray(tables.row)[state]
     move = _row(tables.moves, row)[
@@ -268,7 +272,10 @@ class Automaton(constraining.Constraint):
                           left=memory.left - 1)
 
   def apply(self, memory: AutomatonMemory, logits: jax.Array) -> jax.Array:
-    """Sets the logits of forbidden tokens to -inf."""
+    """Sets the logits of forbidden tokens to -inf.
+
+    All tokens are allowed if the state is -1 or would forbid all of them.
+    """
     tables, state = self.tables, jnp.maximum(memory.state, 0)
     row, size = jnp.asarray(tables.row)[state], logits.shape[0]
     final = jnp.asarray(tables.final)[state]
@@ -283,8 +290,8 @@ class Automaton(constraining.Constraint):
     if self.finish:
       in_time = [x < jnp.minimum(memory.left, token_tables.NEVER)
                  for x in found]
-      # Drafts may have tokens beyond the limit of the row. After them no token
-      # is in time, and the limit is ignored.
+      # Drafts may have tokens beyond the limit of the row. After such a token,
+      # no next token is in time, so the limit is ignored.
       strict = final | jnp.any(jnp.concatenate(in_time))
       allowed = [jnp.where(strict, x, y) for x, y in zip(in_time, allowed)]
     tokens = allowed[0][jnp.asarray(tables.token_class)]
@@ -309,9 +316,9 @@ class Automaton(constraining.Constraint):
         places < end, moves, token_tables.FORBIDDEN)
 
   def _target(self, state: jax.Array, moves: jax.Array) -> jax.Array:
-    """Returns the states after moves; -1 for a forbidden move.
+    """Returns the state after each move, or -1 for a forbidden move.
 
-    `TokenTables` defines moves, which are relative to anchors.
+    `TokenTables` defines moves and the anchors that they are relative to.
     """
     anchors = jnp.asarray(self.tables.anchors)[state]
     depth = anchors.shape[0]
@@ -322,6 +329,7 @@ class Automaton(constraining.Constraint):
 def _row(moves: np.ndarray, row: jax.Array) -> jax.Array:
   """Returns the moves of a row by token class.
 
-  A row that is a list uses the last row of `moves`, which forbids all tokens.
+  A row with a list instead of columns gets the last row of `moves`. That row
+  forbids all tokens.
   """
   return jnp.asarray(moves)[jnp.minimum(row, len(moves) - 1)]

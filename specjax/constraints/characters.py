@@ -1,9 +1,8 @@
-"""Automata over code points, and their spelling in bytes.
+"""Automata over code points, and their conversion to automata over bytes.
 
-Regular expressions and string lengths count characters (Unicode code points),
-but tokens consist of bytes. So automata over code points are converted into
-automata over bytes. A JSON string can spell a character in several ways: as
-itself, as `\\n`, as `\\u00e9` or as a surrogate pair.
+Regular expressions and string lengths refer to characters (Unicode code
+points), but tokens consist of bytes. A JSON string can spell a character in
+several ways: as itself, as `\\n`, as `\\u00e9` or as a surrogate pair.
 """
 
 from collections.abc import Iterable
@@ -22,14 +21,14 @@ Step = tuple[tuple[int, int], ...]  # ranges of one byte or digit
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-# Code points by the length of their UTF-8 text: first, last, the first byte of
-# the first and the number of values of each byte.
+# For each length of a UTF-8 sequence: first and last code point, the smallest
+# lead byte, and the number of values of each byte.
 _UTF8 = ((0, 0x7F, 0, (128,)), (0x80, 0x7FF, 0xC0, (32, 64)),
          (0x800, 0xFFFF, 0xE0, (16, 64, 64)),
          (0x10000, _LAST, 0xF0, (8, 64, 64, 64)))
 _SHORT = {0x22: b'"', 0x5C: b"\\", 0x2F: b"/", 8: b"b", 12: b"f", 10: b"n",
           13: b"r", 9: b"t"}
-_MOST_MINIMISED = 20_000  # states
+_MOST_MINIMISED = 20_000  # larger automata are not minimised (in states)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +40,8 @@ class Characters:
   Attributes:
     lows: `[I]` int64, first code points of I intervals, ascending from 0.
     atoms: `[I]` int64, class of the code points of each interval.
-    table: `[S, A]` int32, next states by class; -1: none. State 0 is the first.
+    table: `[S, A]` int32, next state for each class, or -1. The initial state
+      is 0.
     final: `[S]` bool, accepting states.
   """
 
@@ -61,12 +61,13 @@ class Characters:
     return bool(self.final[state])
 
   def minimised(self) -> "Characters":
-    """Returns the automaton with equivalent states merged."""
+    """Merges equivalent states, if there are at most `_MOST_MINIMISED` states.
+    """
     if len(self.table) > _MOST_MINIMISED:
       return self
     block = minimisation.equivalent_states(self.table, self.final)
     _, first, block = np.unique(block, return_index=True, return_inverse=True)
-    order = np.argsort(first)  # by their first states, so that 0 stays 0
+    order = np.argsort(first)  # by first state, so the initial state stays 0
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     block = rank[block.reshape(-1)]
@@ -83,7 +84,7 @@ def anything() -> Characters:
 
 
 def without(words: Sequence[str]) -> Characters:
-  """Returns the automaton of all strings except the given words."""
+  """Returns the automaton of all strings except `words`."""
   letters = sorted(set(map(ord, "".join(words))))
   atom = {letter: i + 1 for i, letter in enumerate(letters)}
   lows, atoms = [0], [0]
@@ -108,7 +109,7 @@ def without(words: Sequence[str]) -> Characters:
 
 
 def intersected(a: Characters, b: Characters) -> Characters:
-  """Returns the automaton of the strings that both accept."""
+  """Returns the automaton of the strings that `a` and `b` accept."""
   lows = np.union1d(a.lows, b.lows)
   pairs, atoms = np.unique(
       np.stack([x.atoms[np.searchsorted(x.lows, lows, "right") - 1]
@@ -139,13 +140,14 @@ def counted(automaton: Characters, least: int, most: int | None
   Args:
     automaton: automaton of S states and A classes.
     least: smallest number of characters.
-    most: largest number of characters, or None.
+    most: largest number of characters, or None for no limit.
 
   Returns:
-    A list of pairs, one for each place of a string: the next places by class of
-    code points (-1: none), and True if a string may end there. Place 0 is the
-    first. Places without a path to an end are omitted. The list is empty if no
-    string is accepted.
+    The places of the limited automaton, each a pair. A place is a state of
+    `automaton` together with a number of characters. The pair contains the next
+    place for each class of code points (-1: none), and True if a string may end
+    at the place. A string begins at place 0. Places without a path to an end
+    are omitted. The list is empty if no string is accepted.
   """
   table = automaton.table
   counts = (least if most is None else most) + 1
@@ -155,8 +157,8 @@ def counted(automaton: Characters, least: int, most: int | None
     return []
   fragments.check_size(used.sum(), "the string")
   number = np.where(used, np.cumsum(used).reshape(used.shape) - 1, -1)
-  # After the last count there is no next count. With no largest number of
-  # characters, the last count is followed by itself.
+  # Without a largest number of characters, the last count represents all larger
+  # counts, so it follows itself. Otherwise no count follows the last one.
   after = np.full_like(number, -1)
   after[:-1] = number[1:]
   if most is None:
@@ -168,16 +170,16 @@ def counted(automaton: Characters, least: int, most: int | None
 
 def _used_places(automaton: Characters, least: int, counts: int,
                  endless: bool) -> np.ndarray:
-  """Returns the places of `counted` that lie on a path to an end.
+  """Returns a mask of the places that are on a path from place 0 to an end.
 
   Args:
     automaton: automaton of S states.
     least: smallest number of characters.
-    counts: number of counts; a place is a count and a state.
+    counts: numbers of characters to consider: 0 to `counts` - 1.
     endless: if True, the last count represents all counts from `least` on.
 
   Returns:
-    `[counts, S]` bool.
+    `[counts, S]` bool, mask of the places (see `counted`).
   """
   table, states = automaton.table, len(automaton.table)
   source, atom = np.nonzero(table >= 0)
@@ -198,17 +200,18 @@ def _used_places(automaton: Characters, least: int, counts: int,
 
 def spelled(automaton: Characters, *, json: bool, least: int = 0,
             most: int | None = None) -> fragments.Fragment | None:
-  """Spells the strings of an automaton in bytes.
+  """Converts an automaton over code points to an automaton over bytes.
 
   Args:
     automaton: automaton over code points.
-    json: if True, strings are spelled as JSON, with quotation marks.
+    json: if True, strings are spelled as JSON, with quotation marks. If False,
+      as UTF-8.
     least: smallest number of characters.
-    most: largest number of characters, or None.
+    most: largest number of characters, or None for no limit.
 
   Returns:
     The automaton over bytes, or None if it accepts nothing. The states of each
-    place of the string are a copy in the sense of `fragments`.
+    place (see `counted`) are a copy in the sense of `fragments`.
   """
   places = counted(automaton, least, most)
   if not places:
@@ -234,12 +237,12 @@ def spelled(automaton: Characters, *, json: bool, least: int = 0,
 
 
 def _moved(edges: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
-  """Returns edges of `_template` with the states of a complete automaton.
+  """Converts edges of `_template` to edges of the complete automaton.
 
   Args:
     edges: `[E, 4]`, edges of one template.
-    start: number of the template's state 0.
-    ends: state after the character, by label.
+    start: state of the complete automaton for the template's state 0.
+    ends: state after a character of each label.
   """
   leaf = edges[:, 3] < 0
   edges = edges + np.array([start, 0, 0, start])
@@ -250,11 +253,15 @@ def _moved(edges: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
 def _templates(automaton: Characters, places: list[tuple[list[int], bool]],
                json: bool
                ) -> tuple[list[tuple[np.ndarray, list[int]]], np.ndarray]:
-  """Spells the next character of every place of a string (see `counted`).
+  """Spells the next character at every place (see `counted`).
+
+  At each place, classes of code points with the same next place have the same
+  label.
 
   Returns:
-    The edges of `_template` and the next place of each label, for every place;
-    and the first state of every place, followed by the number of states.
+    templates: for every place, the edges of `_template` and the next place of
+      each label.
+    starts: first state of every place, followed by the number of states.
   """
   intervals = tuple(zip(automaton.lows.tolist(), automaton.atoms.tolist()))
   templates, starts = [], [int(json)]
@@ -271,11 +278,17 @@ def _templates(automaton: Characters, places: list[tuple[list[int], bool]],
 @functools.lru_cache(maxsize=256)
 def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
               json: bool) -> tuple[np.ndarray, int]:
-  """Spells one character, by the label of its class.
+  """Returns an automaton over the bytes of one character.
+
+  Args:
+    intervals: first code point and class of each interval.
+    labels: label of each class, or -1 if its characters are not accepted.
+    json: if True, characters are spelled as in a JSON string.
 
   Returns:
     Edges `[E, 4]` (state, first byte, last byte, next state) and the number of
-    states. State 0 is the first; ~i is the end of a character with label i.
+    states. The initial state is 0. The next state ~i marks the end of a
+    character with label i.
   """
   root = {}
   for low, high, label in _labelled(intervals, labels):
@@ -286,8 +299,8 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
       node[path[-1]] = ~label
   names, edges = {}, []
   last = _numbered(root, names)
-  # Equal nodes share a number. The root starts the longest path, so it equals
-  # no other node and is numbered last. It becomes state 0.
+  # Equal nodes share a number. The root begins the longest path, so it equals
+  # no other node and gets the last number. It becomes state 0.
   rename = lambda x: x if x < 0 else 0 if x == last else x + 1
   for moves, name in names.items():
     edges += [(rename(name), low, high, rename(after))
@@ -296,11 +309,11 @@ def _template(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...],
 
 
 def _numbered(node: dict | int, names: dict[frozenset, int]) -> int:
-  """Returns the number of a node, equal for nodes with equal edges.
+  """Returns the number of a node. Nodes with equal edges have equal numbers.
 
   Args:
-    node: dict from steps to nodes, or the number of an end.
-    names: numbers by edges, extended by this function.
+    node: dict from steps to nodes, or ~label at the end of a character.
+    names: number of each set of edges. This function adds the new sets.
   """
   if not isinstance(node, dict):
     return node
@@ -311,7 +324,7 @@ def _numbered(node: dict | int, names: dict[frozenset, int]) -> int:
 
 def _labelled(intervals: tuple[tuple[int, int], ...], labels: tuple[int, ...]
               ) -> list[Range]:
-  """Returns merged ranges of labelled code points, `(first, last, label)`."""
+  """Returns merged ranges `(first, last, label)` of accepted code points."""
   found = []
   for i, (low, atom) in enumerate(intervals):
     high = intervals[i + 1][0] - 1 if i + 1 < len(intervals) else _LAST
@@ -333,8 +346,8 @@ def _joined(moves: Iterable[Range]) -> list[Range]:
 def _paths(low: int, high: int, json: bool) -> Iterator[list[Step]]:
   """Yields paths that spell the code points of an interval.
 
-  A step of a path is a tuple of byte ranges. Where two paths separate, their
-  steps are disjoint.
+  A path is a list of steps, one for each byte. A step is a tuple of byte
+  ranges. The first different steps of two paths are disjoint.
   """
   for a, b in _cut(low, high, [_SURROGATES]):
     yield from _direct(a, b, json)
@@ -388,7 +401,7 @@ def _byte(value: int) -> Step:
 
 
 def _digit(low: int, high: int) -> Step:
-  """Returns the byte ranges of a range of hexadecimal digits."""
+  """Returns the byte ranges of the hexadecimal digits from `low` to `high`."""
   return tuple(
       (ord(zero) + max(low, least) - least, ord(zero) + min(high, most) - least)
       for zero, least, most in (("0", 0, 9), ("A", 10, 15), ("a", 10, 15))
@@ -396,7 +409,10 @@ def _digit(low: int, high: int) -> Step:
 
 
 def _split(low: int, high: int, sizes: tuple[int, ...]) -> list[Step]:
-  """Splits a range of numbers into products of ranges of digits."""
+  """Splits a range of numbers into products of ranges of digits.
+
+  `sizes` are the numbers of values of the digits, from first to last.
+  """
   if len(sizes) == 1:
     return [((low, high),)]
   unit = int(np.prod(sizes[1:]))

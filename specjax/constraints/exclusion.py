@@ -1,8 +1,9 @@
 """Checks that alternatives of a JSON schema exclude each other.
 
-Exactly one part of a `oneOf` must hold. So no JSON that the automaton accepts
-for one part may be valid under another part. Parts may differ by a type, a
-value, a length, a bound, a pattern or a property.
+A valid value satisfies exactly one part of a `oneOf`. So no JSON that the
+automaton accepts for one part may be valid under another part. Parts may
+exclude each other by a type, a value, a length, a bound, a pattern or a
+property.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ Alternative = alternatives.Alternative
 # alternatives: `schemas.Reader.alternatives`.
 Read = Callable[[alternatives.Node], list[Alternative]]
 
-_DEEPEST = 4  # compared levels of properties and items
+_DEEPEST = 4  # number of nested levels that are compared
 
 
 def excluded(read: Read, some: Iterable[Alternative],
@@ -52,8 +53,9 @@ def _excludes(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 def _nodes(read: Read, a: alternatives.Node, b: alternatives.Node, depth: int
            ) -> bool:
-  # The automaton follows a `$ref` within itself only a few times. Deeper values
-  # are still valid. So the comparison counts the `$ref`s from 0 again.
+  # The automaton follows a recursive `$ref` only a few times, but more deeply
+  # nested values are valid too. So the comparison drops the list of followed
+  # `$ref`s.
   some, others = (read(tuple((part, ()) for part, _ in node))
                   for node in (a, b))
   return excluded(read, some, others, depth + 1)
@@ -91,7 +93,7 @@ def _arrays(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 
 def _objects(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
-  """Returns True if a property proves that no object fits both a and b."""
+  """Returns True if the properties of `a` and `b` exclude each other."""
   has_extra = a.has_extra or not a.properties
   if not has_extra and any(name not in a.properties and name not in a.required
                            for name in b.required):
@@ -101,7 +103,7 @@ def _objects(read: Read, a: Alternative, b: Alternative, depth: int) -> bool:
 
 
 def refuted(read: Read, value: Any, b: Alternative) -> bool:
-  """Returns True if a value is not valid under an alternative."""
+  """Returns True if `value` is not valid under the alternative `b`."""
   if b.types is not None and not types_of(value) & b.types:
     return True
   if b.values is not None and not common(
@@ -155,7 +157,7 @@ def _is_within(count: int, limits: Mapping[str, Any], noun: str) -> bool:
 
 
 def types_of(value: Any) -> set[str]:
-  """Returns the types of a JSON value, a subset of `EVERY_TYPE`."""
+  """Returns the type of a JSON value, as a set of one name in `EVERY_TYPE`."""
   if isinstance(value, bool):
     return {"boolean"}
   if isinstance(value, (int, float)):
@@ -182,7 +184,7 @@ def _all_unordered(values: tuple[str, ...]) -> frozenset[str]:
 
 
 def _unordered(text: str) -> str:
-  """Returns JSON with sorted keys."""
+  """Returns the JSON string with sorted keys."""
   if text[0] not in "[{":
     return text
   return json.dumps(json.loads(text), sort_keys=True)

@@ -2,13 +2,14 @@
 
 Supported formats and their standards:
 
-  date, time, date-time  RFC 3339 with the days of every month, leap years and
-                         offsets; years from 0001, T and Z in capitals, no leap
-                         seconds
-  email                  RFC 5321 without IPv6 literals and without the limit
-                         of the domain as a whole; at most 31 quoted characters
-  uri                    RFC 3986, with a scheme
-  uuid                   RFC 4122 in either case
+  date, time, date-time  RFC 3339, with leap years, the correct number of days
+                         in each month, and offsets. Years start at 0001. T and
+                         Z are capitals. Leap seconds are not accepted.
+  email                  RFC 5321 without IPv6 literals and without the length
+                         limit of the entire domain. A quoted local part has at
+                         most 31 characters.
+  uri                    RFC 3986, with a scheme.
+  uuid                   RFC 4122, in upper or lower case.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,10 @@ _LAST = f"({_WORD}:{_WORD}|{_IPV4})"
 
 
 def _ipv6() -> str:
-  """Returns the nine IPv6 forms of RFC 3986, by the groups around `::`."""
+  """Returns an expression of the nine IPv6 forms of RFC 3986.
+
+  The forms differ in the number of groups around `::`.
+  """
   forms = [f"({_WORD}:){{6}}{_LAST}", f"::({_WORD}:){{5}}{_LAST}"]
   for before, after in enumerate(range(4, -1, -1)):
     start = f"(({_WORD}:){{0,{before}}}{_WORD})?"
@@ -71,7 +75,7 @@ _DIGITS = 15  # decimal digits that a double represents uniquely
 
 def string_automaton(patterns: tuple[str, ...], formats: tuple[str, ...]
                      ) -> characters.Characters:
-  """Returns the automaton of strings with given patterns and formats.
+  """Returns the automaton of strings that match all patterns and formats.
 
   Raises:
     ValueError: a format is unknown, or a pattern is not a regular expression.
@@ -104,11 +108,12 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
                      ) -> characters.Characters:
   """Returns the automaton of the numbers within bounds.
 
+  Bounded numbers have no exponent. A bounded number with a point has a limited
+  number of digits, so that a parser does not round it onto a bound.
+
   Args:
-    limits: keywords of a JSON schema that bound a number.
-    integer: if True, numbers have no point and no exponent. Bounded numbers
-      have no exponent either. With a point, their digits are limited so that a
-      parser does not round them onto a bound.
+    limits: keywords of a JSON schema that bound a number, with their values.
+    integer: if True, numbers have no point and no exponent.
   """
   bounds = {key: decimal.Decimal(repr(x)) for key, x in limits.items()
             if key in ("minimum", "maximum", "exclusiveMinimum",
@@ -131,7 +136,7 @@ def number_automaton(limits: Mapping[str, Any], integer: bool
 def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
   """Returns a regular expression of the decimals on one side of a bound.
 
-  It may also match strings that are not JSON numbers.
+  The expression may also match strings that are not JSON numbers.
 
   Args:
     bound: the bound.
@@ -150,7 +155,7 @@ def _bounded(bound: decimal.Decimal, is_least: bool, strict: bool) -> str:
   positive = bound > 0
   magnitude = _beyond(abs(bound), (away == ">") == positive, strict)
   sign = "" if positive else "-"
-  if is_least != positive:  # the other sign is within the bound, too
+  if is_least != positive:  # all numbers of the other sign are within the bound
     other = rf"{'-' if positive else ''}[0-9]+(\.[0-9]*)?"
     return rf"{sign}({magnitude})|{other}|-0(\.0*)?"
   return f"{sign}({magnitude})"
@@ -168,15 +173,15 @@ def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
   part = part.rstrip("0")
   any_part = r"(\.[0-9]*)?"
   forms = []
-  # The digits before the point decide: by their number, or by the first digit
-  # that differs from the bound.
+  # Numbers whose integer part differs from that of the bound: in its number of
+  # digits, or in a digit.
   if above:
     forms.append(f"[1-9][0-9]{{{len(whole)},}}{any_part}")
   elif len(whole) > 1:
     forms.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){any_part}")
   for i, start in _differing(whole, above):
     forms.append(f"{start}[0-9]{{{len(whole) - i - 1}}}{any_part}")
-  # The digits before the point are equal: the digits after it decide.
+  # Numbers whose integer part equals that of the bound.
   for _, start in _differing(part, above):
     forms.append(rf"{whole}\.{start}[0-9]*")
   if above:
@@ -190,14 +195,15 @@ def _beyond(bound: decimal.Decimal, above: bool, strict: bool) -> str:
 
 
 def _differing(digits: str, above: bool) -> Iterator[tuple[int, str]]:
-  """Yields beginnings of numbers that differ from a bound at their last digit.
+  """Yields prefixes of numbers that differ from a bound only in the last digit.
 
   Args:
-    digits: digits of a bound.
-    above: if True, the last digit is larger than the bound's, else smaller.
+    digits: digits of the bound.
+    above: if True, the last digit of the prefix is larger than the same digit
+      of the bound. If False, it is smaller.
 
   Yields:
-    The place of the last digit, and an expression of the beginning.
+    Index of the last digit, and a regular expression of the prefix.
   """
   for i, digit in enumerate(map(int, digits)):
     low, high = (digit + 1, 9) if above else (0, digit - 1)

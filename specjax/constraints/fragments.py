@@ -1,12 +1,13 @@
 """Deterministic automata over bytes, built from smaller automata.
 
 A fragment is an automaton that can become a part of a larger one. A bounded
-list of bounded lists has tens of thousands of states, but its parts are copies
-of each other. So every state belongs to one copy at each *level*. Level 0 is
-the automaton, level 1 a copy of a part, level 2 a copy of a part of that part.
-A *group* is the set of adjacent copies of one part. A move (edge) within a
-group is stored relative to the first state of the copy. The move is then equal
-in every copy, and `token_tables` processes only one copy.
+list of bounded lists has tens of thousands of states, but most of its parts are
+copies of each other. So every state belongs to one copy at each *level*. Level
+0 is the entire automaton. Level 1 is a copy of a part, and level 2 is a copy of
+a part of that part. A *group* is the set of adjacent copies of one part.
+
+A move (edge) within a group is stored relative to the first state of the copy.
+The move is then equal in every copy, so `token_tables` processes only one copy.
 """
 
 from collections.abc import Iterable
@@ -33,17 +34,18 @@ def check_size(states: int, what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fragment:
-  """Deterministic automaton over bytes; state 0 is the first.
+  """Deterministic automaton over bytes; the initial state is 0.
 
-  The module defines copies, levels and groups.
+  The docstring of the module defines copies, levels and groups.
 
   Attributes:
-    edges: `[E, 4]` int64: state, first and last byte of a range, next state.
+    edges: `[E, 4]` int64. The columns are the state, the first and last byte of
+      a range, and the next state.
     final: `[F]` int64, accepting states.
     anchors: `[S, L]` int64, first state of the copy that contains each of S
-      states, at each of L levels. It is 0 at level 0.
-    groups: `[S, L]` int64, group of this copy: the first state of the group's
-      first copy; 0 in no copy.
+      states, at each of L levels. The entry is 0 at level 0.
+    groups: `[S, L]` int64, first state of the first copy in the group that
+      contains each state. The entry is 0 if the state is in no copy.
   """
 
   edges: np.ndarray
@@ -74,10 +76,10 @@ class Fragment:
 
 
 class Builder:
-  """Combines fragments; state 0 is the first.
+  """Combines fragments to an automaton with initial state 0.
 
-  Moves that read nothing connect the fragments. `build` removes these moves and
-  merges equal beginnings of alternatives.
+  Links, moves that read no byte, connect the fragments. `build` removes the
+  links and merges equal beginnings of alternatives.
   """
 
   def __init__(self) -> None:
@@ -95,7 +97,7 @@ class Builder:
     return self.size - 1
 
   def link(self, source: int, target: int) -> None:
-    """Adds a move that reads nothing."""
+    """Adds a link: a move that reads no byte."""
     self._links.append((source, target))
 
   def edge(self, source: int, low: int, high: int, target: int) -> None:
@@ -127,9 +129,11 @@ class Builder:
   def build(self, copies: Iterable[int] = ()) -> Fragment:
     """Returns the deterministic automaton from state 0 to `final`.
 
+    Returns None if no state of `final` can be reached.
+
     Args:
-      copies: first states of the copies of a part, then the state after the
-        last copy. Empty: no copies.
+      copies: first states of all copies of a part, followed by the state after
+        the last copy. Empty if the automaton has no copies.
     """
     depth = max(x.shape[1] for x in self._anchors)
     anchors, groups = (np.concatenate(
@@ -140,7 +144,7 @@ class Builder:
       place = np.searchsorted(copies, np.arange(self.size), "right") - 1
       inside = (place >= 0) & (place < len(copies) - 1)
       start = np.where(inside, copies[np.clip(place, 0, len(copies) - 2)], 0)
-      # A state outside the copies has the entries of level 0 at the new level.
+      # At the new level, a state outside the copies has the entry of level 0.
       anchors = np.insert(anchors, 1, start, axis=1)
       groups = np.insert(groups, 1, np.where(inside, copies[0], 0), axis=1)
       deeper = inside[:, None] & (groups[:, 2:] == 0)
@@ -153,7 +157,8 @@ class Builder:
                     np.concatenate([groups, extra]))
 
   def _closed(self) -> tuple[np.ndarray, set[int]]:
-    """Returns the edges and final states without moves that read nothing."""
+    """Returns equivalent edges and final states of an automaton without links.
+    """
     edges = np.concatenate(
         [*self._edges, np.zeros((0, 4), np.int64)]).astype(np.int64)
     edges = edges[np.argsort(edges[:, 0], kind="stable")]
@@ -176,12 +181,12 @@ class Builder:
 
 def _closure(state: int, links: dict[int, list[int]],
              closures: dict[int, set[int]]) -> set[int]:
-  """Returns the states that `state` leads to without reading, and itself.
+  """Returns `state` and all states that can be reached from it by links.
 
   Args:
     state: first state.
-    links: targets of the moves that read nothing, by source.
-    closures: known closures of other states.
+    links: targets of the links, by source.
+    closures: known closures, by state.
   """
   reached, work = {state}, [state]
   while work:
@@ -195,7 +200,8 @@ def _closure(state: int, links: dict[int, list[int]],
 
 
 def joined(parts: list[Fragment | None]) -> Fragment | None:
-  """Returns the union of automata: any part may accept."""
+  """Returns the union of automata; None is an automaton that accepts nothing.
+  """
   parts = [part for part in parts if part is not None]
   if len(parts) < 2:
     return parts[0] if parts else None
@@ -205,7 +211,7 @@ def joined(parts: list[Fragment | None]) -> Fragment | None:
 
 
 def of_texts(texts: Iterable[bytes]) -> Fragment | None:
-  """Returns the automaton of given strings; equal ends share states."""
+  """Returns an automaton that accepts `texts`; equal ends share states."""
   root = {}
   for text in texts:
     node = root
@@ -215,7 +221,9 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
   if not root:
     return None
   rows = _distinct_rows(root)
-  last = len(rows) - 1  # the root has the longest text and so no equal
+  # No node equals the root, because the paths from the root are the longest.
+  # So the root is the last row.
+  last = len(rows) - 1
   edges = [(last - i, byte, byte, last - child) for i, row in enumerate(rows)
            for byte, child in row if byte >= 0]
   final = [last - i for i, row in enumerate(rows) if row[0][0] < 0]
@@ -228,12 +236,12 @@ def of_texts(texts: Iterable[bytes]) -> Fragment | None:
 def _distinct_rows(root: dict) -> list[tuple[tuple[int, int], ...]]:
   """Returns the distinct nodes of a tree of bytes, children first.
 
-  A node is a sorted tuple of (byte, number of the child); both are -1 where a
-  string ends.
+  A node is a sorted tuple of pairs (byte, number of the child). The pair
+  (-1, -1) marks the end of a string.
   """
   names, rows = {}, []
-  # Children come first, so that equal nodes have equal rows. The loop is
-  # not recursive, because a string may be long.
+  # Children are processed first, so that equal nodes have equal rows. The loop
+  # is not recursive, because a long string would exceed the recursion limit.
   stack, name = [(root, False)], {}
   while stack:
     node, seen = stack.pop()
@@ -254,7 +262,7 @@ def _distinct_rows(root: dict) -> list[tuple[tuple[int, int], ...]]:
 
 def _deterministic(edges: np.ndarray, final: set[int], size: int
                    ) -> tuple[np.ndarray, set[int], int]:
-  """Merges equal beginnings of alternatives.
+  """Merges equal beginnings of alternatives into new states.
 
   Returns:
     The edges, the accepting states and the number of new states.
@@ -289,7 +297,8 @@ def _deterministic(edges: np.ndarray, final: set[int], size: int
 
 
 def _moves(edges: np.ndarray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-  """Yields first byte, last byte and targets, by ranges with equal targets."""
+  """Yields ranges of bytes with equal targets: first byte, last byte, targets.
+  """
   cuts = np.unique(np.r_[edges[:, 1], edges[:, 2] + 1])
   for low, high in zip(cuts[:-1].tolist(), (cuts[1:] - 1).tolist()):
     covers = (edges[:, 1] <= low) & (edges[:, 2] >= high)
@@ -300,7 +309,10 @@ def _moves(edges: np.ndarray) -> Iterator[tuple[int, int, tuple[int, ...]]]:
 
 def _trimmed(edges: np.ndarray, final: set[int], anchors: np.ndarray,
              groups: np.ndarray) -> Fragment | None:
-  """Removes states that cannot be reached or lead to no accepting state."""
+  """Removes states that cannot be reached or lead to no accepting state.
+
+  Returns None if state 0 is removed.
+  """
   size = len(anchors)
   ends = np.zeros(size, bool)
   ends[list(final)] = True

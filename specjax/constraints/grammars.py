@@ -11,14 +11,14 @@ from specjax.constraints import regexes
 from specjax.constraints import schemas
 
 _SPACE = "[ ]?"
-# Limits of recursion into one $ref. The second limit is used if the automaton
-# with the first limit is too large.
+# Number of times that a recursive $ref is followed. The second limit is used if
+# the automaton with the first limit is too large.
 _DEEPEST = (6, 3)
 _SPACES = frozenset(b" \t\n\r")
 
 
 def regex_fragment(regex: str) -> fragments.Fragment:
-  """Returns the automaton of strings that an expression fully matches.
+  """Returns the automaton of the full matches of a regular expression.
 
   Raises:
     ValueError: the expression is invalid, matches nothing or is too large.
@@ -32,16 +32,16 @@ def regex_fragment(regex: str) -> fragments.Fragment:
 
 def schema_fragment(schema: str | Mapping[str, Any],
                     whitespace: str | None = None) -> fragments.Fragment:
-  """Returns the automaton of the JSON that follows a schema.
+  """Returns the automaton of the JSON texts that are valid under a schema.
 
   Args:
     schema: schema as a JSON string or as a Python object.
-    whitespace: regular expression for the space between two parts. None: at
-      most one space.
+    whitespace: regular expression for the white space between two parts. None
+      allows at most one space.
 
   Raises:
     ValueError: the schema is not JSON, a part of it is not supported, or no
-      value follows it.
+      value is valid.
   """
   try:
     root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
@@ -63,9 +63,10 @@ def schema_fragment(schema: str | Mapping[str, Any],
 
 def _written(root: bool | Mapping[str, Any], space: fragments.Fragment
              ) -> tuple[fragments.Fragment | None, schemas.Reader]:
-  """Returns the automaton of a schema, or None if no value is valid.
+  """Returns the automaton of a schema and the reader of the schema.
 
-  The reader is also returned, because it stores the `$ref`s within themselves.
+  The automaton is None if no value is valid. The attribute `stopped` of the
+  reader contains the recursive `$ref`s.
   """
   for deepest in _DEEPEST:
     reader = schemas.Reader(root, deepest)

@@ -1,8 +1,8 @@
-"""Builds an automaton over bytes for the JSON that follows a schema.
+"""Builds an automaton over bytes for the valid JSON of a schema.
 
 `Automaton.from_json_schema` documents the accepted form. A *node* is the set of
-schema parts that apply to a value. `schemas` reads it as *alternatives*, lists
-of keywords of which one must hold.
+schema parts that apply to a value. `schemas` converts a node to *alternatives*.
+A value is valid if it satisfies all keywords of one alternative.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ from specjax.constraints import fragments
 from specjax.constraints import regexes
 from specjax.constraints import schemas
 
-_LARGEST = 1e308  # limit of integers that may also be written as 1.0
-_FREE = 4  # levels of arrays and objects within a value without keywords
+_LARGEST = 1e308  # integers below it may be written with ".0"
+_FREE = 4  # nested levels of arrays and objects in a value without keywords
 
 
 class Writer:
@@ -33,11 +33,11 @@ class Writer:
 
   def value(self, node: alternatives.Node, free: int = 0
             ) -> fragments.Fragment | None:
-    """Returns the automaton of the values of a node; None if there are none.
+    """Returns the automaton of a node's values, or None if no value is valid.
 
     Args:
       node: parts of the schema that apply to the value.
-      free: number of enclosing arrays and objects without any keyword.
+      free: number of enclosing arrays and objects that have no keywords.
     """
     key = (tuple((id(part), refs) for part, refs in node), free)
     if key not in self._known:
@@ -52,7 +52,7 @@ class Writer:
 
   def _typed(self, one: alternatives.Alternative, free: int
              ) -> list[fragments.Fragment | None]:
-    """Returns the automata of an alternative, one for each type."""
+    """Returns the automata of an alternative for each type; None: no value."""
     kinds, inner = one.reachable_types, free + one.is_free
     if one.keywords and one.types is None:
       raise ValueError(
@@ -78,7 +78,7 @@ class Writer:
     return found
 
   def _chosen(self, one: alternatives.Alternative) -> list[str]:
-    """Returns the constants that the other keywords allow."""
+    """Returns the constants of an alternative that its other keywords allow."""
     others = dataclasses.replace(one, values=None)
     return [x for x in one.values
             if not exclusion.refuted(
@@ -86,10 +86,10 @@ class Writer:
 
   def _constants(self, values: Iterable[str]
                  ) -> list[fragments.Fragment | None]:
-    """Returns automata of constants.
+    """Returns automata that accept constants, given as JSON texts.
 
-    One automaton has all numbers, strings, booleans and null; every array or
-    object has its own.
+    The first automaton accepts all numbers, strings, booleans and null. Every
+    array or object has a separate automaton.
     """
     values = [json.loads(x) for x in values]
     scalars = [x for x in values if not isinstance(x, (list, dict))]
@@ -132,7 +132,7 @@ class Writer:
     count, limit = ((max(least, len(prefix), 1), "minItems") if most is None
                     else (most, "maxItems"))
     what = f"'{limit}' {count}"
-    if item is not None:  # the item, its comma and the space around it
+    if item is not None:  # size of an item, its comma and the space around it
       fragments.check_size((item.size + 2 * self._space.size + 5) * (
           count - len(prefix)), what)
     items = (prefix + [item] * count)[:count]
@@ -145,11 +145,12 @@ class Writer:
     """Returns the automaton of an array.
 
     Args:
-      items: automata of the items. Items from `fixed` on are copies of one.
-      fixed: number of items that are not copies.
+      items: automata of the items. Items from index `fixed` on are equal.
+      fixed: number of items at the beginning with different automata.
       least: smallest number of items.
-      repeated: automaton of the item that may follow without limit, or None.
-      what: description of the array for errors.
+      repeated: automaton of further items, without a limit of their number.
+        None if no further items are allowed.
+      what: description of the array for error messages.
     """
     builder = fragments.Builder()
     end = builder.new()
@@ -179,15 +180,16 @@ class Writer:
     return builder.build([*copies, builder.size] if copies else ())
 
   def spaced(self, builder: fragments.Builder, state: int) -> int:
-    """Adds the space between two parts; returns the state after it."""
+    """Adds the white space between two parts and returns the state after it."""
     return builder.put(state, self._space)
 
   def comma(self, builder: fragments.Builder, state: int) -> int:
-    """Adds a comma and the space after it."""
+    """Adds a comma and white space and returns the state after them."""
     return self.spaced(builder, builder.text(state, b","))
 
   def colon(self, builder: fragments.Builder, state: int) -> int:
-    """Adds a colon and the space around it."""
+    """Adds a colon and the white space around it; returns the state after it.
+    """
     state = builder.text(self.spaced(builder, state), b":")
     return self.spaced(builder, state)
 
@@ -195,12 +197,12 @@ class Writer:
 def _most_items(prefix: Sequence[fragments.Fragment | None],
                 item: fragments.Fragment | None, most: int | None
                 ) -> int | None:
-  """Returns the largest number of items; None means that there is no limit.
+  """Returns the largest number of items, or None if there is no limit.
 
   Args:
-    prefix: automata of the first items; None if no value is valid.
-    item: automaton of the items after them; None if no value is valid.
-    most: "maxItems" of the schema, or None.
+    prefix: automata of the first items. None for an item without valid values.
+    item: automaton of all further items, or None if no value is valid.
+    most: "maxItems" of the schema, or None if the schema has no limit.
   """
   possible = [x is not None for x in (*prefix, item)]
   limits = [] if all(possible) else [possible.index(False)]
@@ -211,8 +213,8 @@ class _Object:
   """Builds the automaton of an object: declared properties, then others.
 
   The automaton has a state for each place in the object. A place is a pair: the
-  next declared property, and the number of properties before it. This number is
-  capped at the largest value that affects the result.
+  next declared property, and the number of properties before it. Larger numbers
+  of properties share a state if the limits do not distinguish them.
   """
 
   def __init__(self, writer: Writer, one: alternatives.Alternative, free: int
@@ -243,7 +245,7 @@ class _Object:
           "'properties', or set 'additionalProperties' to false")
 
   def fragment(self) -> fragments.Fragment | None:
-    """Returns the automaton of the object, or None if no value exists."""
+    """Returns the automaton of the object, or None if no value is valid."""
     if self._missing:
       return None
     size = sum(self._values[name].size for name in self._names)
@@ -265,7 +267,10 @@ class _Object:
     return builder.build()
 
   def _after(self, count: int) -> int | None:
-    """Returns the number of properties after one more; None: too many."""
+    """Returns the number of properties plus 1, or None if above the maximum.
+
+    The number is capped, because larger numbers share states.
+    """
     if self._most is not None and count + 1 > self._most:
       return None
     return min(count + 1, self._cap)
@@ -276,7 +281,7 @@ class _Object:
 
   def _value(self, state: int, value: fragments.Fragment, i: int, count: int
              ) -> None:
-    """Adds the value of a property, and the end or comma that follows.
+    """Adds the value of a property and the closing brace or comma after it.
 
     Args:
       state: state after the key.
@@ -320,9 +325,9 @@ class _Object:
       builder.link(self._choose[i, count], self._node(frozenset(texts)))
 
   def _node(self, texts: frozenset[tuple[bytes, int]]) -> int:
-    """Returns a state from which each string of bytes leads to its target.
+    """Returns a state from which each byte string leads to its target state.
 
-    `texts` has pairs of a string and a target state.
+    `texts` contains pairs of a byte string and a target state.
     """
     if texts not in self._nodes:
       self._nodes[texts] = state = self._builder.new()
@@ -339,7 +344,8 @@ class _Object:
 def _scalar_texts(value: str | float | None) -> list[bytes]:
   """Returns the accepted spellings of a constant in JSON.
 
-  Characters outside ASCII are escaped or not, and an integer is 1 or 1.0.
+  In a string, all or none of the non-ASCII characters are escaped. An integer
+  has a spelling without a point and one with ".0".
   """
   found = {json.dumps(value), json.dumps(value, ensure_ascii=False)}
   if type(value) is int and abs(value) < _LARGEST and float(value) == value:

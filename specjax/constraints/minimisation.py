@@ -10,18 +10,18 @@ import numpy as np
 
 
 def equivalent_states(table: np.ndarray, final: np.ndarray) -> np.ndarray:
-  """Returns a number for every state, equal for equivalent states.
+  """Returns the class of every state; equivalent states are in one class.
 
   Args:
-    table: `[S, A]`, next states by class of code points; -1: none.
+    table: `[S, A]`, next state for each of A classes of code points, or -1.
     final: `[S]` bool, accepting states.
 
   Returns:
-    Class numbers `[S]` int64.
+    Number of the class of each state, `[S]` int64.
   """
   dead = len(table)  # target of all missing moves
   table = np.where(table < 0, dead, table)
-  before = []  # predecessors of each state, by class
+  before = []  # predecessors of each state, by class of code points
   for targets in table.T:
     order = np.argsort(targets, kind="stable")
     ends = np.cumsum(np.bincount(targets, minlength=dead + 1))[:-1]
@@ -46,7 +46,8 @@ def _split(blocks: list[set[int]], numbers: list[int], number: int,
            part: set[int]) -> set[int]:
   """Splits a block of states that may be equivalent into `part` and the rest.
 
-  Returns the number of the new block, or an empty set if there is no rest.
+  Returns a set with the number of the new block, or an empty set if `part` is
+  the entire block.
 
   Args:
     blocks: states of every block, changed in place.
@@ -57,7 +58,8 @@ def _split(blocks: list[set[int]], numbers: list[int], number: int,
   rest = blocks[number] - part
   if not rest:
     return set()
-  # The smaller part gets the new number, as the time bound requires.
+  # The smaller part gets the new number and is processed again. The bound of
+  # O(S log S) requires this.
   small, blocks[number] = sorted((part, rest), key=len)
   for state in small:
     numbers[state] = len(blocks)

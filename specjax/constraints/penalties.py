@@ -16,9 +16,10 @@ from specjax.utils import fields
 class Repetition(constraining.Constraint):
   """Repetition penalty for tokens of the prompt and the output.
 
-  Positive logits of these tokens are divided by the penalty, negative ones
-  multiplied, before the temperature. This is CTRL (Keskar et al. 2019,
-  arXiv:1909.05858, section 4.1) as implemented in transformers.
+  Positive logits of these tokens are divided by the penalty, and negative ones
+  are multiplied by it. The temperature applies afterwards. This is the penalty
+  of CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1) as implemented in
+  transformers.
 
   Attributes:
     penalty: factor above 0. 1 disables it; values above 1 reduce repetition.
@@ -33,13 +34,13 @@ class Repetition(constraining.Constraint):
                        "changes nothing, 1.2 repeats less")
 
   def init(self, row: constraining.Row) -> jax.Array:
-    """Returns a mask of the tokens of the prompt, `[V]` bool."""
+    """Returns a mask of the tokens in the prompt, `[V]` bool."""
     real = jnp.arange(row.tokens.shape[0]) < row.length
     ids = jnp.where(real, row.tokens, row.vocab_size)
     return jnp.zeros((row.vocab_size,), bool).at[ids].set(True, mode="drop")
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the mask with the token."""
+    """Returns the mask after adding a token."""
     return memory.at[token].set(True, mode="drop")
 
   def apply(self, memory: jax.Array, logits: jax.Array) -> jax.Array:
@@ -52,11 +53,13 @@ class Repetition(constraining.Constraint):
 class OutputPenalty(constraining.Constraint):
   """Frequency and presence penalties for tokens of the output.
 
-  As in OpenAI's interface and vLLM: logit - frequency * count - presence *
-  (count > 0). Tokens of the prompt do not count.
+  The new logit is logit - frequency * count - presence * (count > 0), as in
+  OpenAI's interface and vLLM. `count` is the number of occurrences in the
+  output, without the prompt.
 
   Attributes:
-    frequency: penalty for each occurrence. Negative values are a reward.
+    frequency: penalty for each occurrence. Negative values encourage
+      repetition.
     presence: penalty for tokens that occur at least once.
   """
 
@@ -87,8 +90,8 @@ class OutputPenalty(constraining.Constraint):
 class NoRepeatNGram(constraining.Constraint):
   """Forbids tokens that would repeat an n-gram of the prompt or output.
 
-  The same as `no_repeat_ngram_size` of transformers (Paulus et al. 2017,
-  arXiv:1705.04304, section 2.5, with n = 3).
+  Equivalent to `no_repeat_ngram_size` of transformers. Paulus et al. 2017
+  (arXiv:1705.04304, section 2.5) use n = 3.
 
   Attributes:
     size: n-gram length n, at least 1. 1 forbids every earlier token.
@@ -107,7 +110,7 @@ class NoRepeatNGram(constraining.Constraint):
     return row.tokens, row.length
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
-    """Returns the tokens with one more token, and their number."""
+    """Returns the tokens after appending `token`, and their number."""
     tokens, length = memory
     return tokens.at[length].set(token, mode="drop"), length + 1
 

@@ -32,7 +32,7 @@ _NAMES = {
     "ATOMIC_GROUP": "an atomic group", "POSSESSIVE_REPEAT":
         "a possessive repetition", "AT_BOUNDARY": r"the word boundary \b",
     "AT_NON_BOUNDARY": r"\B"}
-_BEGIN, _END = 0, 1  # conditions of a move that reads nothing
+_BEGIN, _END = 0, 1  # conditions of a move: begin and end of the string
 
 
 def compiled(pattern: str, *, search: bool) -> characters.Characters:
@@ -40,8 +40,8 @@ def compiled(pattern: str, *, search: bool) -> characters.Characters:
 
   Args:
     pattern: regular expression.
-    search: if True, it may match anywhere in a string, as in JSON Schema. If
-      False, it must match the entire string.
+    search: if True, the expression may match anywhere in a string, as in JSON
+      Schema. If False, the expression must match the entire string.
 
   Returns:
     The minimised automaton of the matching strings.
@@ -99,8 +99,9 @@ _ALL = ((0, _POINTS - 1),)
 class _Machine:
   """Nondeterministic automaton, built from the end to the beginning.
 
-  A *read* is a move that reads a character. A *move* reads nothing and may have
-  a condition: `_BEGIN` or `_END` of the string.
+  `reads` are transitions that consume a character. `moves` are transitions that
+  consume none and may have a condition, `_BEGIN` or `_END`: the automaton is at
+  the begin or end of the string.
   """
 
   def __init__(self, pattern: str) -> None:
@@ -117,7 +118,7 @@ class _Machine:
     return len(self.reads) - 1
 
   def read(self, state: int, ranges: Ranges, after: int) -> None:
-    """Adds a move that reads a character of some ranges."""
+    """Adds a transition that consumes a character in `ranges`."""
     number = self._sets.setdefault(ranges, len(self._sets))
     self.reads[state].append((number, after))
 
@@ -125,7 +126,7 @@ class _Machine:
                ) -> int:
     """Adds states that read the parsed `items` and lead to the state `after`.
 
-    Returns the first of these states. `flags` are those of `re`.
+    Returns the first of the added states. `flags` are flags of `re`.
     """
     for code, value in reversed(list(items)):
       after = self._item(code, value, after, flags)
@@ -173,8 +174,8 @@ class _Machine:
                             (None, self.sequence(items, state, flags))]
       most = least
     for _ in range(most - least):
-      # An optional copy is left out by a move to the state after all copies,
-      # not to the next copy. So few states are active at a time.
+      # From each optional copy, a move leads to the state after all copies. A
+      # move to the next copy would keep more states active at the same time.
       copy = self.new()
       self.moves[copy] += [(None, after),
                            (None, self.sequence(items, state, flags))]
@@ -184,9 +185,9 @@ class _Machine:
     return state
 
   def _closure(self, states: Iterable[int], holds: Collection[int]) -> set[int]:
-    """Returns the states that `states` lead to without reading.
+    """Returns the states reachable from `states` without reading a character.
 
-    `holds` are the conditions that hold at this place of the string.
+    `holds` are the conditions that hold at the current place of the string.
     """
     found, work = set(states), list(states)
     while work:
@@ -198,9 +199,9 @@ class _Machine:
 
   def _set(self, states: Iterable[int], holds: Collection[int], absorbing: bool
            ) -> frozenset[int]:
-    """Returns the states reached without reading, as a deterministic state.
+    """Returns the closure of `states`, a state of the deterministic automaton.
 
-    States that cannot read, accept or check a condition are left out. If
+    The set omits states that cannot read, accept or check a condition. If
     `absorbing` is True, a set that accepts is reduced to the accepting state.
     """
     found = self._closure(states, holds)

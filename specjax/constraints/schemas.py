@@ -1,9 +1,9 @@
-"""Reads JSON schemas as alternatives of plain keywords.
+"""Converts JSON schemas to lists of alternatives.
 
-A part of a schema is merged with all parts that apply to the same value: its
-`allOf`, `$ref` and other keywords. The result is a list of alternatives, of
-which one must hold, without `anyOf`, `oneOf`, `allOf` and `$ref`. Unsupported
-keywords raise an error.
+An alternative has no `anyOf`, `oneOf`, `allOf` or `$ref`, and a valid value
+satisfies one alternative of the list. All parts of a schema that apply to the
+same value are merged, such as `allOf`, `$ref` and the keywords beside them.
+Unsupported keywords raise an error.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class Reader:
 
   Attributes:
     root: entire schema.
-    deepest: number of times that a `$ref` is followed within itself.
-    stopped: set of `$ref`s that reached this limit.
+    deepest: number of times that a recursive `$ref` is followed.
+    stopped: set of `$ref`s that were followed `deepest` times.
   """
 
   def __init__(self, root: Any, deepest: int) -> None:
@@ -74,9 +74,9 @@ class Reader:
   def alternatives(self, node: Node) -> list[Alternative]:
     """Returns the alternatives of a node.
 
-    A node is a tuple of parts of the schema that must all hold for one value,
-    each with the `$ref`s that were followed to reach it. A value is valid if
-    all keywords of one alternative hold.
+    A node is a tuple of pairs: a part of the schema and the `$ref`s that were
+    followed to reach it. A value must satisfy all parts of the node. A value is
+    valid if it satisfies all keywords of one alternative.
     """
     found = [Alternative()]
     for part, refs in node:
@@ -142,7 +142,7 @@ class Reader:
 
 
 def _check_keywords(part: Mapping[str, Any]) -> None:
-  """Refuses unsupported keywords and values of a wrong form."""
+  """Raises `ValueError` for unsupported keywords and values of a wrong form."""
   lost = part.keys() - _KNOWN
   if lost:
     raise ValueError(f"the JSON schema has {_words(lost)}, which is not "
@@ -156,10 +156,10 @@ def _check_keywords(part: Mapping[str, Any]) -> None:
 
 def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
            ) -> Alternative:
-  """Returns the keywords of one part.
+  """Returns the keywords of one part, without those that refer to subschemas.
 
-  Its `allOf`, `anyOf`, `oneOf` and `$ref` are not included. `refs` are the
-  `$ref`s that were followed to reach the part.
+  The result omits `allOf`, `anyOf`, `oneOf` and `$ref`. `refs` are the `$ref`s
+  that were followed to reach the part.
   """
   node = lambda x: ((x, refs),)
   return Alternative(
@@ -179,7 +179,7 @@ def _plain(part: Mapping[str, Any], refs: tuple[str, ...]
 
 
 def _types(part: Mapping[str, Any]) -> frozenset[str] | None:
-  """Returns the types that "type" allows; None without it."""
+  """Returns the types that "type" allows, or None if it is missing."""
   kinds = part.get("type")
   if kinds is None:
     return None
@@ -188,7 +188,9 @@ def _types(part: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _values(part: Mapping[str, Any]) -> tuple[str, ...] | None:
-  """Returns the JSON values that "enum" and "const" allow; None without them.
+  """Returns the JSON values that "enum" and "const" allow, as JSON texts.
+
+  Returns None if both keywords are missing.
   """
   values = tuple(map(_text, part["enum"])) if "enum" in part else None
   if "const" not in part:
@@ -198,7 +200,7 @@ def _values(part: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def _limits(part: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the numeric limits; numbers of items or characters are `int`."""
+  """Returns the limits by keyword; limits of lengths are converted to `int`."""
   counts = {key: int(part[key]) for key in (*_LEAST, *_MOST) if key in part}
   return counts | {key: part[key] for key in (*_BOUNDS, "uniqueItems")
                    if key in part}
@@ -207,9 +209,10 @@ def _limits(part: Mapping[str, Any]) -> dict[str, Any]:
 def _conjunctions(some: list[Alternative],
                   others: list[Alternative]
                   ) -> list[Alternative]:
-  """Returns the alternatives of a value for which both lists apply.
+  """Returns the alternatives of a value that must satisfy both lists.
 
-  Each is a pair of alternatives, merged; pairs that cannot hold are left out.
+  Each result merges an alternative of `some` and one of `others`. Pairs that no
+  value can satisfy are left out.
   """
   if len(some) * len(others) > _MOST_ALTERNATIVES:
     raise ValueError(f"the JSON schema has {len(some) * len(others)} "
@@ -221,9 +224,9 @@ def _conjunctions(some: list[Alternative],
 
 def _conjunction(a: Alternative, b: Alternative
                  ) -> Alternative | None:
-  """Returns an alternative with the keywords of both.
+  """Returns an alternative with the keywords of `a` and `b`.
 
-  Returns None if both cannot hold, because they have no common type.
+  Returns None if `a` and `b` have no common type.
   """
   types = _both(frozenset.intersection, a.types, b.types)
   if types is not None and not types:
@@ -244,14 +247,14 @@ def _conjunction(a: Alternative, b: Alternative
 
 
 def _both(intersect: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-  """Returns the intersection of two sets; None is the set of everything."""
+  """Returns the intersection of two sets; None is the set of all elements."""
   if a is None or b is None:
     return b if a is None else a
   return intersect(a, b)
 
 
 def _stricter(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the limits that hold if both hold."""
+  """Returns the limits of a value that must satisfy both `a` and `b`."""
   limits = {**a, **b}
   for key in a.keys() & b.keys():
     pick = max if key in (*_LEAST, "minimum", "exclusiveMinimum",
@@ -261,7 +264,8 @@ def _stricter(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-  """Returns JSON that is equal for equal values, such as 1 and 1.0."""
+  """Returns a value as JSON; equal values, such as 1 and 1.0, are equal text.
+  """
   return json.dumps(_whole(value), allow_nan=False)
 
 

@@ -1,11 +1,12 @@
 """Tables of an automaton over the tokens of a vocabulary.
 
-A row of a table has the moves of a state: its next state after each allowed
-token. A state inside a free string allows almost all tokens. A state inside a
-choice of names allows only a few. So there are two tables. Rows with many
-tokens have a column for each class of tokens with equal moves in these rows.
-Other rows are lists of tokens and moves. States in different copies of a part
-(see `fragments`) share rows, because moves are relative to the copy.
+A row of a table contains the moves of a state: the next state after each
+allowed token. A state inside a free string allows almost all tokens. A state
+inside a choice of names allows only a few. So there are two tables. Rows with
+many tokens form a matrix. Each column of the matrix belongs to a class of
+tokens with equal moves in these rows. The other rows are lists of tokens and
+moves. States in different copies of a part (see `fragments`) share rows,
+because moves are relative to the copy.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from specjax.constraints import fragments
 from specjax.constraints import token_walk
 
 FORBIDDEN = np.int32(-2**31)
-NEVER = 2**30  # distance if no end can be reached
+NEVER = 2**30  # distance if no accepting state can be reached
 _LISTED = 64  # largest number of tokens of a list row
 _CHUNK = 2**21  # pairs of states and tokens in one batch
 
@@ -28,16 +29,17 @@ class TokenTables:
 
   A move is a number m. It leads from state s to `anchors[s, m % L] + m // L`,
   where L is the number of levels of copies (see `fragments`). The tables are
-  small because rows are shared by states, and columns by tokens.
+  small because states share rows, and tokens share columns.
 
   Attributes:
-    row: `[S]` int32, row of each state: first the R rows with columns, then
-      the lists.
+    row: `[S]` int32, row of each state. Rows 0 to R - 1 are in `moves`, the
+      other rows are in `listed` and `listed_moves`.
     anchors: `[S, L]` int32, states that moves are relative to, by level; 0 at
       level 0.
-    moves: `[R + 1, K]` int32, moves by token class; the last row is forbidden.
+    moves: `[R + 1, K]` int32, moves of a row for each of K token classes. All
+      moves of the last row are forbidden.
     token_class: `[V]` int32, class of each token.
-    starts: `[rows + 1]` int32, start of the list of each row.
+    starts: `[rows + 1]` int32, start of the list of each row in `listed`.
     listed: `[T + W]` int32, tokens of the lists, padded with V; W is the length
       of the longest list.
     listed_moves: `[T + W]` int32, moves of the listed tokens.
@@ -61,7 +63,7 @@ class TokenTables:
     return len(self.listed) - int(self.starts[-1])
 
   def targets(self, state: np.ndarray, move: np.ndarray) -> np.ndarray:
-    """Returns the states after moves; -1 for a forbidden move."""
+    """Returns the state after each move, or -1 for a forbidden move."""
     return _targets(self.anchors, state, move)
 
   def row_moves(self, row: int) -> np.ndarray:
@@ -76,7 +78,8 @@ def of_table(next_state: np.ndarray, final: np.ndarray) -> TokenTables:
   """Returns the tables of an automaton over tokens.
 
   Args:
-    next_state: `[S, V]`, next state after each state and token; -1: forbidden.
+    next_state: `[S, V]`, next state for each state and token; -1 if the state
+      forbids the token.
     final: `[S]` bool, accepting states.
   """
   columns, classes = np.unique(next_state, axis=1, return_inverse=True)
@@ -141,7 +144,7 @@ def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
   Args:
     rows: `[n]`, row of each entry.
     columns: `[n]`, column of each entry.
-    moves: `[n]`, move of each entry; entries that are missing are forbidden.
+    moves: `[n]`, move of each entry. Entries that are not listed are forbidden.
     num_rows: number of rows.
     num_columns: number of columns before merging.
 
@@ -162,7 +165,7 @@ def _columns(rows: np.ndarray, columns: np.ndarray, moves: np.ndarray,
 
 
 def _with_distances(**tables):
-  """Returns `TokenTables` of these fields, with `distance` and int32 arrays."""
+  """Returns `TokenTables` with `tables` as int32 fields; adds `distance`."""
   final = np.array(tables.pop("final"), bool)
   tables = {name: np.asarray(x).astype(np.int32) for name, x in tables.items()}
   return TokenTables(final=final, **tables, distance=_distances(

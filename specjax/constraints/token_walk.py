@@ -1,11 +1,15 @@
-"""Reads the tokens of a vocabulary through an automaton over bytes.
+"""Computes the moves of an automaton over tokens from one over bytes.
 
-This module computes the moves of the automaton over tokens: the state after
-each state and token, relative to a copy of a part (see `fragments`). Equal work
-is done once. Bytes with the same edges in all states form one class. States
-with the same moves for all tokens are read once (`colours`). Prefixes of tokens
-with the same effect on all of these states are continued once (`Walk.read`).
-64-bit hashes decide equality.
+A move is the state after a state and a token, relative to a copy of a part (see
+`fragments`). The computation shares equal work:
+
+* Bytes with the same edges in all states form one class.
+* States with the same moves for all tokens have one colour. Only one state of
+  each colour reads the tokens (`colours`).
+* Prefixes of tokens with the same effect on all of these states are extended
+  once (`Walk.read`).
+
+States and prefixes are equal if their 64-bit hashes are equal.
 """
 
 from collections.abc import Sequence
@@ -15,12 +19,12 @@ import numpy as np
 from specjax.constraints import fragments
 
 MOST_MOVES = 2**24  # entries of a table: 64 MiB
-_LONG = 200  # number of longest strings, which are read separately
+_LONG = 200  # number of longest strings; they are processed separately
 _CHUNK = 2**21  # pairs of states and tokens in one batch
 
 
 def check_moves(count: int, most: int = MOST_MOVES) -> None:
-  """Raises `ValueError` if a table has too many moves."""
+  """Raises `ValueError` if a table has more than `most` moves."""
   if count > most:
     raise ValueError(f"the automaton needs a table of {count} moves, and the "
                      f"most is {most}; allow fewer names or characters")
@@ -36,10 +40,10 @@ class Walk:
     fragment: automaton over bytes.
     edges: `[E, 4]`, edges of the automaton, sorted by state.
     level: `[E]`, level of copies (see `fragments`) that each edge is relative
-      to: the deepest level whose group contains both states of the edge, in
-      the same copies of the levels above it.
+      to. It is the deepest level where both states of the edge are in the same
+      group, and in the same copy at every level above.
     string: `[V]`, number of the string of each token.
-    trie: trie of all strings that may occur on a path.
+    trie: trie of all strings that some path of the automaton may contain.
     long: trie of the few longest strings.
     depth: length of the longest string that is not in `long`.
   """
@@ -70,7 +74,7 @@ class Walk:
     self._spell(texts, classes)
 
   def _spell(self, texts: Sequence[bytes], classes: np.ndarray) -> None:
-    """Sets the strings of the tokens, and their tries.
+    """Sets `string`, `trie`, `long` and `depth`.
 
     Args:
       texts: bytes of the tokens.
@@ -97,7 +101,7 @@ class Walk:
   def _usable(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the numbers of the strings that the automaton may read.
 
-    All adjacent pairs of classes of such a string occur on some path.
+    Every pair of adjacent classes in such a string occurs on some path.
 
     Args:
       steps: `[U, D]`, byte classes of U strings, padded with 0.
@@ -118,27 +122,27 @@ class Walk:
 
   def read(self, states: np.ndarray, trie: list[tuple[np.ndarray, ...]]
            ) -> tuple[np.ndarray, ...]:
-    """Reads all strings of a trie from some states.
+    """Reads all strings of a trie from each start state.
 
-    Nodes of the trie with the same effect on every state are one kind.
+    Nodes of the trie with the same effect on every state are of one kind.
+    Strings that end at nodes of the same kind share a column.
 
     Args:
       states: `[R]`, start states.
-      trie: trie of the strings, see `_trie`.
+      trie: trie of the strings (see `_trie`).
 
     Returns:
-      Indices into `states`, columns and moves, with one entry for each allowed
-      pair of state and column. Also the column `[U]` of each string; -1 if the
-      string is forbidden in all states. Strings that end at nodes of the same
-      kind share a column.
+      Three arrays with an entry for each allowed pair of start state and
+      column: index into `states`, column, move. A fourth array `[U]` contains
+      the column of each string, or -1 if all states forbid the string.
     """
     anchors = self._anchors
     depth = anchors.shape[1]
     column, count = np.full(self._count, -1), 0
     found, total = [np.zeros((3, 0), np.int32)], 0
-    # The places of kind i are starts[i] to starts[i + 1]. A place is the state
-    # that a start state leads to, and the outermost `level` of the edges on the
-    # way.
+    # The places of kind i have the indices from starts[i] to starts[i + 1] - 1.
+    # A place consists of a start state, the state after reading the string, and
+    # the outermost (smallest) `level` of the edges on the path.
     starts = np.array([0, len(states)])
     places = (np.arange(len(states), dtype=np.int32), states.astype(np.int32),
               np.full(len(states), depth - 1, np.int8))
@@ -170,19 +174,19 @@ class Walk:
   def _stepped(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
                pairs: np.ndarray
                ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    """Returns the kinds after pairs of a kind and a byte class.
+    """Extends strings of some kinds by a byte class.
 
-    A kind is a set of trie nodes with the same effect on all states, see
-    `read`.
+    A kind is a set of trie nodes with the same effect on all states (see
+    `read`).
 
     Args:
-      starts: first place of each kind.
+      starts: index of the first place of each kind.
       places: places of the kinds: start states, states and levels.
       pairs: `[n]`, kind * 256 + byte class.
 
     Returns:
-      The starts and the places of the new kinds, and the kind of each pair; -1
-      if no state allows the pair.
+      `starts` and `places` of the new kinds, and the new kind of each pair, or
+      -1 if no state allows the pair.
     """
     above, step = pairs // 256, pairs % 256
     size = starts[above + 1] - starts[above]
@@ -211,16 +215,17 @@ class Walk:
   def _moved(self, starts: np.ndarray, places: tuple[np.ndarray, ...],
              above: np.ndarray, step: np.ndarray, size: np.ndarray
              ) -> tuple[np.ndarray, ...]:
-    """Returns the places after a byte class; state -1: forbidden.
+    """Returns the places after reading a byte class.
 
-    `_stepped` defines places and kinds.
+    The state is -1 where the byte class is forbidden. `read` defines places and
+    kinds.
 
     Args:
-      starts: first place of each kind.
+      starts: index of the first place of each kind.
       places: places of the kinds.
-      above: `[n]` kinds.
-      step: `[n]` byte classes that are read after them.
-      size: `[n]` numbers of places of the kinds.
+      above: `[n]`, kinds before the byte class.
+      step: `[n]`, byte class to read after each kind.
+      size: `[n]`, number of places of each kind.
     """
     at = fragments.ranges(starts[above], size)
     origin, state, level = (x[at] for x in places)
@@ -231,7 +236,7 @@ class Walk:
 
 def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
           ) -> list[tuple[np.ndarray, ...]]:
-  """Returns the trie of some strings.
+  """Returns the trie of strings of byte classes.
 
   Args:
     steps: `[U, D]`, byte classes of sorted strings.
@@ -239,9 +244,9 @@ def _trie(steps: np.ndarray, lengths: np.ndarray, names: np.ndarray
     names: `[U]`, numbers of the strings.
 
   Returns:
-    A list with three arrays for each depth: the first child of each node one
-    level above, the byte class of each node, and the string that ends at each
-    node, or -1.
+    A list with three arrays for each depth: the first child of each node at the
+    depth above, the byte class of each node, and the number of the string that
+    ends at each node, or -1.
   """
   above, depths = np.zeros(len(names), np.int64), []
   for depth in range(lengths.max(initial=0)):
@@ -264,9 +269,9 @@ def colours(walk: Walk) -> np.ndarray:
 
   States of equal colour have equal moves for all tokens. Two states are equal
   for strings of n + 1 bytes if their edges are equal moves to states that are
-  equal for n bytes. Two edges are equal moves if they have the same level of
-  copies, the same target relative to their copy, and the same target relative
-  to all copies inside it.
+  equal for n bytes. Two edges are equal moves if they have the same bytes, the
+  same level of copies, and the same target. The target is taken relative to the
+  copy at this level and to the copies at all deeper levels.
   """
   with np.errstate(over="ignore"):
     edges, level = walk.edges, walk.level
@@ -286,10 +291,10 @@ def colours(walk: Walk) -> np.ndarray:
         new[has_edges] = np.add.reduceat(
             mixed(colours[target], key), starts[has_edges])
       before, count, colours = count, len(np.unique(new)), new
-      if count == before:  # longer strings separate no further states
+      if count == before:  # longer strings do not distinguish more states
         break
-    # Colours cover strings of up to `depth` bytes. The few longer strings are
-    # read from every state.
+    # The loop covers strings of up to `depth` bytes. Every state reads the few
+    # longer strings.
     states, columns, moves, _ = walk.read(
         np.arange(walk.fragment.size), walk.long)
     np.add.at(colours, states, mixed(moves, columns))

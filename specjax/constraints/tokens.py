@@ -20,7 +20,8 @@ class Banned(constraining.Constraint):
 
   Attributes:
     tokens: ids of the banned tokens.
-    first: number of new tokens that the ban covers. None: all.
+    first: number of new tokens that the ban covers. None bans the tokens in the
+      entire output.
   """
 
   tokens: tuple[int, ...]
@@ -39,11 +40,11 @@ class Banned(constraining.Constraint):
                        "least one")
 
   def init(self, row: constraining.Row) -> jax.Array:
-    """Returns the number of new tokens, `[]` int32."""
+    """Returns 0, the number of new tokens so far, `[]` int32."""
     return jnp.zeros_like(row.length)
 
   def advance(self, memory: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the number of new tokens after one more."""
+    """Returns the number of new tokens, plus 1."""
     del token
     return memory + 1
 
@@ -57,7 +58,7 @@ class Banned(constraining.Constraint):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forced(constraining.Constraint):
-  """Tokens that are forced at a position or after another token.
+  """Forces tokens at positions of the output or after other tokens.
 
   Attributes:
     at: pairs `(position, token)`. Position 0 is the first new token. `at` takes
@@ -76,10 +77,11 @@ class Forced(constraining.Constraint):
       object.__setattr__(self, name, pairs)
       twice = len(pairs) - len({one for one, _ in pairs})
       if twice:
-        raise ValueError(f"Forced.{name} is {pairs}; it says twice what is to "
-                         "come in one place: leave one of them out")
+        raise ValueError(f"Forced.{name} is {pairs}; two pairs have the same "
+                         "first element, which must not occur twice: leave one "
+                         "of them out")
     if any(place < 0 for place, _ in self.at):
-      raise ValueError(f"Forced.at is {self.at}; places count from 0, the "
+      raise ValueError(f"Forced.at is {self.at}; positions count from 0, the "
                        "first new token")
 
   @property
@@ -94,7 +96,10 @@ class Forced(constraining.Constraint):
     constraining.check_ids("Forced.after", sum(self.after, ()), vocab_size)
 
   def init(self, row: constraining.Row) -> Any:
-    """Returns the number of new tokens and the last token, `([], [])` int32."""
+    """Returns the number of new tokens so far, 0, and the prompt's last token.
+
+    Both are `[]` int32.
+    """
     return jnp.zeros_like(row.length), row.tokens[row.length - 1]
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""Text to train on, prompts to decode from, and tokenizers."""
+"""Training text, prompts and tokenizers."""
 
 from specjax.data import datastores
 from specjax.data import tokenizers

@@ -1,17 +1,21 @@
-"""Location of the assistant's answers among the tokens of a conversation.
+"""Locates the assistant's answers among the tokens of a conversation.
 
-A drafter for a chat model is trained on the tokens that the model generates.
-These are the content of an answer, text of the chat template between the
-answer's header and its content (such as an empty `<think>` block), and the
-token that ends the turn. Headers and the text between two messages are not
-generated.
+A drafter for a chat model is trained on the tokens that the model generates:
+
+* text of the chat template between the header of an answer and its content,
+  such as an empty `<think>` block,
+* the content of the answer,
+* the token that ends the turn.
+
+Headers and the text between two messages are not generated.
 
 The template is a program, so the answers must be located in its output. This
 module tries three methods in turn:
 
-1. `{% generation %}` in the template marks them, as in transformers.
+1. Blocks `{% generation %}` in the template mark the answers, as in
+   transformers.
 2. The conversation is rendered again with *marks*, private-use characters,
-   around every content. Without the marks the text must be the same as before.
+   around every content. Without the marks, the text must be the same as before.
    This works for templates that drop the reasoning of earlier answers, or write
    their end-of-text token only once.
 3. Every prefix of the conversation is rendered. Each result must be a prefix
@@ -46,7 +50,7 @@ def encode(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]]
   spans = _spans(tokenizer, messages, text)
   answered, last = [], 0
   for start, end in places:
-    # The offsets of some tokenizers exclude spaces. So a span can begin after
+    # The offsets of some tokenizers exclude spaces. So a token may begin after
     # the end of the previous token.
     start = min(start, last)
     answered.append(chat.overlaps(spans, start, max(end, start + 1)))
@@ -58,7 +62,7 @@ def _spans(tokenizer, messages, text):
   """Returns the offsets `(start, end)` of every answer in the text.
 
   Raises:
-    ValueError: the answers cannot be separated from the rest.
+    ValueError: the answers cannot be located.
   """
   if _MARKED.search(tokenizer.chat_template):
     marks = list(itertools.islice(
@@ -77,7 +81,7 @@ def _spans(tokenizer, messages, text):
 
 
 def _by_contents(tokenizer, messages, text):
-  """Returns the answers by the second method; None if it fails."""
+  """Returns the offsets of the answers by the second method, or None."""
   if not all(_has_text(m) for m in messages if m["role"] == "assistant"):
     return None
   marked, marks = _marked(tokenizer, messages)
@@ -98,10 +102,10 @@ def _has_text(message):
 
 
 def _marked(tokenizer, messages):
-  """Returns the messages with a mark before and after every content.
+  """Puts marks before and after every content.
 
-  Also returns `{mark: place}`. The place `(i, 0)` is the beginning of message
-  i's content, `(i, 1)` its end.
+  Returns the messages with marks, and a dict `{mark: place}`. The place
+  `(i, 0)` is the beginning of message i's content, and `(i, 1)` is its end.
   """
   unused = chat.unused(tokenizer.chat_template, messages)
   marked, marks = [], {}
@@ -123,7 +127,7 @@ def _offsets(written, marks):
 
   Args:
     written: text with marks.
-    marks: places by mark, see `_marked`.
+    marks: places by mark (see `_marked`).
   """
   # Text and marks alternate in `pieces`.
   pieces = re.split(f"([{''.join(marks)}])", written)
@@ -133,14 +137,14 @@ def _offsets(written, marks):
 
 
 def _around(tokenizer, messages, text, found):
-  """Returns the offsets of the answers, given the ends of their contents.
+  """Returns the offsets of the answers from the offsets of contents, or None.
 
   Args:
-    tokenizer: the tokenizer with the template.
-    messages: messages; the last is an assistant's.
+    tokenizer: tokenizer with the template.
+    messages: messages. The last one is an assistant's.
     text: text of the conversation.
-    found: offsets by place: `(i, 0)` is the beginning of message i's content,
-      if it is known, and `(i, 1)` the end.
+    found: offsets by place. The place `(i, 0)` is the beginning of message i's
+      content and may be missing. `(i, 1)` is its end.
   """
   header = _header(tokenizer, messages, text)
   end_of_turn = _end_of_turn(tokenizer, text[found[len(messages) - 1, 1]:])
@@ -148,8 +152,9 @@ def _around(tokenizer, messages, text, found):
   for i, message in enumerate(messages):
     begin, end = found.get((i, 0)), found.get((i, 1))
     if message["role"] == "assistant":
-      # The header ends where the answer begins. Without the beginning of the
-      # content, the first header after the previous message is used.
+      # The answer begins at the end of its header, the last header before the
+      # content. If the beginning of the content is unknown, it is the first
+      # header after the previous message.
       at = -1 if not header else (
           text.find(header, low, end) if begin is None
           else text.rfind(header, low, begin))
@@ -165,13 +170,13 @@ def _around(tokenizer, messages, text, found):
 
 
 def _end(text, end, tail, end_of_turn):
-  """Returns the offset of an answer's end, given the end of its content.
+  """Returns the offset of an answer's end, including the end of the turn.
 
   Args:
     text: text of the conversation.
     end: offset of the content's end, without trailing whitespace.
     tail: trailing whitespace of the content.
-    end_of_turn: text that ends a turn.
+    end_of_turn: text that ends a turn (see `_end_of_turn`).
   """
   space = len(text[end:]) - len(text[end:].lstrip())
   if end_of_turn and text.startswith(end_of_turn, end + space):
@@ -186,7 +191,7 @@ def _spaces(content):
 
 
 def _header(tokenizer, messages, text):
-  """Returns the text before an answer: the generation prompt, or ""."""
+  """Returns the header of an answer (the generation prompt), or ""."""
   try:
     longer = chat.writer(tokenizer, messages, True)(str)
   except ValueError:  # some templates raise for two answers in a row
@@ -195,16 +200,17 @@ def _header(tokenizer, messages, text):
 
 
 def _end_of_turn(tokenizer, tail):
-  """Returns the text that ends a turn, given the text after the last answer.
+  """Returns the text that ends a turn.
 
-  It ends with the first special token, because generation stops there.
+  It reaches to the first special token in `tail`, because generation stops
+  there. `tail` is the text after the last answer's content.
   """
   match = chat.special_pattern(tokenizer).search(tail)
   return (tail[:match.end()] if match else tail).strip()
 
 
 def _by_beginnings(tokenizer, messages, text):
-  """Returns the answers by the third method; None if it fails."""
+  """Returns the offsets of the answers by the third method, or None."""
   spans = []
   for i, message in enumerate(messages):
     if message["role"] != "assistant":

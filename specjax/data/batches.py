@@ -1,4 +1,4 @@
-"""Batches of token windows that depend only on the step."""
+"""Reproducible batches of token windows."""
 
 import dataclasses
 
@@ -9,15 +9,15 @@ import numpy as np
 class TokenWindows:
   """Shuffled windows over an array of tokens.
 
-  Every epoch cuts the array into windows at a new offset, and visits each
-  window once in a new order. Batch k depends only on the tokens, the seed and
-  k. So an interrupted run continues with the same batches.
+  Every epoch cuts the array into windows at a new offset. It visits the windows
+  in a new order, each at most once. Batch k depends only on the tokens, the
+  seed and k, so an interrupted run continues with the same batches.
 
   Attributes:
-    tokens: `[T]`, the corpus.
+    tokens: `[T]`, tokens of the corpus.
     batch_size: B, number of windows per batch.
-    length: S, number of predicted tokens per window; a window has S + 1 tokens.
-    seed: seed of offsets and shuffles.
+    length: S, number of predicted tokens per window. A window has S + 1 tokens.
+    seed: seed of the random offsets and orders.
   """
 
   tokens: np.ndarray
@@ -35,7 +35,7 @@ class TokenWindows:
 
   @property
   def batches_per_epoch(self) -> int:
-    """Returns the number of full batches in one pass over the corpus."""
+    """Returns the number of full batches in one epoch."""
     windows = (len(self.tokens) - 1) // self.length - 1
     return windows // self.batch_size
 
@@ -52,7 +52,7 @@ class TokenWindows:
 
 
 def spread_rows(tokens: np.ndarray, count: int, size: int) -> np.ndarray:
-  """Cuts equally spaced rows `[count, size]` int32 from a stream `[T]`.
+  """Returns `[count, size]` int32, equally spaced rows of `[T]` tokens.
 
   Raises:
     ValueError: the stream is shorter than a row.

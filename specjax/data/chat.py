@@ -1,21 +1,21 @@
-"""Conversations as token ids, by the chat template of a model.
+"""Converts conversations to token ids with the chat template of a model.
 
-A chat template is a jinja program that comes with the weights, so it runs in
-jinja's sandbox. The contents of messages are untrusted and must not become
-special tokens: a content with `<|im_end|>` could end its message and begin a
-system message. Two steps prevent this.
+A chat template is a jinja program from the publisher of the weights, so it runs
+in jinja's sandbox. The contents of messages are untrusted and must not become
+special tokens. For example, a content with `<|im_end|>` could end its message
+and begin a system message. Two steps prevent this.
 
-1. If a content has the text of a special token, this text is put between two
-   private-use characters, and later encoded as plain text. Other contents are
-   not changed, so the template can test and strip them, and the token ids equal
-   the ids of transformers.
+1. If a content contains the text of a special token, this text is put between
+   two private-use characters and later encoded as plain text. Other contents
+   are not changed. So the template can test and strip them, and the token ids
+   equal the ids of transformers.
 2. The template is rendered again with contents in which no character can begin
-   or end a special token. All special tokens then come from the template. If
-   the first rendering has other special tokens, contents and template have
-   formed one together, and the conversation is rejected.
+   or end a special token. So all special tokens of this rendering come from the
+   template. If the first rendering has other special tokens, contents and
+   template together have formed one. The conversation is then rejected.
 
-Roles are not marked, because they are written by the program, and some
-templates form special tokens from them.
+Roles are not protected, because the calling program writes them. Some templates
+form special tokens from roles.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ if TYPE_CHECKING:  # avoids an import cycle
   from specjax.data.tokenizers import Tokenizer
 
 _SOUND = (3, 1, 6)  # first jinja2 version whose sandbox has no known escape
-# Template variables whose values are written around `{% generation %}` blocks.
+# Template variables. Their values are written before and after the contents of
+# `{% generation %}` blocks.
 GENERATION = ("specjax_opening", "specjax_closing")
 _EXTRA = "pip install -U 'specjax[chat]'"
 
@@ -51,7 +52,7 @@ class Rendering(NamedTuple):
   Attributes:
     text: output of the template.
     ids: token ids.
-    spans: offsets in `text` where each token begins and ends.
+    spans: begin and end of each token, as character offsets in `text`.
   """
 
   text: str
@@ -66,8 +67,8 @@ def render(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
     messages: messages, each with a "role" and a "content" or "tool_calls". A
-      value of None counts as a missing key.
-    add_generation_prompt: whether to append the header of the model's answer.
+      key with the value None is ignored.
+    add_generation_prompt: if True, appends the header of the model's answer.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -91,7 +92,7 @@ def render(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
 
   offsets = (*spans, (len(text), len(text)))
   found, first, start = Rendering(text, [], []), 0, 0
-  for i in [*own, len(ids)]:  # special tokens of the template
+  for i in [*own, len(ids)]:  # special tokens of the template, and the end
     if overlaps(marked, start, offsets[i][0]):
       for at, part in tokenizer.plain(text[start:offsets[i][0]]):
         found.ids.extend(part.ids)
@@ -99,7 +100,8 @@ def render(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
                            for a, b in part.offsets)
       first = i
     # If the text since the last special token had marks, it was encoded above
-    # (first == i). Else its tokens are copied, with the special token.
+    # (first == i), and only the special token is copied. Otherwise the tokens
+    # of the text are copied, too.
     found.ids.extend(ids[first:i + 1])
     found.spans.extend(spans[first:i + 1])
     first, start = i + 1, offsets[i][1]
@@ -112,7 +114,7 @@ def overlaps(spans: Iterable[tuple[int, int]], start: int, end: int) -> bool:
 
 
 def special_pattern(tokenizer: "Tokenizer") -> re.Pattern[str]:
-  """Returns the pattern of the control tokens, the longest first."""
+  """Returns a pattern that matches any control token, the longest first."""
   longest_first = sorted(tokenizer.control_tokens.values(), key=len,
                          reverse=True)
   return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -120,13 +122,13 @@ def special_pattern(tokenizer: "Tokenizer") -> re.Pattern[str]:
 
 def _check_special(written: list[int], expected: list[int],
                    control: Mapping[int, str], ends: list[str]) -> None:
-  """Checks that all control tokens outside of contents are the template's own.
+  """Checks that all control tokens outside of contents are from the template.
 
   Args:
-    written: control tokens outside of the contents.
-    expected: tokens of the conversation with harmless contents.
-    control: all control tokens.
-    ends: first and last characters of control tokens, shown in the error.
+    written: ids of the control tokens outside of the contents.
+    expected: token ids of the conversation with harmless contents.
+    control: text of all control tokens, by id.
+    ends: first and last characters of control tokens, for the error message.
 
   Raises:
     ValueError: contents and template together formed a control token.
@@ -142,13 +144,14 @@ def writer(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
            add_generation_prompt: bool = True) -> Callable[..., str]:
   """Returns a function that renders a conversation as text.
 
-  The function's first argument is a function that changes every string of the
-  messages except the roles. Its keyword arguments become template variables.
+  The result is `f(change, **variables)`. It applies the function `change` to
+  every string of the messages except the roles, and passes `variables` to the
+  template.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer` with a chat template.
-    messages: messages, see `render`.
-    add_generation_prompt: whether to append the header of the model's answer.
+    messages: messages (see `render`).
+    add_generation_prompt: if True, appends the header of the model's answer.
 
   Raises:
     ValueError: see `Tokenizer.chat`.
@@ -174,9 +177,10 @@ def writer(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
 
 
 def _checked(messages) -> list[dict[str, Any]]:
-  """Returns the messages without values of None, like transformers.
+  """Returns the messages without entries whose value is None.
 
-  Most templates would write the text "None" for such a value.
+  Most templates would write the text "None" for such a value. transformers
+  removes these entries, too.
   """
   found = []
   for message in messages:
@@ -211,16 +215,17 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def unused(template: str, messages: Any) -> Iterator[str]:
-  """Yields private-use characters absent from the template and messages."""
+  """Yields private-use characters that neither template nor messages contain.
+  """
   used = set(template)
   _changed(messages, lambda text: used.update(text) or text)
   return (chr(i) for i in range(0xF0000, 0xFFFFE) if chr(i) not in used)
 
 
 def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
-  """Returns the first and last characters of tokens, and a table without them.
+  """Returns the first and last characters of tokens, and a translation table.
 
-  The table, for `str.translate`, replaces these characters.
+  The table for `str.translate` replaces these characters by another character.
   """
   ends = sorted({token[i] for token in tokens for i in (0, -1)})
   other = next(chr(i) for i in range(ord("x"), 0x10FFFF) if chr(i) not in ends)
@@ -229,7 +234,7 @@ def _ends(tokens: Iterable[str]) -> tuple[list[str], dict[int, str]]:
 
 def unmark(rendered: str, opening: str, closing: str
             ) -> tuple[str, list[tuple[int, int]]]:
-  """Returns the text without its marks, and the spans that they enclosed."""
+  """Returns the text without its marks, and the spans between the marks."""
   pieces, spans, length, begun = [], [], 0, None
   for piece in re.split(f"([{opening}{closing}])", rendered):
     if piece == opening:
@@ -291,9 +296,10 @@ def _environment() -> Any:
                      f"{'.'.join(map(str, _SOUND))}: {_EXTRA}")
 
   class Generation(ext.Extension):
-    """Block `{% generation %}`, by which templates mark answers for training.
+    """Block `{% generation %}`, which marks answers for training.
 
-    It writes the values of the variables `GENERATION` around its contents.
+    The block writes the values of the variables `GENERATION` around its
+    contents.
     """
 
     tags = {"generation"}
@@ -308,8 +314,8 @@ def _environment() -> Any:
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-  # jinja's filter `tojson` escapes HTML, but transformers' filter does not. So
-  # templates are written for a filter without escapes.
+  # jinja's filter `tojson` escapes HTML. Templates are written for the filter
+  # of transformers, which does not.
   def tojson(value, ensure_ascii=False, indent=None, separators=None,
              sort_keys=False):
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,

@@ -30,12 +30,14 @@ ROLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-  """The messages of one record.
+  """Messages of one record.
 
   Attributes:
-    name: name of the record. Its hash decides whether it is held out.
-    place: place of the record for errors, such as "data.jsonl line 3".
-    messages: messages with "role", "content" and other keys used by templates.
+    name: name of the record. The hash of the name decides whether the record is
+      held out.
+    place: place of the record for error messages, such as "data.jsonl line 3".
+    messages: messages with "role", "content" and other keys that chat templates
+      use.
   """
 
   name: str
@@ -44,12 +46,12 @@ class Conversation:
 
 
 def speaker(place: str, number: int, turn: Any) -> str | None:
-  """Returns the speaker of a turn in lower case; None for a turn without one.
+  """Returns the speaker of a turn in lower case, or None if it names none.
 
   Args:
-    place: place of the conversation, for errors.
-    number: number of the turn, from 1.
-    turn: a string, or an object with "from" and "value" or with "role" and
+    place: place of the conversation, for error messages.
+    number: number of the turn. The first turn is 1.
+    turn: string, or object with "from" and "value" or with "role" and
       "content".
 
   Raises:
@@ -71,11 +73,12 @@ def speaker(place: str, number: int, turn: Any) -> str | None:
 
 
 def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
-  """Returns the turns of a conversation as the messages of a chat template.
+  """Converts the turns of a conversation to messages for a chat template.
 
   Args:
-    place: place of the conversation, for errors.
-    turns: turns of the conversation. Names of speakers become roles by `ROLES`.
+    place: place of the conversation, for error messages.
+    turns: turns of the conversation. `ROLES` converts the names of speakers to
+      roles.
 
   Raises:
     ValueError: a turn has no speaker, an unknown speaker, or no content.
@@ -84,8 +87,8 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   for number, turn in enumerate(turns, 1):
     role = _role(place, number, turn)
     key = "value" if "value" in turn else "content"
-    # Other keys (tool calls, reasoning) have a meaning for templates only in
-    # the format with "role" and "content".
+    # Templates use other keys (tool calls, reasoning) only in the format with
+    # "role" and "content".
     others = {k: v for k, v in turn.items()
               if k not in _TURN and "from" not in turn}
     content = turn.get(key)
@@ -99,7 +102,10 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _role(place: str, number: int, turn: Any) -> str:
-  """Returns the role of a turn's speaker in chat templates, see `speaker`."""
+  """Returns the role of a turn's speaker in chat templates.
+
+  `speaker` describes the arguments.
+  """
   name = speaker(place, number, turn)
   if name is None:
     raise ValueError(f"{place}: turn {number} has no speaker; add its 'role'")
@@ -110,15 +116,16 @@ def _role(place: str, number: int, turn: Any) -> str:
 
 
 def field_of(source: str, field: str | None = None) -> str | None:
-  """Returns the field of the records that contains turns; None without one.
+  """Returns the name of the field that contains turns, or None.
 
-  Only the first record of the source is read.
+  The result depends only on the first record of the source.
 
   Args:
-    source: a source of `corpora.iter_documents`, or a `.json` file with an
-      array of records.
-    field: field to read. If it is None or "text" (the default of `--field`) and
-      the record has no such field, the first field of `FIELDS` is used.
+    source: source of `corpora.iter_documents`, or a `.json` file with an array
+      of records.
+    field: name of the field. If it is None or "text" (the default of `--field`)
+      and the record has no such field, the first existing field of `FIELDS` is
+      used.
   """
   record = next((record for _, _, record in _records(source)), None)
   if not isinstance(record, dict):
@@ -132,8 +139,8 @@ def read(source: str, field: str) -> Iterator[Conversation]:
   """Yields the conversations of a source.
 
   Args:
-    source: source of conversations, see `field_of`.
-    field: field with the turns.
+    source: source of conversations (see `field_of`).
+    field: field that contains the turns.
 
   Raises:
     ValueError: the field is not a list of turns, or `messages` rejects a turn.
@@ -151,7 +158,7 @@ def read(source: str, field: str) -> Iterator[Conversation]:
 
 
 def is_answer(message: dict[str, Any]) -> bool:
-  """Returns True for an assistant's message with a content or a tool call."""
+  """Returns True if an assistant's message has a content or a tool call."""
   content = message.get("content")
   return message["role"] == "assistant" and bool(
       content.strip() if isinstance(content, str)
@@ -159,7 +166,7 @@ def is_answer(message: dict[str, Any]) -> bool:
 
 
 def _records(source, field=None):
-  """Yields `(name, place, record)` for sources with records."""
+  """Yields `(name, place, record)`, or nothing if the source has no records."""
   if source in corpora.STDLIB:
     return
   if corpora.has_records(source):
@@ -172,9 +179,10 @@ def _records(source, field=None):
 
 
 def _items(path: pathlib.Path) -> Iterator[Any]:
-  """Yields the items of a JSON array; nothing if the file is not an array.
+  """Yields the items of a JSON array, or nothing if the file is not an array.
 
-  `corpora.json_items` yields the same items but needs the complete text.
+  The file is read in pieces. `corpora.json_items` yields the same items but
+  needs the complete text.
   """
   pieces = text_files.pieces(path, _PIECE)
   text = next(pieces, "")

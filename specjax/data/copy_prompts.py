@@ -236,7 +236,7 @@ _TEXTS = (
     "Nobody knows who had put the coin there, or why.",
 )
 
-# One question about each document that is summarised.
+# One question about each text in `_TEXTS`.
 _QUESTIONS = (
     "Why have the people at the landing lost more than they gained?",
     "Where does the flavour of bread come from?",

@@ -25,7 +25,8 @@ from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
 
 _JSONL = (".jsonl", ".jsonl.gz")
-# Names of the embedded corpus: True if it includes the library's tests.
+# Names of the embedded corpus. The value is True if the corpus includes the
+# test suites of the standard library.
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}
 _HELD_OUT_OF = 20  # one document in twenty is held out
 _ONE_A_LINE = "a .jsonl file holds one JSON object a line"
@@ -35,7 +36,7 @@ _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """Text with a name. The name decides whether the text is held out."""
+  """Text with a name that decides whether the text is held out."""
 
   name: str
   text: str
@@ -59,14 +60,15 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
   Installed packages and files that are not UTF-8 are skipped.
 
   Args:
-    include_tests: whether to include the library's test suites, which some
-      distributions of Python omit.
+    include_tests: if True, includes the library's test suites. Some
+      distributions of Python do not contain them.
   """
   return list(_modules(include_tests))
 
 
 def held_out_modules() -> list[Document]:
-  """Returns the held-out modules of `stdlib_documents`; reads only these."""
+  """Returns the held-out modules of `stdlib_documents`; reads only their files.
+  """
   return list(_modules(read=lambda name: Document(name, "").held_out))
 
 
@@ -114,11 +116,11 @@ def split(documents: Sequence[Document]
 def held_out(names: Iterable[str]) -> bytearray:
   """Returns one number per document: 1 if it is held out, else 0.
 
-  In a small corpus the hash may select no document or all of them. Then one
-  document is moved, so that both parts have at least one.
+  In a small corpus, the hash may select no document or all documents. Then one
+  document moves to the other part, so that no part is empty.
 
   Args:
-    names: the names of all documents.
+    names: names of all documents.
 
   Raises:
     ValueError: there are fewer than two documents.
@@ -149,7 +151,7 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
 
 
 def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
-  """Yields the documents of any source accepted by `--data`.
+  """Yields the documents of a source with non-empty text.
 
   Text and JSONL files are read in parts. Files of a directory are read one at a
   time.
@@ -159,7 +161,7 @@ def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
       `.jsonl` or `.jsonl.gz` file, a directory of text files, or
       "hf:NAME[:SPLIT]" for a Hugging Face dataset (needs the package
       `datasets`).
-    field: field with the text, for JSONL files and datasets.
+    field: field that contains the text, for JSONL files and datasets.
 
   Raises:
     ValueError: the source is missing or empty, or its format is invalid.
@@ -207,12 +209,12 @@ def records(source: str, field: str | None = None
             ) -> Iterator[tuple[str, str, dict[str, Any]]]:
   """Yields `(name, place, record)` of a dataset or JSONL file.
 
-  The name decides whether the record is held out. The place is for errors, such
-  as "data.jsonl line 3".
+  The name decides whether the record is held out. The place identifies the
+  record in error messages, such as "data.jsonl line 3".
 
   Args:
     source: dataset or JSONL file.
-    field: field of a dataset to read; None: all fields.
+    field: field to read from a dataset. None reads all fields.
   """
   if source.startswith("hf:"):
     name, rows = _huggingface_rows(source, field)
@@ -246,11 +248,12 @@ def _files(directory):
 def digest(source: str, field: str) -> str:
   """Returns a hash of the names and contents of a source's files.
 
-  Equal hashes mean equal documents.
+  Two sources with equal hashes contain the same documents. The hash of a
+  dataset covers its rows.
 
   Args:
     source: source of `iter_documents`.
-    field: field of a dataset to read.
+    field: field to read from a dataset.
 
   Raises:
     ValueError: the source is missing.
@@ -298,8 +301,8 @@ def json_items(text: str, path: str | os.PathLike[str]
   """Yields `(line number, value)` of every item of a JSON array.
 
   Args:
-    text: JSON that begins with optional space and "[".
-    path: path of the file, for errors.
+    text: JSON array as a string, with optional white space before "[".
+    path: path of the file, for error messages.
 
   Raises:
     ValueError: see `files.parse_json`.
@@ -330,7 +333,7 @@ def text_of(place: str, field: str, value: Any) -> str:
   """Returns the text in a field of a user's file.
 
   Args:
-    place: place of the record in errors, such as "data.jsonl line 3".
+    place: place of the record for error messages, such as "data.jsonl line 3".
     field: name of the field.
     value: value of the field.
 
@@ -348,7 +351,11 @@ def text_of(place: str, field: str, value: Any) -> str:
 
 
 def field_of(place: str, record: dict[str, Any], field: str) -> Any:
-  """Returns a field of a record; the `ValueError` lists the existing fields."""
+  """Returns the value of a field of a record.
+
+  Raises:
+    ValueError: the field is missing. The message lists the existing fields.
+  """
   if field not in record:
     raise ValueError(f"{place} has no field {field!r}; it has "
                      f"{', '.join(map(repr, record)) or 'none'}: name the "
@@ -362,7 +369,7 @@ def _huggingface_rows(source: str, field: str | None = None
 
   Args:
     source: "hf:NAME[:SPLIT]".
-    field: field of the rows to read; None: all fields.
+    field: field to read from the rows. None reads all fields.
 
   Raises:
     ValueError: the package `datasets` or the field is missing.

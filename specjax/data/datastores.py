@@ -1,17 +1,17 @@
-"""Datastores: a corpus as tokens and the order of their suffixes.
+"""Datastores: the tokens of a corpus and the sorted order of its suffixes.
 
 REST (He et al. 2023, arXiv:2311.08252) looks up the last tokens of a sequence
-in a corpus and proposes their continuations. A datastore is two arrays: the
-tokens of the corpus, with a separator after every document, and the start
-positions of all suffixes, sorted by the suffixes' first `depth` tokens. So all
-occurrences of a pattern of up to `depth` tokens form one range of the sorted
-suffixes, found by two binary searches (`methods.model_free._matches`). Patterns
-contain no separator, so matches never cross the end of a document. A
-continuation ends at the separator.
+in a corpus and proposes their continuations. A datastore consists of two
+arrays. The first contains the tokens of the corpus, with a separator after
+every document. The second contains the start positions of all suffixes, sorted
+by the first `depth` tokens of the suffix. So all occurrences of a pattern of up
+to `depth` tokens form one range of the second array. Two binary searches find
+this range (`methods.model_free._matches`). Patterns contain no separator, so
+matches never cross the end of a document. A continuation ends at the separator.
 
-A file has a header of 4096 bytes (a line of text and a JSON object), then the
-tokens, then the starts, little-endian. Opening it does not read the arrays,
-because they are mapped into memory.
+A file consists of a header of 4096 bytes (a line of text and a JSON object),
+the tokens and the start positions, little-endian. Opening a file does not read
+the arrays, because they are mapped into memory.
 
 >>> import jax
 >>> store = index([[1, 2, 3, 1, 2], [2, 3]], vocab_size=4)
@@ -39,7 +39,7 @@ from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 
 DEPTH = 16  # REST uses patterns of at most 16 tokens
-DEEPEST = 30  # a search packs a sign per token into an int32 (`_matches`)
+DEEPEST = 30  # `_matches` packs one comparison sign per token into an int32
 _MAGIC = b"specjax datastore 1\n"
 _HEADER = 4096  # bytes of the header; the arrays after it are aligned to pages
 _LARGEST = 2**31 - 2**16  # positions are int32
@@ -52,17 +52,18 @@ _REBUILD = "build it again with experiments/build_datastore.py"
 class Datastore:
   """Searchable corpus, used as `params["drafter"]` of `drafters.Retrieval`.
 
-  It is a parameter, not a state, because all batch rows share it. Move its
-  arrays to the device with `jax.device_put(store)`.
+  A datastore is part of the parameters and not of the decoding state, because
+  all batch rows share it. Move its arrays to the device with
+  `jax.device_put(store)`.
 
   Attributes:
-    tokens: tokens `[T]` uint16 or uint32 of the documents, each followed by the
-      separator, whose id is `vocab_size`.
-    suffixes: `[S]` int32, starts of all suffixes that do not begin with a
-      separator, sorted by their first `depth` tokens.
+    tokens: `[T]` uint16 or uint32, tokens of the documents. After each document
+      follows the separator, a token with the id `vocab_size`.
+    suffixes: `[S]` int32, start positions of all suffixes that do not begin
+      with a separator, sorted by the first `depth` tokens of the suffix.
     vocab_size: vocabulary size of the tokenizer.
-    depth: number of tokens by which suffixes are sorted. It is also the length
-      of the longest pattern that can be searched.
+    depth: number of tokens by which suffixes are sorted. It is also the largest
+      length of a pattern in a search.
   """
 
   tokens: jax.Array | np.ndarray
@@ -78,9 +79,9 @@ def index(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int,
   Memory use is about 40 bytes per token, in addition to the documents.
 
   Args:
-    documents: token ids; empty documents are skipped.
-    vocab_size: vocabulary size of the tokenizer; all ids are smaller.
-    depth: number of tokens to sort by, 1 to 30.
+    documents: token ids of each document. Empty documents are skipped.
+    vocab_size: vocabulary size of the tokenizer. All ids must be smaller.
+    depth: number of tokens by which suffixes are sorted, 1 to 30.
 
   Returns:
     A `Datastore` of numpy arrays.
@@ -116,15 +117,16 @@ def save(path: str | os.PathLike[str], store: Datastore,
   """Writes a datastore atomically.
 
   Args:
-    path: path of the file; an existing file is replaced.
-    store: datastore of `index`.
-    tokenizer: tokenizer of the tokens; its fingerprint is stored.
+    path: path of the file. An existing file is replaced.
+    store: datastore from `index`.
+    tokenizer: tokenizer of the datastore's tokens. The file contains its
+      fingerprint.
 
   Returns:
     The header of the file.
 
   Raises:
-    ValueError: the tokenizer has another number of tokens.
+    ValueError: the vocabulary sizes of tokenizer and datastore differ.
   """
   if tokenizer.vocab_size != store.vocab_size:
     raise ValueError(
@@ -147,10 +149,10 @@ def save(path: str | os.PathLike[str], store: Datastore,
 
 
 def load(path: str | os.PathLike[str], tokenizer: ReadsText) -> Datastore:
-  """Opens a datastore; its arrays are mapped from the file.
+  """Opens a datastore, whose arrays are mapped from the file.
 
   Args:
-    path: file of `save`.
+    path: file that `save` wrote.
     tokenizer: tokenizer of the target.
 
   Raises:
@@ -211,7 +213,7 @@ def _is_size(value, most):
 
 
 def _header(path):
-  """Returns the header of a file, after a check of the file's length."""
+  """Returns the header of a file and checks the file's length."""
   try:
     size = path.stat().st_size
     with open(path, "rb") as f:
@@ -248,8 +250,9 @@ def _sorted_suffixes(tokens, separator, depth):
   """Returns `Datastore.suffixes`, by prefix doubling (Manber and Myers 1993).
 
   The first sort compares as many tokens as fit into 64 bits. Each further sort
-  doubles the number. Sorting is stable, so suffixes that are equal in `depth`
-  tokens stay in the order of the corpus on every machine.
+  doubles the number, until it is at least `depth`. Sorting is stable, so the
+  result is the same on every machine. Suffixes that are equal in all compared
+  tokens keep the order of the corpus.
   """
   size, bits = len(tokens), int(separator).bit_length()
   reach = min(64 // bits, depth)
@@ -273,7 +276,7 @@ def _sorted_suffixes(tokens, separator, depth):
 
 
 def _ranks(key, order):
-  """Returns the number `[T]` uint64 of distinct smaller keys of each key."""
+  """Returns `[T]` uint64, the number of distinct smaller keys for each key."""
   ordered = key[order]
   steps = np.zeros(len(key), np.uint64)
   steps[1:] = ordered[1:] != ordered[:-1]

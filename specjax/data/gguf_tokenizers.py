@@ -1,10 +1,10 @@
 """Tokenizers from the metadata of GGUF files, with llama.cpp's ids.
 
-A GGUF file has a vocabulary and the name of a pre-tokenizer, the rules that
-split text into words before they are encoded. Names and rules follow
-`llama-vocab.cpp` of llama.cpp. Like llama.cpp, this module does not normalise
-text. So for decomposed characters, ids differ from a published `tokenizer.json`
-with NFC normalisation (Qwen, GPT-NeoX).
+A GGUF file contains a vocabulary and the name of a pre-tokenizer. A
+pre-tokenizer is a set of rules that split a text into words. Names and rules
+follow `llama-vocab.cpp` of llama.cpp. Like llama.cpp, this module does not
+normalise text. So the ids of decomposed characters differ from those of a
+published `tokenizer.json` with NFC normalisation (Qwen, GPT-NeoX).
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST)
 _LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
-# In these patterns an upper-case letter begins a new word after lower-case
-# letters. The models were trained with this pattern. llama.cpp approximates the
-# patterns built from it, because its engine lacks the character classes.
+# Template of patterns in which an upper-case letter after lower-case letters
+# begins a new word. The models were trained with these patterns. llama.cpp only
+# approximates them, because its engine lacks some character classes.
 _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
           r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
@@ -43,13 +43,14 @@ _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rules:
-  """Rules of a pre-tokenizer, by its name.
+  """Rules of a pre-tokenizer.
 
   Attributes:
-    patterns: patterns applied in order; each splits the text at its matches.
-    whole_words: True if a word that is in the vocabulary is encoded as one
-      token, also if merges would not form it.
-    adds_bos: default of `add_bos_token`.
+    patterns: regular expressions, applied in order. Each one splits the text at
+      its matches.
+    whole_words: if True, a word in the vocabulary is encoded as one token, even
+      if merges would not form it.
+    adds_bos: default of `add_bos_token`, used if the file does not contain it.
   """
 
   patterns: tuple[str, ...]
@@ -82,10 +83,10 @@ def read(metadata: Mapping[str, Any]
   """Returns the tokenizer in the metadata of a GGUF file.
 
   Args:
-    metadata: metadata of the file, values by key; arrays are lists.
+    metadata: metadata of the file, values by key. Arrays are lists.
 
   Returns:
-    The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
+    The tokenizer, and the keyword arguments of `specjax.data.Tokenizer`.
 
   Raises:
     ValueError: the tokenizer is missing, its kind is unknown, or its metadata
@@ -107,7 +108,7 @@ def read(metadata: Mapping[str, Any]
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
   # Phi-3's tokenizer drops whitespace after added tokens. GGUF has no key for
-  # this property. So the model is recognised by its tokens.
+  # this property, so it is derived from the architecture.
   strips = (kind == "llama"
             and metadata.get("general.architecture") == "phi3")
   _add(backend, tokens, types, strips)
@@ -126,8 +127,8 @@ def read(metadata: Mapping[str, Any]
 def _types(data, count) -> list[int]:
   """Returns the types of `count` tokens.
 
-  Tokens that end a sequence become control tokens, also if the file has another
-  type for them. So they are never read from text.
+  Tokens that end a sequence get the type of control tokens, whatever type the
+  file has for them. So plain text never contains them.
   """
   types = list(data.get("token_type", [_NORMAL] * count))
   for name in _ENDS:
@@ -185,12 +186,12 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
-  """Returns SentencePiece's BPE as a list of merges.
+  """Returns a BPE tokenizer equivalent to that of SentencePiece.
 
-  SentencePiece merges the pair whose piece has the best score. So the pairs
-  that form a piece are listed as merges, best score first. Pieces of equal
-  score would be merged from the left, which a list cannot express. Published
-  models have no equal scores (a score is minus the rank).
+  SentencePiece merges the pair that forms the piece with the best score. So all
+  pairs that form a piece become merges, best score first. SentencePiece merges
+  pieces of equal score from left to right, which a list of merges cannot
+  express. Published models have no equal scores (a score is minus the rank).
   """
   if "scores" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.scores, which "
@@ -215,8 +216,8 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _merges(tokens, types, scores) -> list[tuple[str, str]]:
-  """Returns the pairs of pieces that form a piece, best score first."""
-  # Merges never form control tokens or byte tokens, so these are left out.
+  """Returns all pairs of pieces that form a piece, best score first."""
+  # Merges never form control tokens or byte tokens, so the loop omits these.
   order = sorted((i for i, kind in enumerate(types)
                   if kind in (_NORMAL, _UNUSED)), key=lambda i: -scores[i])
   best_first = [tokens[i] for i in order]
@@ -227,7 +228,10 @@ def _merges(tokens, types, scores) -> list[tuple[str, str]]:
 
 
 def _add(backend, tokens, types, strips) -> None:
-  """Adds control and unknown tokens as special, user-defined as normal ones."""
+  """Adds control and unknown tokens as special tokens, user-defined as normal.
+
+  If `strips` is True, the tokenizer drops whitespace after most added tokens.
+  """
   special, added = [], []
   for token, kind in zip(tokens, types):
     if kind in (_CONTROL, _UNKNOWN):

@@ -1,10 +1,11 @@
-"""Prompt sets by name, of published files or of the running Python.
+"""Prompt sets from published files or from the running Python.
 
-The first eight are the tasks of "Block Verification Accelerates Speculative
-Decoding" (https://arxiv.org/abs/2403.10444, Table 1), with the paper's titles.
-Prompts are the questions and documents without an instruction or a chat
-template. "copy", its halves "rename" and "summarise", and "questions" (about
-the documents of "summarise") were written for specjax and ship with it.
+The first eight sets are the tasks of "Block Verification Accelerates
+Speculative Decoding" (https://arxiv.org/abs/2403.10444, Table 1), with the
+paper's titles. Their prompts are the questions and documents, without an
+instruction or a chat template. The sets "copy", "rename", "summarise" and
+"questions" ship with specjax. "copy" is "rename" followed by "summarise".
+"questions" uses the texts of "summarise".
 """
 
 import ast
@@ -27,8 +28,8 @@ from specjax.utils.files import read_text
 from specjax.utils.fingerprints import fingerprint
 
 _JSON = (".jsonl", ".jsonl.gz", ".json")
-# The main revision of a dataset may be a script, which `datasets` no longer
-# runs. This branch, which Hugging Face generates, has the data as Parquet.
+# The main revision of a dataset may be a script, and `datasets` no longer runs
+# scripts. Hugging Face generates this branch, which contains Parquet files.
 _PARQUET = "refs/convert/parquet"
 _TOPICS = "pydoc_data/topics.py"
 _TEST = re.compile(r"(^|[/_])tests?([/_.]|$)")  # test/, idle_test/, test_x.py
@@ -40,18 +41,19 @@ class PromptSet:
 
   Attributes:
     name: key in `PROMPT_SETS`.
-    title: name in papers.
-    fields: fields of a record, in order of preference. A dot selects a key of
-      an object. From a list of turns, the user's first turn is taken, see
-      `prompts.users_turn`.
-    endings: file endings. JSON is a list of records or one record per line, CSV
-      has a header, and other files have one prompt per line.
+    title: name of the set in papers.
+    fields: fields of a record that may contain the prompt, in order of
+      preference. A dot selects a key of an object. If the field is a list of
+      turns, the prompt is the user's first turn (see `prompts.users_turn`).
+    endings: endings of the file's name. A JSON file is a list of records, or
+      has one record per line. A CSV file has a header. Other files have one
+      prompt per line.
     hf_id: name of the Hugging Face dataset, or None.
-    hf_config: configuration of the dataset.
+    hf_config: configuration of the dataset. None selects the default.
     hf_split: split of the dataset.
-    hf_revision: revision of the dataset.
+    hf_revision: revision of the dataset. None selects the main revision.
     published: location of the file, for sets without a Hugging Face dataset.
-    shipped: prompts of a set that needs no file.
+    shipped: prompts of a set that ships with specjax, otherwise empty.
   """
 
   name: str
@@ -118,12 +120,13 @@ EMBEDDED = tuple(_SOURCES)
 
 
 def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
-  """Returns the prompts of a published set, without blank ones.
+  """Returns the prompts of a set in `PROMPT_SETS`, without blank prompts.
 
   Args:
     name: key in `PROMPT_SETS`.
-    path: file in the set's published format. None: the bundled prompts, or the
-      Hugging Face dataset (needs the package `datasets`).
+    path: file in the published format of the set. None selects the prompts that
+      ship with specjax, or the Hugging Face dataset (needs the package
+      `datasets`).
 
   Raises:
     ValueError: the set or file does not exist, or its format is wrong.
@@ -149,20 +152,21 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
              ) -> tuple[list[str], dict]:
   """Returns excerpts from the running Python and a description of their source.
 
-  "code" has held-out modules, "docstrings" their docstrings, and "tests"
-  held-out tests. "prose" has help topics, which the bundled models saw in
-  training.
+  "code" contains excerpts of held-out modules, "docstrings" of their
+  docstrings, and "tests" of held-out tests. "prose" contains excerpts of help
+  topics. The training data of the bundled models contains these topics.
 
   Args:
     name: one of `EMBEDDED`.
-    count: number of prompts.
+    count: number of prompts. It is reduced if there is too little text.
     characters: length of each prompt.
-    seed: seed of the choice of documents and places.
+    seed: seed for the choice of documents and places.
 
   Returns:
-    The prompts, and a JSON-compatible dict: "prompts" describes the source,
-    "python" is its version, "hash" a hash of the documents, "held_out" whether
-    training excludes them, "documents" the document of each prompt.
+    The prompts, and a JSON-compatible dict. "prompts" describes the source, and
+    "python" is the version of Python. "hash" is a hash of the documents.
+    "held_out" is True if training excludes the documents. "documents" contains
+    the name of each prompt's document.
 
   Raises:
     ValueError: the set does not exist, or its documents are too short.
@@ -197,15 +201,15 @@ def _huggingface_records(spec):
   except ImportError:
     raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
                      "pip install 'specjax[datasets]'") from None
-  # Rows are streamed, because a training split may be a thousand times as large
-  # as the prompts that are read.
+  # Rows are streamed, because a split may be a thousand times larger than the
+  # prompts that a study reads.
   rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
                                revision=spec.hf_revision, streaming=True)
   return ((f"row {i}", row) for i, row in enumerate(rows, 1))
 
 
 def _file_records(spec, path):
-  """Yields each record's place for errors, and the record."""
+  """Returns pairs: the place of a record for error messages, and the record."""
   if not path.is_file():
     raise ValueError(f"no file at {path}; {_expected(spec)}")
   if not path.name.endswith(spec.endings):
@@ -224,16 +228,19 @@ def _file_records(spec, path):
 
 
 def _csv_records(path, text):
-  """Yields rows that are not blank; fields may be as long as the file."""
+  """Returns the rows that are not blank, as pairs of `_file_records`.
+
+  A field may be as long as the file.
+  """
   found, limit = [], csv.field_size_limit()
   rows = csv.DictReader(io.StringIO(text), strict=True)
   try:
-    # `csv` limits the length of a field to 131072 by default. The limit is
-    # global to the process, and must fit into a C long.
+    # By default, `csv` limits the length of a field to 131072. The limit is
+    # global to the process and must fit into a C long.
     csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
     line = 1 + bool(rows.fieldnames) * rows.line_num
     for i, row in enumerate(rows, 1):
-      # The key None has the cells beyond the header's columns.
+      # The key None contains the cells beyond the columns of the header.
       if any(map(str.strip, row.pop(None, ()))):
         raise ValueError(
             f"{path} row {i} (line {line}) has more cells than the header; put "
@@ -281,7 +288,10 @@ def _prompt(spec, source, where, record):
 
 
 def _follow(place, value, field):
-  """Returns the value at a dotted path; "" for turns without the user's.
+  """Returns the value at a dotted path.
+
+  A list of turns on the path is replaced by the user's first turn. If no turn
+  is the user's, returns "".
 
   Raises:
     KeyError: the path has no value.
@@ -292,8 +302,8 @@ def _follow(place, value, field):
       raise KeyError(key)
     value = value[key]
     if isinstance(value, list) and not is_turn:
-      # ShareGPT files split long conversations into records. So a record may
-      # begin with a turn of the model.
+      # ShareGPT files split a long conversation into several records. So the
+      # first turn of a record may be the model's.
       value, is_turn = prompts_lib.users_turn(place, value), True
       if value is None:
         return ""
@@ -320,12 +330,12 @@ def _documents(name):
 
 @functools.cache
 def _held_out_modules():
-  """Returns the held-out modules; cached for studies with several sets."""
+  """Returns the held-out modules, cached for studies with several sets."""
   return corpora.held_out_modules()
 
 
 def _docstrings(document):
-  """Yields the dedented docstrings of a module, its classes and functions."""
+  """Returns a document with the docstrings of a module's code, dedented."""
   kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
   nodes = ast.walk(ast.parse(document.text))
   texts = [ast.get_docstring(n) for n in nodes if isinstance(n, kinds)]

@@ -1,4 +1,4 @@
-"""Prompts to decode from."""
+"""Prompts from documents and from files."""
 
 from collections.abc import Sequence
 import os
@@ -19,13 +19,14 @@ _OUTER_LINES = re.compile(r"\A(?:[^\S\n]*\n)+|(?:\n[^\S\n]*)+\Z")
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
              characters: int, seed: int = 0) -> list[str]:
-  """Returns excerpts of documents, such as held-out modules.
+  """Returns excerpts of documents, such as held-out modules, as prompts.
 
   Args:
-    documents: documents to cut.
-    count: number of prompts; fewer if the prompts would overlap.
-    characters: length of each prompt; it begins at the start of a line.
-    seed: seed of the choice of documents and places.
+    documents: source documents.
+    count: number of prompts. It is reduced if the documents have too little
+      text for `count` prompts without overlap.
+    characters: length of each prompt. Prompts begin at the start of a line.
+    seed: seed for the choice of documents and places.
 
   Raises:
     ValueError: no document is long enough.
@@ -36,7 +37,7 @@ def excerpts(documents: Sequence[corpora.Document], count: int,
 
 def named_excerpts(documents: Sequence[corpora.Document], count: int,
                    characters: int, seed: int = 0) -> list[tuple[str, str]]:
-  """Returns the `excerpts`, each as `(name of its document, text)`."""
+  """Returns `excerpts` as pairs `(name of the document, text)`."""
   documents = [d for d in documents if len(d.text) > 2 * characters]
   if not documents:
     raise ValueError(f"no document is longer than {2 * characters} "
@@ -60,13 +61,14 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
                  ) -> list[str]:
   """Returns the prompts of a file.
 
-  Prompts in a text file are separated by blank lines. Without blank lines, the
-  file is one prompt, with a note on stderr. A JSONL file has one object per
-  line, whose `field` is a string or a list of turns, see `users_turn`.
+  Blank lines separate the prompts in a text file. A text file without blank
+  lines is one prompt, and a note on stderr says so. A JSONL file has one object
+  per line. The `field` of each object is a string or a list of turns (see
+  `users_turn`).
 
   Args:
     path: path of a `.txt`, `.md`, `.jsonl` or `.jsonl.gz` file.
-    field: field of the JSON objects.
+    field: field of the JSON objects that contains the prompt.
 
   Raises:
     ValueError: the file is missing, empty or malformed.
@@ -104,15 +106,17 @@ def users_turn(place: str, turns: Sequence[Any]) -> Any:
   """Returns the user's first turn of a conversation.
 
   A turn is a string, or an object with "from" and "value" or with "role" and
-  "content". The user is called "human" or "user". If no turn names a speaker,
+  "content". The user's role is "human" or "user". If no turn names a speaker,
   the first turn is the user's.
 
   Args:
-    place: place of the conversation for errors, such as "data.jsonl line 3".
+    place: place of the conversation for error messages, such as "data.jsonl
+      line 3".
     turns: turns of the conversation.
 
   Returns:
-    The user's first turn, a string or an object; None if there is none.
+    The user's first turn, a string or an object, or None if no turn is the
+    user's.
 
   Raises:
     ValueError: a turn has neither pair of keys, some turns name a speaker and

@@ -11,20 +11,20 @@ from specjax.data.tokenizers import Tokenizer
 
 
 def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
-  """Returns the tokenizer with its `size` most frequent tokens and new ids.
+  """Returns a tokenizer with the most frequent tokens and new ids.
 
-  It contains the special tokens, the tokens without a merge (the bytes of a
-  byte-level vocabulary), and the most frequent other tokens with the tokens of
-  their merges. The order of ids is preserved.
+  The result contains all special tokens and all tokens that no merge forms (the
+  bytes of a byte-level vocabulary). The most frequent other tokens follow, with
+  all tokens that their merges need. The order of ids is preserved.
 
   Args:
-    tokenizer: tokenizer of byte-pair encoding.
-    counts: `[V]`, count of each token.
-    size: number of tokens in the result.
+    tokenizer: tokenizer with byte-pair encoding.
+    counts: `[V]`, number of occurrences of each token in a corpus.
+    size: largest number of tokens in the result.
 
   Raises:
-    ValueError: the tokenizer is of another kind, or `size` is less than the
-      number of required tokens.
+    ValueError: the tokenizer does not use byte-pair encoding, or `size` is less
+      than the number of required tokens.
   """
   spec = json.loads(tokenizer.backend.to_str())
   if spec["model"]["type"] != "BPE":
@@ -33,7 +33,9 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   vocab = spec["model"]["vocab"]
   merges = [merge if isinstance(merge, list) else merge.split(" ", 1)
             for merge in spec["model"]["merges"]]
-  parts = {}  # by token, the two tokens of its first merge, the only one used
+  # The two tokens that form each merged token. If several merges form the same
+  # token, only the first one is used.
+  parts = {}
   for left, right in merges:
     parts.setdefault(left + right, (left, right))
   added = {token["content"]: token["id"] for token in spec["added_tokens"]}
@@ -54,14 +56,14 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
 
 
 def _most_frequent(tokens, parts, required, size):
-  """Returns `size` tokens: the required ones, then the most frequent ones.
+  """Returns up to `size` tokens: the required and the most frequent ones.
 
   Args:
     tokens: all tokens, the most frequent first.
-    parts: pairs of tokens that are merged, by the resulting token.
+    parts: pair of tokens whose merge forms a token, by that token.
     required: tokens that must be in the result.
-    size: size of the result. The result may be smaller, because a token is left
-      out if the parts of its merges do not fit.
+    size: largest size of the result. The result may be smaller, because a token
+      is left out if the tokens that its merges need do not fit.
 
   Raises:
     ValueError: there are more than `size` required tokens.
@@ -79,7 +81,7 @@ def _most_frequent(tokens, parts, required, size):
 
 
 def _with_parts(token, parts, kept):
-  """Returns the token and the parts of its merges, except tokens in `kept`."""
+  """Returns the token and all tokens that its merges need, without `kept`."""
   needed, open_ = set(), [token]
   while open_:
     token = open_.pop()
@@ -90,12 +92,12 @@ def _with_parts(token, parts, kept):
 
 
 def _restrict(spec, merges, new) -> None:
-  """Reduces the contents of a `tokenizer.json` to some tokens, in place.
+  """Reduces the contents of a `tokenizer.json` to the tokens in `new`.
 
   Args:
-    spec: contents of the file.
+    spec: contents of the file, changed in place.
     merges: pairs of tokens that are merged.
-    new: new id of every token that stays.
+    new: new id of every remaining token.
   """
   vocab = {t: i for t, i in new.items() if t in spec["model"]["vocab"]}
   merges = [merge for merge in merges
@@ -107,7 +109,12 @@ def _restrict(spec, merges, new) -> None:
 
 
 def _renumber(node: Any, new) -> None:
-  """Replaces ids of special tokens in a post-processor by `new`, in place."""
+  """Replaces ids of special tokens in a post-processor, in place.
+
+  Args:
+    node: part of the post-processor's JSON.
+    new: new id of every remaining token.
+  """
   if isinstance(node, list):
     for child in node:
       _renumber(child, new)

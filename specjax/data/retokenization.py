@@ -1,7 +1,7 @@
 """Conversion between the tokens of a target and a draft model, on the host.
 
-The tokens of a text depend on the text before it. So both directions tokenize
-some preceding text as well, and tokens at the boundary equal the tokens of the
+The tokens of a text depend on the text before it. So both directions also
+tokenize some preceding text. Tokens at the boundary then equal those of the
 complete text.
 """
 
@@ -46,9 +46,10 @@ class Retokenizer:
     Args:
       drafter: tokenizer of the draft model.
       target: tokenizer of the target.
-      draft_size: size of the draft model's vocabulary; default: the
-        tokenizer's.
-      target_size: size of the target's vocabulary; default: the tokenizer's.
+      draft_size: vocabulary size of the draft model. None means that of the
+        tokenizer.
+      target_size: vocabulary size of the target. None means that of the
+        tokenizer.
 
     Raises:
       ValueError: one vocabulary cannot spell any token of the other.
@@ -76,13 +77,13 @@ class Retokenizer:
 
   def as_draft(self, tokens: Sequence[int], before: Sequence[int] = ()
                ) -> list[int]:
-    """Returns draft ids of `before` followed by the target's `tokens`.
+    """Returns draft ids for the text of `before` followed by `tokens`.
 
     Args:
-      tokens: target ids. Special tokens without a counterpart are skipped, and
-        bytes that no draft tokens spell.
-      before: preceding draft ids. They are tokenized again with the following
-        text, so they may change in the result.
+      tokens: target ids. Special tokens without a counterpart are skipped. So
+        are bytes that draft tokens cannot spell.
+      before: preceding draft ids. Their text is tokenized again with the
+        following text, so the result may contain other ids for it.
     """
     found, text = _last_text(self._drafter, before)
     parts = [text]
@@ -98,7 +99,10 @@ class Retokenizer:
     return found + self._joined(parts)
 
   def _joined(self, parts):
-    """Returns draft ids of joined byte strings; skips parts without ids."""
+    """Returns draft ids of joined byte strings.
+
+    Skips parts that draft tokens cannot spell.
+    """
     spelled = self._drafter.spelled
     found = spelled(b"".join(parts))
     if found is None:
@@ -107,12 +111,12 @@ class Retokenizer:
 
   def as_target(self, drafted: Sequence[int], before: Sequence[int]
                 ) -> list[int]:
-    """Returns target ids of the text of `drafted`, given `before`.
+    """Returns target ids for the text of `drafted` after `before`.
 
-    An incomplete character at the end is dropped. The result ends before a
-    special token without a counterpart. With further text, the last token might
-    be longer. It is included all the same, because drafting a token that is
-    rejected costs no more than drafting none.
+    The result omits an incomplete character at the end. It ends before a
+    special token without a counterpart. The target may prefer a longer last
+    token that continues beyond `drafted`. The last token is drafted anyway,
+    because a rejected token costs no more than a missing one.
 
     Args:
       drafted: draft ids.
@@ -127,7 +131,8 @@ class Retokenizer:
     return found
 
   def _following(self, text, past):
-    """Returns target ids of `text` that follows `past`; [] without any."""
+    """Returns target ids of `text` after the text `past`, or [] if none exist.
+    """
     half = len(whole_characters(past + text)[2])
     text = text[:max(len(text) - half, 0)]
     if not text:
@@ -137,7 +142,8 @@ class Retokenizer:
       size += len(self._target.texts[found[i]])
       if size == len(text):
         return found[i:]
-    # A token of the joined text spans the boundary. So `text` is encoded alone.
+    # A token of the joined text crosses the boundary between `past` and `text`.
+    # So `text` is encoded alone.
     return self._target.spelled(text) or []
 
   def prompts(self, width: int, tokens: np.ndarray, lengths: np.ndarray
@@ -150,8 +156,8 @@ class Retokenizer:
       lengths: numbers `[B]` of target ids.
 
     Returns:
-      `[B, W]` int32 draft ids, and `[B]` int32, the number of draft ids. The
-      number may exceed W.
+      Draft ids `[B, W]` int32, and the number `[B]` int32 of draft ids in each
+      row. If the number exceeds W, the further ids are cut off.
     """
     bos = [] if self._drafter.bos is None else [self._drafter.bos]
     rows = [row[:n] for row, n in zip(_lists(tokens), _lists(lengths))]
@@ -161,9 +167,9 @@ class Retokenizer:
   def reread(self, width: int, tail: np.ndarray, held: np.ndarray,
              new: np.ndarray, count: np.ndarray
              ) -> tuple[np.ndarray, np.ndarray]:
-    """Converts new tokens of the target, and changes the last draft ids to fit.
+    """Converts new target tokens and retokenizes the last draft ids with them.
 
-    In rows without new tokens the last draft ids are unchanged.
+    In rows without new tokens, the last draft ids are unchanged.
 
     Args:
       width: number W of columns of the result.
@@ -173,8 +179,8 @@ class Retokenizer:
       count: numbers `[B]` of ids in `new`.
 
     Returns:
-      `[B, W]` int32 draft ids that replace the tail, and `[B]` int32, the
-      number of draft ids. The number may exceed W.
+      Draft ids `[B, W]` int32 that replace the tail, and the number `[B]` int32
+      of draft ids in each row. If it exceeds W, the further ids are cut off.
     """
     return _filled([
         self.as_draft(row[:n], before[:k]) if n else before[:k]
@@ -186,7 +192,7 @@ class Retokenizer:
     """Converts drafted tokens to target ids `[B, gamma]`, padded with -1.
 
     Args:
-      gamma: number of tokens of a chain; further tokens are cut off.
+      gamma: largest number of tokens of a chain. Further tokens are cut off.
       before: preceding target ids `[B, K]`.
       held: numbers `[B]` of ids in `before`.
       drafted: draft ids `[B, G]`.
@@ -200,7 +206,9 @@ class Retokenizer:
 
 
 def _last_text(vocabulary, ids):
-  """Splits ids after the last special id; returns the ids and the rest's bytes.
+  """Splits ids after the last special id.
+
+  Returns the ids up to the split and the bytes of the ids after it.
   """
   ids = list(ids)
   start = len(ids)

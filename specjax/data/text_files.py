@@ -1,7 +1,7 @@
-"""Reader of text files, piece by piece.
+"""Reads text files piece by piece.
 
-Text and errors are the same as with `files.read_text`, but the file may be
-larger than the memory.
+Text and errors equal those of `files.read_text`, but the file may be larger
+than the memory.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from specjax.utils import files
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[str]:
-  """Yields the lines of a file, without their ends.
+  """Yields the lines of a file without line feeds.
 
   Raises:
     ValueError: see `files.read_text`.

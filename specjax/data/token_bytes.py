@@ -15,8 +15,8 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's name of a byte
 def alphabet() -> dict[str, int]:
   """Returns the byte of each character of byte-level BPE's alphabet.
 
-  Bytes of printable Latin-1 characters map to these characters. Other bytes
-  map to characters from U+0100 on (Radford et al., 2019, GPT-2).
+  A printable Latin-1 character stands for its own byte. Characters from U+0100
+  stand for the other bytes (Radford et al., 2019, GPT-2).
   """
   printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = [byte for byte in range(256) if byte not in printable]
@@ -25,13 +25,14 @@ def alphabet() -> dict[str, int]:
 
 
 def check_text(text: str) -> None:
-  """Raises `ValueError` for text with lone surrogates, which has no UTF-8 form.
+  """Checks that a text has no lone surrogates, so that it has a UTF-8 form.
 
-  Python creates them from command-line bytes that are not UTF-8, and JSON from
-  an unpaired "\\ud83d".
+  Python creates lone surrogates from command-line bytes that are not UTF-8.
+  JSON creates them from an unpaired "\\ud83d".
 
   Raises:
-    ValueError: the message contains the position of the first surrogate.
+    ValueError: the text has a lone surrogate. The message contains the position
+      of the first one.
   """
   try:
     text.encode()
@@ -46,9 +47,10 @@ _OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # Unicode categories
 
 
 def is_mark(text: str) -> bool:
-  """Returns True for text like a control token: `<|im_end|>`, `</s>`, `[SEP]`.
+  """Returns True if a text looks like a control token, such as `<|im_end|>`.
 
-  Such text has an opening sign, letters or digits, and a closing sign.
+  Other examples are `</s>` and `[SEP]`. Such a text begins with an opening
+  sign, ends with a closing sign, and contains letters or digits.
   """
   return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
           and unicodedata.category(text[-1]) in _CLOSE
@@ -56,7 +58,7 @@ def is_mark(text: str) -> bool:
 
 
 def marks_in(text: str) -> list[str]:
-  """Returns substrings that satisfy `is_mark`, of at most 64 characters."""
+  """Returns the substrings of at most 64 characters that satisfy `is_mark`."""
   kinds = [unicodedata.category(x) for x in text]
   pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
             if kind in _OPEN
@@ -75,10 +77,10 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
     special: ids of special tokens.
 
   Returns:
-    `[V]` bytes; b"" for special and unused ids.
+    List of the bytes of V tokens. b"" for special and unused ids.
 
   Raises:
-    ValueError: the kind of the decoder is unknown.
+    ValueError: the decoder has an unsupported step.
   """
   state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
   steps = state.get("decoders", [state])
@@ -88,7 +90,7 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
   found = [b""] * size
   for text, token in backend.get_vocab().items():
     if token not in special:
-      # Byte-level BPE stores tokens in its alphabet, but added tokens as text.
+      # Byte-level BPE writes tokens in its alphabet, except added tokens.
       found[token] = (text.encode() if byte_level and token in added
                       else of(text))
   return found
@@ -100,7 +102,7 @@ def _byte_level() -> Callable[[str], bytes]:
   def of(text: str) -> bytes:
     try:
       return bytes([byte[character] for character in text])
-    except KeyError:  # not in the alphabet, so the library decodes it as text
+    except KeyError:  # the library decodes text outside the alphabet as UTF-8
       return text.encode()
 
   return of
@@ -109,8 +111,8 @@ def _byte_level() -> Callable[[str], bytes]:
 def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
   """Returns a function that applies a decoder's steps to a token.
 
-  It returns the token's bytes in the middle of a text. At the beginning some
-  decoders strip a space.
+  The function returns the bytes that the token has in the middle of a text. At
+  the beginning of a text, some decoders also strip a space.
   """
   kinds = {step.get("type") for step in steps}
   replaced = _replacements(steps)
@@ -132,10 +134,10 @@ def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
-  """Returns the replacements of a decoder, `(old, new)`.
+  """Returns the replacements of a decoder as pairs `(old, new)`.
 
   Raises:
-    ValueError: a step is unknown.
+    ValueError: the decoder has an unsupported step.
   """
   unknown = {step.get("type") for step in steps} - {
       None, "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace",

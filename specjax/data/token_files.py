@@ -1,8 +1,8 @@
-"""Corpora as token ids in files, which are mapped into memory.
+"""Files with the token ids of corpora, mapped into memory.
 
-A corpus is tokenised once, in pieces. Its tokens are stored in a directory
-whose name is a hash of the text and the tokenizer. Later runs with the same
-corpus and tokenizer only hash the text files.
+A corpus is tokenised once, in pieces. The name of the directory with its tokens
+is a hash of the text and the tokenizer. Later runs with the same corpus and
+tokenizer only hash the text files.
 """
 
 from collections.abc import Callable
@@ -29,26 +29,28 @@ from specjax.utils.fingerprints import Digest
 from specjax.utils.fingerprints import fingerprint
 
 _ABOUT = "about.json"
-_FORMAT = 1  # version of the files; increase it with every change of them
+_FORMAT = 1  # version of the files; increase it if their contents change
 _SIDES = ("training", "held_out")
 _DTYPE = np.dtype(np.uint32)
-_PIECE = 2**20  # characters tokenised at a time
+_PIECE = 2**20  # characters or tokens that are processed together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFiles:
-  """Tokens of a corpus. Pairs have a training and a held-out element.
+  """Tokens of a corpus, divided into a training part and a held-out part.
 
   Attributes:
-    tokens: pair of arrays `[T]` uint32. They are mapped from files, so only
-      accessed parts are in memory.
-    answered: pair of arrays `[T]` bool, True for tokens of an assistant's
-      answer; None if the corpus has no conversations.
-    documents: pair of numbers of documents or conversations.
-    num_bytes: pair of numbers of UTF-8 bytes; 0 for conversations.
+    tokens: tokens of the two parts, each `[T]` uint32. The arrays are mapped
+      from files, so only accessed parts are in memory.
+    answered: masks of the two parts, each `[T]` bool, True for tokens of an
+      assistant's answer. None if the corpus has no conversations.
+    documents: numbers of documents, or of conversations with an answer, in the
+      two parts.
+    num_bytes: numbers of UTF-8 bytes in the two parts; 0 for conversations.
     corpus: fingerprint of all documents.
-    fingerprints: fingerprint of both token arrays, and of the training array.
-    note: line about skipped conversations, or "".
+    fingerprints: fingerprint of the tokens of both parts, and fingerprint of
+      the training tokens.
+    note: message about skipped conversations, or "".
     path: directory of the files.
   """
 
@@ -67,11 +69,11 @@ class TokenFiles:
     return sum(x.nbytes for x in (*self.tokens, *(self.answered or ())))
 
   def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
-    """Returns the count `[V]` of each token in the training documents.
+    """Returns `[V]`, the number of occurrences of each token in training.
 
     Args:
       vocab_size: vocabulary size V.
-      answers_only: True to count only tokens of answers.
+      answers_only: if True, only tokens of answers are counted.
     """
     total = np.zeros(vocab_size, np.int64)
     for start in range(0, len(self.tokens[0]), _PIECE):
@@ -85,15 +87,16 @@ class TokenFiles:
 def read(source: str, field: str, tokenizer: Tokenizer,
          directory: str | os.PathLike[str], *, chat: bool = False,
          say: Callable[[str], None] = lambda stage: None) -> TokenFiles:
-  """Returns the tokens of a corpus; writes their files if necessary.
+  """Returns the tokens of a corpus, and writes their files if they are missing.
 
   Args:
-    source: source of documents, see `corpora.iter_documents`; with `chat`,
-      source of conversations, see `conversations.field_of`.
-    field: field of a record with the text or the turns.
-    tokenizer: tokenizer. Every document begins with its `bos`, or `eos`.
-    directory: parent directory for the files of all corpora.
-    chat: True if records are conversations, to be written by the chat template.
+    source: source of documents (see `corpora.iter_documents`), or with `chat`,
+      source of conversations (see `conversations.field_of`).
+    field: field of a record that contains the text or the turns.
+    tokenizer: tokenizer of the target. Every document begins with its `bos`, or
+      with `eos` if it has no `bos`.
+    directory: directory of the files of all corpora.
+    chat: if True, records are conversations. The chat template formats them.
     say: function that is called with a message before tokenisation starts.
 
   Raises:
@@ -115,10 +118,10 @@ def read(source: str, field: str, tokenizer: Tokenizer,
 
 @contextlib.contextmanager
 def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields a temporary directory that is renamed to `path` at the end.
+  """Yields a temporary directory and renames it to `path` at the end.
 
-  Several processes may do this for the same path concurrently, because they
-  write equal files.
+  Several processes may write to the same path concurrently, because their files
+  are equal.
   """
   partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
   try:
@@ -127,7 +130,7 @@ def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
       partial.rename(path)
     except OSError:
-      # `path` exists. If it is damaged, no concurrent process wrote it.
+      # `path` exists. A valid one is from a concurrent process and stays.
       if _open(path) is None:
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
@@ -136,7 +139,10 @@ def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _open(path: pathlib.Path) -> TokenFiles | None:
-  """Maps the files of a directory; None if one is missing or truncated."""
+  """Maps the files of a directory into memory.
+
+  Returns None if a file is missing or truncated.
+  """
   try:
     about = files.read_json(path / _ABOUT, "delete it")
     arrays = {file: _mapped(path / file, dtype, about["tokens"][i])
@@ -165,8 +171,9 @@ class _Writer:
   """Writer of the files of a corpus.
 
   Attributes:
-    num_bytes: UTF-8 bytes of the training and the held-out documents so far.
-    note: line about skipped conversations, or "".
+    num_bytes: numbers of UTF-8 bytes written so far, for the training part and
+      the held-out part.
+    note: message about skipped conversations, or "".
   """
 
   def __init__(self, stack: contextlib.ExitStack, path: pathlib.Path):
@@ -178,7 +185,7 @@ class _Writer:
 
   def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
           ) -> None:
-    """Appends tokens to the training array (`side` 0) or held-out array (1)."""
+    """Appends tokens to the training part (`side` 0) or held-out part (1)."""
     tokens, marks = self._files[side]
     tokens.write(np.asarray(ids, _DTYPE).tobytes())
     marks.write(np.asarray(answered, bool).tobytes())
@@ -187,8 +194,8 @@ class _Writer:
 def _write(path, source, field, tokenizer, chat):
   """Writes the files of a corpus.
 
-  The text is read twice, because the split depends on the names of all
-  documents.
+  The source is read twice, because the division into a training part and a
+  held-out part depends on the names of all documents.
   """
   silent = []  # places of conversations without an answer
   items = (functools.partial(_answered, source, field, silent) if chat
@@ -214,8 +221,8 @@ def _write(path, source, field, tokenizer, chat):
   for i, side in enumerate(_SIDES):
     both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
   first.add_array("[0]", path / "training.tokens", _DTYPE)
-  # The directory is temporary and not visible to other processes. So the write
-  # need not be atomic as in `files.write_json`.
+  # No other process uses the temporary directory. So the write need not be
+  # atomic, unlike that of `files.write_json`.
   (path / _ABOUT).write_text(json.dumps({
       "chat": chat, "documents": documents, "num_bytes": writer.num_bytes,
       "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
@@ -244,7 +251,7 @@ def _write_texts(writer, tokenizer, documents):
 
 
 def _write_chats(writer, tokenizer, chats, silent):
-  """Writes conversations with an answer, and a note on skipped ones."""
+  """Writes conversations and sets the note about skipped ones."""
   refused, written = [], 0
   for side, chat in chats:
     try:
@@ -265,7 +272,10 @@ def _write_chats(writer, tokenizer, chats, silent):
 
 
 def _answered(source, field, silent):
-  """Yields conversations with an answer; adds others' places to `silent`."""
+  """Yields conversations with an answer.
+
+  Replaces the contents of `silent` by the places of the other conversations.
+  """
   silent.clear()
   empty = True
   for chat in conversations.read(source, field):

@@ -1,4 +1,4 @@
-"""Encoding of documents as one stream of token ids, in parts."""
+"""Encodes documents as one stream of token ids, part by part."""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -14,17 +14,18 @@ if TYPE_CHECKING:  # avoids an import cycle
   from specjax.data.tokenizers import Tokenizer
 
 _TOGETHER = 2**20  # number of characters that are encoded in one call
-_LONG = 2**22  # longest piece in characters; longer documents are cut
-_NEAR = 1000  # characters before and after a cut whose tokens are compared
-_LINE = re.compile(r"(?<=\w\n)(?=\w)")  # position before a line
+_LONG = 2**22  # largest number of characters of a piece of a document
+_NEAR = 1000  # characters on each side of a cut whose tokens are compared
+_LINE = re.compile(r"(?<=\w\n)(?=\w)")  # begin of a line
 
 
 def encode(tokenizer: "Tokenizer", texts: Iterable[str]
            ) -> Iterator[np.ndarray]:
   """Yields the array of `Tokenizer.encode_stream` in parts.
 
-  Encoding needs about 40 bytes of memory per byte of text. So each call of the
-  library encodes about a million characters, and long documents are cut.
+  Encoding needs about 40 bytes of memory per byte of text. To limit the memory,
+  each call of the library encodes about a million characters, and long
+  documents are cut into pieces.
 
   Args:
     tokenizer: a `specjax.data.Tokenizer`.
@@ -53,7 +54,7 @@ def encode(tokenizer: "Tokenizer", texts: Iterable[str]
 
 def _joined(tokenizer: "Tokenizer", pieces: list[tuple[list[int], str]]
             ) -> np.ndarray:
-  """Returns the ids of pairs `(ids before a piece, the piece)`."""
+  """Returns the concatenated ids of pairs `(ids before a piece, piece)`."""
   encodings = tokenizer.backend.encode_batch(
       [piece for _, piece in pieces], add_special_tokens=False)
   return np.concatenate([
@@ -64,11 +65,12 @@ def _joined(tokenizer: "Tokenizer", pieces: list[tuple[list[int], str]]
 
 
 def cut(tokenizer: "Tokenizer", text: str) -> Iterator[str]:
-  """Yields pieces of a long text. Their joined tokens equal the text's tokens.
+  """Cuts a long text into pieces without changing its tokens.
 
-  A cut is made before a line where it does not change the tokens around it. If
-  the tokenizer marks the beginning of a text, every cut would change them. Then
-  the text stays in one piece.
+  The concatenated tokens of the pieces equal the tokens of the text. A cut is
+  at the beginning of a line where it does not change the tokens around it. If
+  there is no such line, the text is not cut. In particular, it is not cut if
+  the tokenizer marks the beginning of a text.
   """
   encode = lambda a, b: tokenizer.backend.encode(
       text[a:b], add_special_tokens=False).ids

@@ -1,8 +1,8 @@
 """Reader of a tokenizer directory.
 
 `tokenizer.json` contains the vocabulary and the rules. Other files of the
-directory contain the begin and end tokens and the chat template. They are read
-as in transformers.
+directory contain the begin and end tokens and the chat template. This module
+interprets these files as transformers does.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def read(path: str | os.PathLike[str]
     path: path of the file or its directory.
 
   Returns:
-    The tokenizer, and the other arguments of `specjax.data.Tokenizer`.
+    The tokenizer, and the keyword arguments of `specjax.data.Tokenizer`.
 
   Raises:
     ValueError: the tokenizer is missing, a file is damaged, or a file names an
@@ -80,10 +80,11 @@ def check_alone(directory: pathlib.Path) -> None:
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-  """Returns the conventions of `tokenizers.train`; empty for other tokenizers.
+  """Returns the arguments of `Tokenizer` for a tokenizer of `tokenizers.train`.
 
-  The only special token, `<|endoftext|>`, begins every document and ends every
-  sequence.
+  Such a tokenizer has one special token, `<|endoftext|>`. This token begins
+  every document and ends every sequence. The result is empty for other
+  tokenizers.
   """
   special = [token for token, added
              in backend.get_added_tokens_decoder().items() if added.special]
@@ -98,7 +99,11 @@ def _json(path) -> dict[str, Any]:
 
 
 def _texts(value) -> Iterator[str]:
-  """Yields the tokens in a value: a string, a token, a list or a dict."""
+  """Yields the token strings in a value of a JSON file.
+
+  The value is a string, a list or a dict. The dict has the token as "content",
+  or contains such values.
+  """
   if isinstance(value, str):
     yield value
   elif isinstance(value, dict):
@@ -122,9 +127,9 @@ def _mark_special(backend, named) -> None:
 
 
 def _template_tokens(backend) -> tuple[int | None, int | None]:
-  """Returns the special tokens that are added before and after a text.
+  """Returns the special tokens that the tokenizer adds before and after a text.
 
-  They are None if the tokenizer adds none.
+  Each of them is None if the tokenizer does not add it.
   """
   encoding = backend.encode("a")
   marks = encoding.special_tokens_mask
@@ -136,7 +141,7 @@ def _template_tokens(backend) -> tuple[int | None, int | None]:
 
 def _begin_and_end(backend, file, named, before, after
                    ) -> dict[str, int | None]:
-  """Returns the ids of "bos_token" and "eos_token", if they are known.
+  """Returns the ids of "bos_token" and "eos_token"; unknown ones are left out.
 
   Args:
     backend: tokenizer.
@@ -158,19 +163,21 @@ def _begin_and_end(backend, file, named, before, after
 
 
 def _last_resort(backend, path, known) -> dict[str, int]:
-  """Returns ids from the model's configuration, else the id of `END_OF_TEXT`.
+  """Returns begin and end ids from the model's configuration.
+
+  If the configuration contains no ids, both are the id of `END_OF_TEXT`.
 
   Args:
     backend: tokenizer.
     path: path of the model's configuration.
-    known: keys whose ids are known from other files.
+    known: keys of begin and end tokens that other files contain.
   """
   config = _json(path)
   found = {}
   for name in _ENDS:
     value = config.get(name + "_id")
     value = value[0] if isinstance(value, list) and value else value
-    if (isinstance(value, int) and 0 <= value < _IDS  # -1 in some files: none
+    if (isinstance(value, int) and 0 <= value < _IDS  # some files have -1
         and backend.id_to_token(value) is not None):
       if name not in known:
         check_not_ordinary(backend, value, f"{name}_id", path)
@@ -185,14 +192,14 @@ def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
                        path: str | os.PathLike[str]) -> None:
   """Checks that a begin or end token is not an ordinary token.
 
-  A configuration may have ids that are a library's defaults, and that are
+  A configuration may contain default ids of a library. These ids may be
   ordinary tokens of this tokenizer.
 
   Args:
     backend: the tokenizer.
-    token: id of the token.
-    key: key of the configuration with the id.
-    path: path of the configuration, for errors.
+    token: id of the begin or end token.
+    key: key of the id in the configuration.
+    path: path of the configuration, for error messages.
 
   Raises:
     ValueError: the token is not marked as special, and plain text contains it.
@@ -219,7 +226,11 @@ def _id(backend, file, name, value) -> int | None:
 
 
 def _chat_template(directory, config) -> str | None:
-  """Returns the template of its own file, else of tokenizer_config.json."""
+  """Returns the chat template, or None.
+
+  The first existing one of these is used: the file chat_template.jinja, the
+  entry in tokenizer_config.json, the entry in chat_template.json.
+  """
   path = directory / _TEMPLATE
   if path.is_file():
     return read_text(path)
@@ -235,7 +246,7 @@ def _chat_template(directory, config) -> str | None:
 
 
 def _default_template(directory, templates) -> str | None:
-  """Returns the template "default", else the first one, of a list."""
+  """Returns the template named "default", or the first one if there is none."""
   by_name = {item.get("name"): item.get("template")
              for item in templates if isinstance(item, dict)}
   if len(by_name) < len(templates) or not all(

@@ -1,4 +1,4 @@
-"""Tokenizers of published models: text to token ids and back."""
+"""Tokenizers of published models, and training of new ones."""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -31,20 +31,20 @@ from specjax.utils.files import write_json
 
 
 class Tokenizer:
-  """Text to token ids and back.
+  """Tokenizer that converts text to token ids and back.
 
   Special tokens, such as `<|im_end|>`, control a model. Text is untrusted, so
-  special tokens in it are encoded as plain text, except with
-  `encode(special=True)`. Added tokens that are not special are always read from
-  text, as specified by the tokenizer's files.
+  the names of special tokens in it are encoded as plain text. The exception is
+  `encode(special=True)`. Added tokens that are not special are always
+  recognised in text, as the tokenizer's files specify.
 
   Attributes:
-    backend: the `tokenizers.Tokenizer` for plain text; it reads no special
-      tokens.
-    bos: id of the token before a document, or None.
+    backend: the `tokenizers.Tokenizer` for plain text. It does not recognise
+      special tokens in text.
+    bos: id of the token that begins a document, or None.
     eos: id of the token that ends a sequence, or None.
-    adds_bos: whether the files put `bos` before every text. True for Llama and
-      Gemma, False for GPT-2 and Qwen.
+    adds_bos: True if the tokenizer's files put `bos` before every text. True
+      for Llama and Gemma, False for GPT-2 and Qwen.
     chat_template: jinja template that converts messages to text, or None.
   """
 
@@ -67,8 +67,8 @@ class Tokenizer:
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
         if token is not None
         and not (token in known and known[token].special)])
-    # This setting is shared by all threads that use the backend. So it is set
-    # once. Another backend, `parser`, reads special tokens.
+    # All threads that use the backend share this setting. So it never changes,
+    # and a second backend, `parser`, recognises special tokens.
     backend.encode_special_tokens = True
 
   @classmethod
@@ -76,7 +76,8 @@ class Tokenizer:
     """Returns the tokenizer of a `tokenizer.json` or of its directory.
 
     Other files of the directory are also read: `tokenizer_config.json`,
-    `special_tokens_map.json`, `chat_template.jinja`, `config.json`.
+    `special_tokens_map.json`, `chat_template.jinja`, `chat_template.json`,
+    `config.json`.
 
     Raises:
       ValueError: the file is missing or damaged, or other files contradict it.
@@ -89,7 +90,8 @@ class Tokenizer:
     """Returns the tokenizer in the metadata of a GGUF file.
 
     Args:
-      metadata: values by key (`tokenizer.ggml.tokens`, ...), arrays as lists.
+      metadata: metadata values by key, such as `tokenizer.ggml.tokens`. Arrays
+        are lists.
 
     Raises:
       ValueError: the tokenizer is missing, or its kind is unknown.
@@ -100,11 +102,11 @@ class Tokenizer:
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes a `tokenizer.json` atomically.
 
-    For tokenizers that are not from `train`, a `tokenizer_config.json` is
-    written to the same directory.
+    For tokenizers that are not from `train`, also writes a
+    `tokenizer_config.json` to the same directory.
 
     Args:
-      path: path of the `tokenizer.json` or its directory.
+      path: path of the `tokenizer.json`, or its directory.
 
     Raises:
       ValueError: the directory has other tokenizer files.
@@ -130,11 +132,11 @@ class Tokenizer:
 
   @functools.cached_property
   def parser(self) -> tokenizers.Tokenizer:
-    """Copy of `backend` that reads special tokens from text."""
+    """Copy of `backend` that recognises special tokens in text."""
     copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
     copy.encode_special_tokens = False
-    # With this post-processor, offsets include the spaces of tokens. It
-    # replaces one that adds special tokens, but `parser` is used without them.
+    # With this post-processor, offsets include the spaces of tokens. The
+    # replaced one may add special tokens, but `parser` is used without them.
     copy.post_processor = processors.ByteLevel(trim_offsets=False)
     return copy
 
@@ -145,18 +147,18 @@ class Tokenizer:
 
   @functools.cached_property
   def special_tokens(self) -> dict[int, str]:
-    """Special tokens by id."""
+    """Texts of the special tokens, by id."""
     added = self.backend.get_added_tokens_decoder()
     return {token: added[token].content for token in sorted(added)
             if added[token].special}
 
   @functools.cached_property
   def control_tokens(self) -> dict[int, str]:
-    """Special tokens by id, without the token for unknown characters.
+    """Texts of the special tokens except the unknown token, by id.
 
-    Plain text may encode to the unknown token, but to no control token.
-    Byte-level models never use an unknown token. So GPT-2's end of text, which
-    its files also name as the unknown token, is a control token.
+    Encoded plain text may contain the unknown token, but no control token.
+    Byte-level models never use an unknown token. GPT-2's files name the
+    end-of-text token as the unknown token, but it is a control token.
     """
     strange = "\U0010ffff"  # a character in no vocabulary
     before, words = self.backend.normalizer, self.backend.pre_tokenizer
@@ -178,10 +180,11 @@ class Tokenizer:
 
     Args:
       text: text to encode.
-      bos: True to prepend the beginning-of-sequence token if `adds_bos`. For an
-        empty text it is prepended also without `adds_bos`.
-      special: True to read special tokens from the text. Use it only for
-        trusted text. A text that begins with `bos` gets no second one.
+      bos: if True and `adds_bos` is True, prepends the beginning-of-sequence
+        token. It is not prepended twice. If the text is empty, it is prepended
+        even if `adds_bos` is False.
+      special: if True, recognises special tokens in the text. Use it only for
+        trusted text.
 
     Raises:
       ValueError: a character of the text is a special token, or is not valid
@@ -199,21 +202,24 @@ class Tokenizer:
     return ids
 
   def decode(self, ids: ArrayLike) -> str:
-    """Returns the text of `ids`; invalid UTF-8 is replaced."""
+    """Returns the text of `ids` without special tokens.
+
+    Invalid UTF-8 is replaced by U+FFFD.
+    """
     ids = np.asarray(ids).tolist()
     return self.backend.decode(ids, skip_special_tokens=True)
 
   def chat(self, messages: Sequence[Mapping[str, Any]],
            add_generation_prompt: bool = True) -> list[int]:
-    """Returns the token ids of a conversation, by the model's chat template.
+    """Returns the token ids of a conversation, formatted by the chat template.
 
     Only the template can write special tokens. Special tokens in contents are
     encoded as plain text (see `specjax.data.chat`).
 
     Args:
       messages: messages, each with a "role" and a "content" or "tool_calls". A
-        value of None counts as a missing key.
-      add_generation_prompt: whether to append the header of the model's answer.
+        key with the value None is ignored.
+      add_generation_prompt: if True, appends the header of the model's answer.
 
     Raises:
       ValueError: the template is missing or fails, `jinja2` is missing, a
@@ -227,26 +233,27 @@ class Tokenizer:
     """Returns the token ids of a conversation, and a mask of the answers.
 
     Args:
-      messages: messages, see `chat`.
+      messages: messages (see `chat`).
 
     Returns:
-      The ids of `chat` up to the end of the last answer, and a list of bools:
-      True for tokens that the model generates, which are the answers and the
+      The ids of `chat` up to the end of the last answer, and a list of bools.
+      The bool is True for tokens that the model generates: the answers, and the
       tokens that end their turns.
 
     Raises:
-      ValueError: see `chat`; or the tokens of answers cannot be separated
-        from the others, see `specjax.data.answers`.
+      ValueError: see `chat`. Also raised if the tokens of answers cannot be
+        separated from other tokens (see `specjax.data.answers`).
     """
     return answers.encode(self, messages)
 
   def encode_stream(self, texts: Iterable[str]) -> np.ndarray:
-    """Returns one uint32 array of all documents, each after `bos`, or `eos`.
+    """Returns the tokens of all documents as one uint32 array.
 
-    `eos` is used if the tokenizer has no `bos`.
+    Each document begins with `bos`, or with `eos` if the tokenizer has no
+    `bos`.
 
     Raises:
-      ValueError: the tokenizer has neither token, or see `encode`.
+      ValueError: the tokenizer has neither token, or `encode` raises.
     """
     return np.concatenate(list(token_streams.encode(self, texts)))
 
@@ -257,14 +264,14 @@ class Tokenizer:
       token: id of the token.
 
     Raises:
-      ValueError: the id is negative, or the kind of the decoder is unknown.
+      ValueError: the id is negative, or the decoder has an unsupported step.
     """
     if token < 0:
       raise ValueError(f"token id {token} is negative; ids begin at 0")
     return self._bytes[token] if token < self.vocab_size else b""
 
   def same_tokens(self, other: "Tokenizer") -> bool:
-    """Returns True if all ids have equal bytes and special tokens."""
+    """Returns True if the bytes of all ids and the special tokens are equal."""
     return (self._bytes == other._bytes
             and self.special_tokens == other.special_tokens)
 
@@ -276,14 +283,15 @@ class Tokenizer:
 
   def plain(self, text: str, encoding: tokenizers.Encoding | None = None
             ) -> Iterator[tuple[int, tokenizers.Encoding]]:
-    """Yields `(offset, encoding)` of the pieces of a text, often only one.
+    """Yields pairs `(offset, encoding)` of the pieces of a text.
 
-    No encoding has a control token. If plain text such as `</s>` would be
-    encoded as one, the text is cut inside it.
+    Most texts have only one piece. No encoding contains a control token. If the
+    backend encodes plain text, such as `</s>`, as a control token, the text is
+    cut inside it.
 
     Args:
       text: text to encode.
-      encoding: encoding of the text by `backend`; None: computed here.
+      encoding: encoding of the text by `backend`. None computes it.
 
     Raises:
       ValueError: a character of the text is a special token.
@@ -308,10 +316,10 @@ class Tokenizer:
 
 
 def _mark_those_of_template(backend, template):
-  """Marks the control tokens that a chat template writes as special.
+  """Marks control tokens in a chat template as special tokens.
 
-  Some GGUF files store `<|im_start|>` as a normal token. Then the tokenizer
-  would split it into several tokens.
+  Some GGUF files store `<|im_start|>` as a normal token. Without this mark, the
+  tokenizer would split the text of that token into several tokens.
   """
   split = []
   for text in token_bytes.marks_in(template or ""):
@@ -330,7 +338,8 @@ def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
   """Checks that the tokenizers of drafter and target have equal tokens.
 
   Raises:
-    ValueError: the sizes differ, or a token; the error names the first one.
+    ValueError: the sizes differ, or a token differs. The error names the first
+      token that differs.
   """
   fix = "give a drafter that was trained with the target's tokenizer"
   if drafter.vocab_size != target.vocab_size:
@@ -351,10 +360,10 @@ def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Trains a byte-level BPE vocabulary of `vocab_size` tokens.
+  """Trains a tokenizer with a byte-level BPE vocabulary.
 
   Its only special token, `<|endoftext|>`, begins every document and ends every
-  sequence.
+  sequence. `vocab_size` is the largest number of tokens.
   """
   if vocab_size < 257:
     raise ValueError(f"vocab_size is {vocab_size}; a byte-level vocabulary "

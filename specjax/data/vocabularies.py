@@ -4,8 +4,9 @@ Tokens are compared by their bytes, so different space markers and byte-level
 alphabets have no effect. Special tokens have no bytes. They are paired by role
 (bos with bos, eos with eos) or by equal names.
 
-`VocabularyMap` contains the tables with which a compiled decoding loop
-translates between the vocabularies (Timor et al. 2025, arXiv:2502.05202).
+`VocabularyMap` contains tables of token ids. A compiled decoding loop uses the
+tables to translate between the vocabularies (Timor et al. 2025,
+arXiv:2502.05202).
 """
 
 import codecs
@@ -26,9 +27,9 @@ NO_TOKEN = -1
 class ReadsText(Protocol):
   """Interface of a tokenizer; `specjax.data.Tokenizer` implements it.
 
-  Two attributes are optional: `adds_bos`, True if `bos` begins every sequence
-  (default: True), and `backend`, a `tokenizers.Tokenizer` with the names of
-  special tokens.
+  Two more attributes are optional. `adds_bos` is True if `bos` begins every
+  sequence (default: True). `backend` is a `tokenizers.Tokenizer` that contains
+  the names of special tokens.
   """
 
   bos: int | None
@@ -47,11 +48,11 @@ class ReadsText(Protocol):
 
 def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
                   ) -> list[int] | None:
-  """Returns ids that spell `data` by greedy longest match; None without any.
+  """Returns ids that spell `data` by greedy longest match, or None.
 
   Args:
     data: bytes to spell.
-    ids: ids by the bytes of tokens.
+    ids: id of each token, by the bytes of the token.
     longest: number of bytes of the longest token.
   """
   found, start = [], 0
@@ -68,9 +69,11 @@ def longest_match(data: bytes, ids: Mapping[bytes, int], longest: int
 
 
 def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
-  """Splits bytes into an incomplete character, text, an incomplete character.
+  """Splits bytes into incomplete characters at both ends and the text between.
 
-  The text is None if the bytes between the incomplete characters are not UTF-8.
+  Returns the bytes of the first incomplete character, the text, and the bytes
+  of the last incomplete character. If the bytes in the middle are not UTF-8,
+  returns `(data, None, b"")`.
   """
   rest = data
   while rest and 0x80 <= rest[0] < 0xC0:  # UTF-8 continuation byte
@@ -87,8 +90,8 @@ def _names_and_bytes(tokenizer: ReadsText, count: int
                      ) -> tuple[list[str | None], list[bytes]]:
   """Returns the names and the bytes of the first `count` tokens.
 
-  If the tokenizer has no `backend`, all names are None. Else the names of
-  unused ids are None.
+  If the tokenizer has no `backend`, all names are None. With a `backend`, the
+  names of unused ids are None.
   """
   backend = getattr(tokenizer, "backend", None)
   names = [backend.id_to_token(i) if backend else None for i in range(count)]
@@ -98,7 +101,8 @@ def _names_and_bytes(tokenizer: ReadsText, count: int
 
 def _ids_by_bytes(texts: list[bytes], names: list[str | None]
                   ) -> dict[bytes, int]:
-  """Returns `Vocabulary.ids` of tokens with these bytes and names."""
+  """Returns `Vocabulary.ids` for tokens with bytes `texts` and names `names`.
+  """
   ids, fallbacks = {}, {}
   for i, (text, name) in enumerate(zip(texts, names)):
     is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(name or "")
@@ -111,13 +115,13 @@ class Vocabulary:
   """Tokens of a tokenizer by their bytes.
 
   Attributes:
-    size: vocabulary size of the model; the tokenizer may use fewer ids.
-    texts: bytes of the token of every id; b"" for special and unused ids.
-    ids: token id by the token's bytes. Among tokens with equal bytes, it is the
-      first that is not one of SentencePiece's byte tokens.
+    size: vocabulary size of the model. The tokenizer may use fewer ids.
+    texts: bytes of the token of every id. b"" for special and unused ids.
+    ids: token id, by the bytes of the token. Of several tokens with equal
+      bytes, the first one that is not a byte token of SentencePiece.
     specials: id of each special token, by its name.
-    bos: id of the token before every sequence, or None.
-    eos: id of the token after a sequence, or None.
+    bos: id of the token that begins every sequence, or None.
+    eos: id of the token that ends a sequence, or None.
   """
 
   def __init__(self, tokenizer: ReadsText, size: int | None = None) -> None:
@@ -125,8 +129,8 @@ class Vocabulary:
 
     Args:
       tokenizer: tokenizer of the model.
-      size: vocabulary size of the model; default: the tokenizer's. Tokens
-        beyond it are skipped.
+      size: vocabulary size of the model. None means that of the tokenizer.
+        Tokens with larger ids are skipped.
     """
     self._tokenizer = tokenizer
     self.size = tokenizer.vocab_size if size is None else size
@@ -143,7 +147,7 @@ class Vocabulary:
     self.eos = within(tokenizer.eos)
 
   def digest(self) -> str:
-    """Hash of the tokenizer's contents; equal contents have equal hashes."""
+    """Returns a hash of the sizes, ids and contents of the tokenizer."""
     backend = getattr(self._tokenizer, "backend", None)
     contents = backend.to_str() if backend else repr(self._tokenizer)
     return hashlib.sha256(
@@ -152,10 +156,11 @@ class Vocabulary:
   def spelled(self, data: bytes) -> list[int] | None:
     """Returns token ids whose bytes are exactly `data`, or None.
 
-    The tokenizer's ids are used if their bytes equal `data`. Their bytes differ
-    if the tokenizer puts a space before every text or normalises it. Then, and
-    for bytes that are not UTF-8, ids are found by greedy longest match. So are
-    incomplete characters at both ends.
+    The tokenizer encodes the complete characters of `data`. Greedy longest
+    match encodes incomplete characters at both ends. If the bytes of these ids
+    differ from `data`, greedy longest match encodes all of `data`. They differ
+    if the tokenizer adds a space before every text or normalises it. Greedy
+    longest match also encodes bytes that are not UTF-8.
     """
     head, text, tail = whole_characters(data)
     match = lambda part: longest_match(part, self.ids, self._longest)
@@ -167,22 +172,22 @@ class Vocabulary:
     return match(data)
 
   def _written(self, text):
-    """Returns the tokenizer's ids of a text, empty if it raises."""
+    """Returns the tokenizer's ids of a text, or [] if it cannot encode it."""
     try:
       return self._tokenizer.encode(text, bos=False) if text else []
     except ValueError:  # the tokenizer reads a character as a special token
       return []
 
   def bytes_of(self, ids: list[int]) -> bytes:
-    """Returns the joined bytes of ids; special and unknown ids are skipped."""
+    """Returns the bytes of all ids; special and unknown ids have no bytes."""
     return b"".join(self.texts[i] for i in ids if i < self.size)
 
 
 def special_pairs(drafter: Vocabulary, target: Vocabulary
                   ) -> list[tuple[int, int]]:
-  """Returns equivalent special tokens as `(draft id, target id)`.
+  """Returns pairs `(draft id, target id)` of equivalent special tokens.
 
-  Pairs by name come first, then bos with bos, then eos with eos. Later pairs
+  The order is: pairs with equal names, bos with bos, eos with eos. Later pairs
   override earlier ones.
   """
   pairs = [(i, target.specials[name]) for name, i in drafter.specials.items()
@@ -196,22 +201,25 @@ def special_pairs(drafter: Vocabulary, target: Vocabulary
 
 @struct.dataclass
 class VocabularyMap:
-  """Common tokens of two vocabularies, and spellings of the target's others.
+  """Tables of the common tokens of two vocabularies and of spellings.
 
   D and V are the vocabulary sizes of draft model and target. Tokens are common
-  if their bytes are equal. A draft id corresponds to at most one target id, but
-  several draft ids may correspond to the same target id.
+  if their bytes are equal, or if they are equivalent special tokens. A draft id
+  corresponds to at most one target id. Several draft ids may correspond to the
+  same target id. The spelling of a target token is a list of draft ids with the
+  same bytes.
 
   Attributes:
-    to_target: `[D]` int32, target id of every draft id; V if not common.
-    twins: `[V]` int32, a draft id of every target id; D if not common.
-    doubles: `[E]` int32, the common draft ids that are missing in `twins`.
+    to_target: `[D]` int32, target id of every draft id. V if not common.
+    twins: `[V]` int32, one draft id for every target id. D if not common.
+    doubles: `[E]` int32, common draft ids that `twins` does not contain.
     offsets: `[V + 1]` int32, start of the spelling of every target id in
-      `pieces`. A common token is spelled by its twin. Special tokens without a
-      counterpart and bytes without a spelling have no pieces.
-    pieces: `[T]` int32, draft ids.
-    first: `[2]` int32, bos of the target and of the draft model; -1 if absent.
-    longest: number of pieces of the longest spelling.
+      `pieces`. The spelling of a common token is its entry in `twins`. The
+      spelling is empty for special tokens without a counterpart and for bytes
+      that draft tokens cannot spell.
+    pieces: `[T]` int32, draft ids of all spellings.
+    first: `[2]` int32, bos of the target and of the draft model. -1 if absent.
+    longest: number of draft ids in the longest spelling.
   """
 
   to_target: jax.Array
@@ -246,9 +254,10 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   Args:
     drafter: tokenizer of the draft model.
     target: tokenizer of the target.
-    draft_size: D, `vocab_size` of the draft model; default: the tokenizer's.
-      The model may have unused ids.
-    target_size: V, `vocab_size` of the target; default: the tokenizer's.
+    draft_size: D, `vocab_size` of the draft model. It may exceed that of the
+      tokenizer, because of unused ids. None means that of the tokenizer.
+    target_size: V, `vocab_size` of the target. None means that of the
+      tokenizer.
 
   Raises:
     ValueError: the vocabularies have no common token.
@@ -293,10 +302,10 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
 
 
 def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
-  """Returns `VocabularyMap.twins`: among several draft ids, one is chosen.
+  """Returns `VocabularyMap.twins`, one draft id for every target id.
 
   Args:
-    to_target: target id of every draft id, see `VocabularyMap`.
+    to_target: target id of every draft id (see `VocabularyMap`).
     spellings: draft ids that spell each target token.
   """
   twins = np.full(len(spellings), len(to_target), np.int32)
@@ -307,6 +316,6 @@ def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
 
 
 def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
-  """Returns draft ids that spell a target token; [] without a spelling."""
+  """Returns draft ids that spell a target token, or [] if none do."""
   alone = drafter.ids.get(text)
   return [alone] if alone is not None else drafter.spelled(text) or []

@@ -1,9 +1,9 @@
 """The decoding loop: prefill, rounds, growth of buffers, placement on a mesh.
 
-`Decoder` is the public object, and `rounds.Round` is one draft, verify and
-commit. `rounds_by_length` compiles one round per draft length, among which a
-`Controller` chooses by `costs`. `constraining` applies constraints to the rows
-of a round.
+`Decoder` is the public class. `rounds.Round` drafts, verifies and commits once.
+`rounds_by_length` compiles one round per draft length. A `Controller` chooses
+among these lengths by their measured `costs`. `constraining` applies
+constraints to the rows of a round.
 """
 
 from specjax.decoding import placement

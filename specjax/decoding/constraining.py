@@ -1,24 +1,26 @@
 """Constraints on the generated tokens, and their memory in a round.
 
-A constraint changes the logits of the next token. Its *memory* is its state
-after a sequence, for example the state of an automaton. The functions compute
-memories at these times (a row is one sequence of the batch):
+A constraint changes the logits of the next token. The *memory* of a constraint
+is its state after a sequence, for example the state of an automaton. The
+functions compute memories at these times (a row is one sequence of the batch):
 
   start       after the prompt             one memory per row
   along       along the draft              one memory per node, for the target
   steered     along a growing tree         one per node, in a drafter step
   committed   after the round              one memory per row
 
-A constraint is written for one row; this module maps it over rows and nodes.
-A memory depends on the row's sequence only. So the target's distribution after
-a node is that of autoregressive decoding, and every exact verification rule
-remains exact. Without constraints, no operation is added to a program.
+A constraint is written for one row. This module maps it over rows and nodes. A
+memory depends only on the sequence of its row. So after every node the target
+has the distribution of constrained autoregressive decoding, and every exact
+verification rule remains exact. Without constraints, no operation is added to a
+program.
 
-Constraints apply in order, after the banned tokens of the logits transform.
-The first constraint always applies to the target. A later constraint is ignored
-for a token if no token would remain, so of two contradictory constraints the
-earlier one applies. For a drafter, any constraint may be ignored, because its
-model may assign no mass to the allowed tokens; such drafts are rejected.
+Constraints apply in order, after the banned tokens of the logits transform. For
+the target, the first constraint always applies. A later constraint is ignored
+for one token if it would allow no token there. So if two constraints contradict
+each other, the earlier one applies. For a drafter, any constraint may be
+ignored in this way, because its model may assign no mass to the allowed tokens.
+Such drafts are rejected.
 """
 
 from collections.abc import Callable
@@ -41,11 +43,11 @@ class Row(NamedTuple):
   """One row after its prompt.
 
   Attributes:
-    tokens: `[C]` int32, the prompt; slots from `length` on are scratch.
-    length: `[]` int32, tokens of the prompt.
+    tokens: `[C]` int32, the prompt. Slots from `length` on are undefined.
+    length: `[]` int32, number of tokens of the prompt.
     limit: `[]` int32, length at which the row is done.
     eos: `[E]` int32, end tokens, padded with -1.
-    vocab_size: number of tokens V of the vocabulary.
+    vocab_size: V, size of the vocabulary.
   """
 
   tokens: jax.Array
@@ -56,13 +58,14 @@ class Row(NamedTuple):
 
 
 class Constraint:
-  """Changes the logits of the next token, given the row's sequence.
+  """A change of the logits of the next token, given the row's sequence.
 
-  A constraint is a hashable object of static configuration, written for one
-  row. A subclass implements `init`, `advance` and `apply`.
+  A constraint contains only static configuration and is hashable. A subclass
+  implements `init`, `advance` and `apply` for one row.
 
   Attributes:
-    must_come: ids that every sequence will contain; they must not be banned.
+    must_come: token ids that the constraint puts into every sequence. They must
+      not be banned.
   """
 
   must_come: tuple[int, ...] = ()
@@ -70,22 +73,23 @@ class Constraint:
   def init(self, row: Row) -> Any:
     """Returns the constraint's memory after the prompt.
 
-    It is a tree of arrays, or None for a constraint without memory.
+    The memory is a tree of arrays. A constraint without memory returns None.
     """
     raise NotImplementedError
 
   def advance(self, memory: chex.ArrayTree, token: jax.Array) -> Any:
-    """Returns the memory after a token `[]`, of the same shapes and dtypes.
+    """Returns the memory after one more token `[]`.
 
-    Drafts contain forbidden tokens, and ids outside the vocabulary. `apply`
-    must accept the memory after these as well.
+    The result has the shapes and dtypes of `memory`. Drafts may contain
+    forbidden tokens and ids outside the vocabulary. `apply` must also accept
+    the memory after such a token.
     """
     raise NotImplementedError
 
   def apply(self, memory: chex.ArrayTree, logits: jax.Array) -> jax.Array:
-    """Returns the logits `[V]` of the next token; -inf forbids a token.
+    """Returns the changed logits `[V]` of the next token; -inf forbids a token.
 
-    After a forbidden token at least one token must be allowed.
+    After a forbidden token, the constraint must allow at least one token.
     """
     raise NotImplementedError
 
@@ -97,8 +101,8 @@ class Constraint:
     """Raises `ValueError` if a row cannot fulfil the constraint.
 
     Args:
-      new_tokens: `[B]`, number of tokens that each row may get.
-      eos: `[B, E]`, end tokens, filled up with -1.
+      new_tokens: `[B]`, maximum number of new tokens of each row.
+      eos: `[B, E]`, end tokens, padded with -1.
     """
     del new_tokens, eos
 
@@ -108,7 +112,7 @@ Constraints = tuple[Constraint, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Without(Constraint):
-  """Banned tokens of a `LogitsTransform`, as the first constraint.
+  """The banned tokens of a `LogitsTransform`, as a constraint.
 
   Attributes:
     tokens: ids that are never drawn.
@@ -131,10 +135,11 @@ class Without(Constraint):
 
 
 def after_ban(constraints: Constraints, banned: tuple[int, ...]) -> Constraints:
-  """Puts the bans of the transform before the constraints.
+  """Returns the constraints with the bans of the transform before them.
 
-  A constraint such as an automaton chooses among the tokens that earlier ones
-  allow, so it must know the bans.
+  A constraint such as an automaton selects among the tokens that earlier
+  constraints allow, so it needs to know the bans. If there are no constraints,
+  the result is empty.
   """
   return (Without(banned), *constraints) if constraints and banned else (
       constraints)
@@ -146,12 +151,12 @@ def check_target(constraints: Constraints, vocab_size: int,
 
   Args:
     constraints: constraints in order.
-    vocab_size: number of tokens V of the vocabulary.
-    banned: ids that are never drawn, see `Constraint.must_come`.
+    vocab_size: V, size of the vocabulary.
+    banned: ids that are never drawn.
 
   Raises:
     ValueError: a constraint is not a `Constraint`, cannot be hashed, does not
-      fit the vocabulary, or needs a banned token.
+      fit the vocabulary, or requires a banned token (`Constraint.must_come`).
   """
   for one in constraints:
     name = type(one).__name__
@@ -163,16 +168,16 @@ def check_target(constraints: Constraints, vocab_size: int,
     for token in one.must_come:
       if token in banned:
         raise ValueError(f"token {token} must come by {name} and is banned; "
-                         "take it out of one of the two")
+                         "remove the ban or the constraint")
 
 
 def check_rows(constraints: Constraints, new_tokens: np.ndarray,
                eos: np.ndarray) -> None:
-  """Checks a batch against constraints, on the host.
+  """Checks on the host that all rows of a batch can fulfil the constraints.
 
   Args:
     constraints: constraints of the decoder.
-    new_tokens: `[B]`, number of tokens that each row may get.
+    new_tokens: `[B]`, maximum number of new tokens of each row.
     eos: `[B, E]`, end tokens, padded with -1.
 
   Raises:
@@ -197,10 +202,10 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
   Args:
     constraints: constraints in order.
     tokens: `[B, C]`, prompts.
-    lengths: `[B]`, tokens of the prompts.
+    lengths: `[B]`, number of tokens of each prompt.
     limits: `[B]`, lengths at which rows are done.
     eos: `[B, E]`, end tokens, padded with -1.
-    vocab_size: number of tokens V of the vocabulary.
+    vocab_size: V, size of the vocabulary.
   """
   if not constraints:
     return None
@@ -211,13 +216,15 @@ def start(constraints: Constraints, tokens: jax.Array, lengths: jax.Array,
 
 def constrained(constraints: Constraints, memory: chex.ArrayTree,
                 logits: jax.Array, drafted: bool = False) -> jax.Array:
-  """Returns `logits [..., V]` under the constraints, in order.
+  """Applies the constraints to `logits [..., V]`, in order.
 
   Args:
-    constraints: constraints of the memory.
-    memory: memories, whose leaves have the leading axes of the logits.
+    constraints: constraints in order.
+    memory: memories of all constraints. The first axes of every leaf are those
+      of the logits without V.
     logits: logits of a model.
-    drafted: True for the model of a drafter.
+    drafted: True for logits of a drafter's model, for which any constraint may
+      be ignored.
   """
   if not constraints:
     return logits
@@ -226,7 +233,7 @@ def constrained(constraints: Constraints, memory: chex.ArrayTree,
     is_first = not drafted
     for one, own in zip(constraints, memory):
       new = one.apply(own, logits)
-      # Logits of NaN are not replaced, so that the loop reports them.
+      # The comparison is False for NaN, so the loop can report NaN logits.
       if not is_first:
         new = jnp.where(jnp.max(new) == -jnp.inf, logits, new)
       is_first = is_first and isinstance(one, Without)
@@ -240,20 +247,21 @@ def read(constraints: Constraints, memory: chex.ArrayTree, logits: jax.Array,
          drafted: bool = False) -> tuple[jax.Array, jax.Array | None]:
   """Applies `constrained` to the target's logits at the nodes of a draft.
 
-  A node may be unreachable: after the limit or an end token, or rejected later.
-  So a node after which no token is allowed is not an error. It gets the logits
-  of a uniform distribution, which keeps every exact rule exact. The loop fails
-  only if the sequence needs a token after this node.
+  A node after which no token is allowed is not an error, because decoding may
+  never reach it: it may be rejected, or follow the limit or an end token. Its
+  logits are replaced by those of a uniform distribution, which keeps every
+  exact rule exact. The decoding loop reports a failure only if the sequence
+  needs a token after such a node.
 
   Args:
-    constraints: constraints of the memory.
-    memory: result of `along`; its leaves are `[B, N, ...]` for N nodes.
+    constraints: constraints in order.
+    memory: result of `along`. Its leaves are `[B, N, ...]` for N nodes.
     logits: `[B, N, V]` logits after each node.
-    drafted: True for the model of a drafter.
+    drafted: True for logits of a drafter's model.
 
   Returns:
     The logits, and `[B, N]` bool, True for nodes after which no token is
-    allowed. The second is None without constraints.
+    allowed. Without constraints, the second value is None.
   """
   if not constraints:
     return logits, None
@@ -264,11 +272,11 @@ def read(constraints: Constraints, memory: chex.ArrayTree, logits: jax.Array,
 
 def advanced(constraints: Constraints, memory: chex.ArrayTree, tokens: jax.Array
              ) -> Any:
-  """Returns the memories after one more token each.
+  """Returns the memories after one more token in each sequence.
 
   Args:
-    constraints: constraints of the memory.
-    memory: memories, whose leaves have the axes of `tokens` first.
+    constraints: constraints in order.
+    memory: memories. The first axes of every leaf are those of `tokens`.
     tokens: `[...]`, one token for each memory.
   """
   if not constraints:
@@ -281,11 +289,12 @@ def along(constraints: Constraints, memory: chex.ArrayTree, draft: Draft
           ) -> Any:
   """Returns the memories `[B, N, ...]` after every node of the drafts.
 
-  The memory of a node is its parent's, advanced by the node's token.
+  The memory of a node is the memory of its parent, advanced by the node's
+  token.
 
   Args:
-    constraints: constraints of the memory.
-    memory: memories `[B, ...]` of the rows, after the root.
+    constraints: constraints in order.
+    memory: memories `[B, ...]` of the rows after the root.
     draft: B drafts of N nodes.
   """
   if not constraints:
@@ -310,18 +319,20 @@ def committed(constraints: Constraints, memory: chex.ArrayTree, nodes: Any,
   """Returns the memories `[B, ...]` after a round.
 
   Args:
-    constraints: constraints of the memory.
+    constraints: constraints in order.
     memory: memories `[B, ...]` of the rows before the round.
     nodes: memories `[B, N, ...]` of the nodes, result of `along`.
     verdict: verdicts of the rows.
-    tokens: `[B, N]`, tokens that the round may emit, in order.
-    count: `[B]`, number of tokens that it emitted.
+    tokens: `[B, N]`, tokens of the round in order. Row b emits the first
+      `count[b]`.
+    count: `[B]`, number of emitted tokens.
   """
   if not constraints:
     return None
 
   def one(old, nodes, path, tokens, count):
-    last = jnp.maximum(count - 1, 0)  # parent of the last token
+    # The last emitted token is tokens[last]. Its parent is node path[last].
+    last = jnp.maximum(count - 1, 0)
     above = jax.tree.map(lambda x: x[path[last]], nodes)
     new = _advance(constraints, above, tokens[last])
     return jax.tree.map(lambda x, y: jnp.where(count > 0, x, y), new, old)
@@ -332,18 +343,18 @@ def committed(constraints: Constraints, memory: chex.ArrayTree, nodes: Any,
 def steered(constraints: Constraints, memory: chex.ArrayTree,
             step: Callable[..., Any], carry: chex.ArrayTree, logits: jax.Array
             ) -> tuple[Callable[..., Any], Any, jax.Array]:
-  """Returns the step of a drafter's growing tree under the constraints.
+  """Applies the constraints to a drafter that grows a tree level by level.
 
   Args:
-    constraints: constraints of the memory.
-    memory: memories `[B, ...]` of the rows, after the root.
+    constraints: constraints in order.
+    memory: memories `[B, ...]` of the rows after the root.
     step: function that adds a level to the tree, see `methods._trees`.
     carry: carry of the step.
     logits: `[B, V]`, logits of the token after the root.
 
   Returns:
-    The step, its carry (a pair of the given carry and memories), and the logits
-    of the token after the root.
+    The step with constraints, its carry (the pair of `carry` and memories), and
+    the constrained logits of the token after the root.
   """
   def constrained_step(tokens, depths, ancestors, above, carry):
     carry, memory = carry

@@ -1,42 +1,45 @@
 """Choice of the draft length before every round, including no draft.
 
-  choose a length  ->  propose  ->  verify the draft  ->  learn
+  choose a length  ->  propose  ->  verify the draft  ->  update statistics
 
-A draft pays if its accepted tokens are worth the time of the longer round. For
-every row (a sequence of the batch), the controller tracks how often the i-th
-drafted token was accepted in recent rounds. It chooses the length with the most
-tokens per second of the batch (goodput, as SmartSpec: Liu et al. 2024,
-arXiv:2406.14066). The choice depends only on the past, so every verification
-rule without a state remains exact.
+A draft makes its round longer. It pays if the accepted tokens are worth this
+time. For every row (a sequence of the batch), the controller counts how often
+the i-th drafted token was accepted in recent rounds. It chooses the length with
+the most tokens per second of the batch (goodput, as in SmartSpec: Liu et al.
+2024, arXiv:2406.14066). The choice depends only on past rounds, so every
+verification rule without a state remains exact.
 
-A batch has one length, because its rows share one pass. So with a controller,
-the sequence of a row at a temperature above 0 depends on the other rows. Its
-distribution does not.
+All rows of a batch have the same length, because they share one pass. So at a
+temperature above 0, the sequence of a row depends on the other rows. The
+distribution of the sequence does not.
 
-The possible loss is bounded by a budget per row. Its unit is the time of one
-token in decoding without drafts. After a round, every row receives an equal
-share of the emitted tokens, times 1 + `risk`, and pays the cost of the round. A
-draft is made only if the budgets cover its cost with no token accepted. At most
-half of a budget is spent on long drafts, because acceptance over the first
-tokens is a poor predictor. The shortest draft, and drafts of similar cost, may
-use all of it. If the measured seconds are right, n tokens never take longer
-than (1 + `risk`) n + `credit` tokens without drafts, or (1 + `risk`) n tokens
-and one draft if a draft costs more than `credit`. `risk` pays for new attempts
-after drafts did not pay.
+A budget per row bounds the possible loss. The unit of budgets and costs is the
+time of one token in decoding without drafts. After a round, every row receives
+an equal share of the emitted tokens, times 1 + `risk`, and pays the cost of the
+round. A draft is made only if the budgets cover its cost with no token
+accepted. At most half of a budget is spent on long drafts, because acceptance
+over the first tokens is a poor predictor. The shortest draft, and drafts of
+similar cost, may use all of it. `risk` allows new attempts after drafts did not
+pay.
 
-If all rows are waited for (`waits`), a batch is done when its slowest row is.
-The controller then minimises the time of that row, and each row has its own
-budget, so that no row is done later than without drafts.
+If the measured seconds are correct, n tokens never take longer than
+(1 + `risk`) n + `credit` tokens without drafts. If a draft costs more than
+`credit`, the bound is (1 + `risk`) n tokens without drafts and one draft.
 
-If a drafter is useless, most rounds have no draft. The controller is not called
-in these rounds: it announces their number before the first one.
+With `waits`, a batch is done when its slowest row is done. The controller then
+minimises the time of that row. Each row has its own budget, so that no row is
+done later than without drafts.
 
-A `Fallback` calls its second drafter if the first one has no draft for a row,
-for example n-grams and then a small model. It has rounds of two *kinds*. In one
-kind the first drafter has a draft in every row, so the second is not called.
-These rounds cost less and have a different acceptance rate. The kind of the
-next round is known in advance if the first drafter draws no random numbers.
-Each kind therefore has its own costs and statistics.
+If drafts do not pay, most rounds have no draft. The controller is not called in
+these rounds: it sets their number before the first one.
+
+A `Fallback` calls its second drafter if the first one has no draft for a row.
+For example, the first copies n-grams and the second is a small model. There are
+rounds of two *kinds*. In one kind the first drafter has a draft in every row,
+so the second is not called. These rounds cost less and have a different
+acceptance rate. The kind of the next round is known in advance if the first
+drafter draws no random numbers. In that case, each kind has its own costs and
+statistics.
 """
 
 import dataclasses
@@ -52,11 +55,11 @@ from specjax.utils import fields
 
 _PRIOR_ROUNDS = 2.0  # weight of the prior of a position, in rounds
 _REST = 0.95  # factor of past statistics in a round without a draft
-_PAUSE = 8  # rounds without drafts before a draft that does not pay is retried
-_LONGEST_PAUSE = 32  # rounds without drafts before budgets are read again
-_MOST = 16.0  # tokens: maximum of a budget, and so of a gain that may be lost
-_STAKE = 0.5  # share of a budget for a draft if a cheaper one exists
-_CHEAPER = 0.8  # a draft is cheaper if it costs less than this share
+_PAUSE = 8  # rounds without drafts if budgets suffice and drafts do not pay
+_LONGEST_PAUSE = 32  # maximum number of rounds of a pause without drafts
+_MOST = 16.0  # tokens; maximum of a budget, so of a past gain that may be lost
+_STAKE = 0.5  # share of a budget for a draft if a cheaper draft exists
+_CHEAPER = 0.8  # the shortest draft is cheaper if it costs less than this share
 
 
 @struct.dataclass
@@ -64,19 +67,20 @@ class ControllerState:
   """Statistics of each of the B rows of a batch.
 
   Attributes:
-    reached: `[B, D, G]` float32. Entry i = 1, ..., G counts the recent rounds
-      whose draft had at least i tokens and was accepted up to token i - 1.
-      D is the number of kinds of rounds (see the module), G the longest length.
-      Older rounds count less (`Controller.memory`).
-    accepted: `[B, D, G]` float32, the rounds among these that also accepted
-      token i.
+    reached: `[B, D, G]` float32 for D kinds of rounds (see the module) and the
+      longest length G. Entry i = 1, ..., G counts the recent rounds whose draft
+      had at least i tokens, of which the first i - 1 were accepted. Older
+      rounds have a lower weight (`Controller.memory`).
+    accepted: `[B, D, G]` float32. Entry i counts those of these rounds in which
+      token i was also accepted.
     budget: `[B]` float32, budgets in tokens, see the module.
-    needed: `[B, D]` float32, sum over recent rounds of the share of the extra
-      time of the chosen length that was used. It is below 1 for a draft that
-      ended early, because shorter drafts are verified in shorter passes.
-    kind: `[B]` int32, kind of the next round of each row. A batch has the
-      highest one.
-    known: `[B]` int32, committed tokens that the drafter has certainly read.
+    needed: `[B, D]` float32, sum over recent rounds of the fraction of the
+      extra time of the chosen length that was used. The fraction is below 1 for
+      a draft that ended early, because it is verified in a shorter pass.
+    kind: `[B]` int32, kind of the next round of each row. The kind of a batch
+      is the highest kind of its rows.
+    known: `[B]` int32, number of committed tokens that the drafter has
+      certainly read.
     until: `[B]` int32, length of the row at which its pause without drafts
       ends.
   """
@@ -94,34 +98,36 @@ class ControllerState:
 class Controller:
   """Chooses the draft length of a batch, see the module.
 
-  Each length is a compiled program. Length 0 proposes nothing and verifies the
-  last committed token alone. A chain may end early, because an n-gram has no
-  match or by a stop rule. The target's pass then has the smallest length that
-  fits the chain. Drafts of a drafter without a field `gamma` are always
+  Each length is a compiled program. Length 0 drafts nothing, so the target
+  reads only the last committed token. A chain may end early, by a stop rule or
+  because an n-gram has no match. The target's pass then has the smallest length
+  that fits the chain. Drafts of a drafter without a field `gamma` are always
   verified completely.
 
   Attributes:
-    lengths: draft lengths, increasing from 0. The drafter must have a field
-      `gamma`, or lengths must be (0, its own length).
-    seconds: seconds of a round for each length at this batch size; only their
+    lengths: draft lengths, increasing from 0. For a drafter without a field
+      `gamma`, they must be (0, number of its draft tokens).
+    seconds: seconds of a round for each length at this batch size. Only their
       ratios matter.
     first: seconds of a round in which only the first drafter of a `Fallback`
       drafts, for each length. (): all rounds are of one kind.
-    reading: seconds that the drafter needs to read a token of a round without
-      draft, before it drafts again. If it exceeds what `risk` allows, a drafter
-      with an empty budget is not tried again.
-    switching: additional seconds of a draft after a round without one, except
-      reading.
+    reading: seconds per token that the drafter needs to read the tokens of
+      rounds without drafts, before it drafts again. If `reading` is at least
+      `risk` times the seconds of a round without drafts, a drafter is not
+      tried again once the budget is empty.
+    switching: additional seconds of a draft after a round without one, not
+      including `reading`.
     prior: acceptance rate before any observation. A high value is safe, because
       the budget bounds the loss.
     memory: factor of past statistics in a round with a draft, in [0, 1].
-    risk: share of the time that may be spent on drafts that do not pay.
-    credit: tokens that may be lost at the beginning, divided among the rows
-      that are prefilled together, because one attempt observes all of them. (A
-      queue prefills row by row.) It is increased to the cost of one shortest
-      draft.
-    waits: True if the batch is done when all rows are, see the module. False if
-      new rows replace done ones: the tokens per second of all rows count.
+    risk: fraction of the time that may be spent on drafts that do not pay.
+    credit: number of tokens that may be lost at the beginning. It is divided
+      among rows prefilled together, because one attempt observes all of them.
+      (A queue prefills rows one by one.) Each row receives at least the cost of
+      one shortest draft.
+    waits: True minimises the time until all rows are done, see the module.
+      False is for batches in which new rows replace done rows: it maximises the
+      tokens per second of all rows.
   """
 
   lengths: tuple[int, ...] = (0, 2, 4, 8)
@@ -157,8 +163,8 @@ class Controller:
     if self._least[-1] > _MOST:
       raise ValueError(
           f"a round with the shortest draft takes {1 + self._least[-1]:.3g} "
-          f"times as long as one without, and more than {1 + _MOST:g} times is "
-          "never risked; take a cheaper drafter, or decode without one")
+          "times as long as one without a draft, and the limit is "
+          f"{1 + _MOST:g} times; use a cheaper drafter, or decode without one")
 
   def _check_seconds(self, name: str, seconds: tuple[float, ...]) -> None:
     if len(seconds) != len(self.lengths) or not all(
@@ -179,8 +185,8 @@ class Controller:
     D is the number of kinds of rounds, K the number of lengths.
     """
     kinds = [seconds for seconds in (self.first, self.seconds) if seconds]
-    # A longer round, or one with more drafters, is never faster; a
-    # faster measurement is an error.
+    # A round with a longer draft or more drafters is never faster. Smaller
+    # measured values are measurement errors and are raised.
     ratios = np.array([np.array(one) / one[0] for one in kinds])
     return np.maximum.accumulate(
         np.maximum.accumulate(ratios, axis=1), axis=0).astype(np.float32)
@@ -189,12 +195,13 @@ class Controller:
   def _least(self) -> np.ndarray:
     """`[D]`, extra cost of the shortest draft after a pause, in tokens.
 
-    D is the number of kinds of rounds.
+    D is the number of kinds of rounds. The cost of reading missed tokens is not
+    included.
     """
     return self.costs[:, 1] - 1 + np.float32(self.switching / self.seconds[0])
 
   def init(self, lengths: jax.Array) -> ControllerState:
-    """Returns the state after prompts of `lengths [B]`."""
+    """Returns the state after prompts of `lengths [B]` tokens were read."""
     rows, kinds = lengths.shape[0], len(self.costs)
     zeros = jnp.zeros((rows, kinds, self.lengths[-1]), jnp.float32)
     budget = max(self.credit / rows, self._least[-1])
@@ -206,13 +213,13 @@ class Controller:
         known=lengths - 1, until=lengths)
 
   def survival(self, own: ControllerState) -> jax.Array:
-    """Returns `[B, G]`, the probability that at least i tokens are accepted.
+    """Returns `[B, G]`: entry i is the probability to accept at least i tokens.
 
-    i is 1, ..., G, the longest length. The probability is the product of the
-    acceptance rates of the first i positions in rounds of the row's next kind.
-    The prior of a position is the estimate of the position before, because deep
-    positions are rarely reached, and a draft that survived so far tends to
-    continue.
+    i runs from 1 to G, the longest length. The probability is the product of
+    the estimated acceptance rates of the first i positions, in rounds of the
+    row's next kind. The prior of a position is the estimate for the position
+    before. Deep positions are rarely observed, and tokens after many accepted
+    tokens tend to be accepted.
     """
     believed, survived = jnp.full_like(own.budget, self.prior), []
     reached, accepted = (_of_kind(x, own) for x in (own.reached, own.accepted))
@@ -239,7 +246,8 @@ class Controller:
 
     Args:
       state: state before the round.
-      affordable: `[K - 1]` bool, the lengths above 0 that budgets cover.
+      affordable: `[K - 1]` bool, True for each length above 0 whose cost the
+        budgets cover.
     """
     own, active = state.controller, ~state.done
     # A row emits at most the tokens up to its limit.
@@ -249,7 +257,7 @@ class Controller:
     tokens = jnp.where(active[:, None] & (place < left), tokens, 0)
     within = place <= np.array(self.lengths)[:, None]
     tokens = jnp.sum(jnp.where(within[:, None], tokens, 0), axis=2)  # [K, B]
-    if self.waits:  # share of the remaining tokens, of the slowest row
+    if self.waits:  # fraction of the slowest row's remaining tokens
       tokens = jnp.min(jnp.where(active, tokens / left[:, 0], jnp.inf), axis=1)
     else:
       tokens = jnp.sum(tokens, axis=1)
@@ -258,8 +266,8 @@ class Controller:
     rounds = _of_kind(own.reached, own)[:, 0]
     share = _mean((_of_kind(own.needed, own) + _PRIOR_ROUNDS)
                   / (rounds + _PRIOR_ROUNDS), active)
-    # A draft must also gain the cost of switching. Missed tokens are read once
-    # for all following drafts, so their cost is not included.
+    # A draft must also earn the cost of switching. The cost of reading missed
+    # tokens is not included, because all later drafts profit from the reading.
     added = (share * (self._costs(state) - 1)).at[1:].add(
         self._changing(state))
     goodput = tokens / (1 + added)
@@ -267,13 +275,12 @@ class Controller:
     return jnp.argmax(jnp.where(affordable, goodput, 0)).astype(jnp.int32)
 
   def _costs(self, state: DecodeState) -> jax.Array:
-    """Returns `[K]`, the costs of each length in the next round's kind."""
+    """Returns `[K]`, the cost of each length in a round of the next kind."""
     kind = jnp.max(jnp.where(state.done, 0, state.controller.kind))
     return jnp.asarray(self.costs)[kind]
 
   def _late(self, state: DecodeState) -> jax.Array:
-    """Returns `[]`, additional cost of a draft after rounds without one, in
-    tokens.
+    """Returns `[]`, the additional cost in tokens of a draft after a pause.
 
     It is the cost of reading the missed tokens and of switching.
     """
@@ -281,9 +288,9 @@ class Controller:
     return self._missed(state) * reading + self._changing(state)
 
   def _changing(self, state: DecodeState) -> jax.Array:
-    """Returns `[]`, the cost in tokens of a draft after a round without one.
+    """Returns `[]`, the cost of switching in tokens.
 
-    It is 0 if all rows had a draft in the previous round.
+    It is 0 if all active rows had a draft in the previous round.
     """
     drafted = state.lengths - 2 == state.controller.known
     changes = jnp.any(~state.done & ~drafted)
@@ -298,18 +305,23 @@ class Controller:
   def _purse(self, state: DecodeState) -> jax.Array:
     """Returns `[B]`, the budgets that rows have earned so far.
 
-    `rests` adds the income of a complete pause at its start. A row that joins
-    the batch may end the pause early. So the income of the remaining pause is
-    subtracted here.
+    `rests` adds the income of a complete pause when the pause begins. A row
+    that joins the batch may end the pause early. So this function subtracts the
+    income of the remaining pause.
     """
     own = state.controller
     ahead = jnp.maximum(own.until - state.lengths, 0)
     return own.budget - self.risk * ahead
 
   def _shared(self, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns `[]`, the value of `x [B]` that decides for the rows of a round.
+    """Returns `[]`, a common value for the rows of a round.
 
-    It is the minimum over the rows if the batch `waits`, else the mean.
+    With `waits`, it is the minimum of `x [B]` over the marked rows, else the
+    mean.
+
+    Args:
+      x: `[B]`, value of each row.
+      rows: `[B]` bool, marks the rows.
     """
     if self.waits:
       return jnp.min(jnp.where(rows, x, jnp.inf))
@@ -317,11 +329,11 @@ class Controller:
 
   def rests(self, state: DecodeState, chosen: jax.Array
             ) -> tuple[ControllerState, jax.Array]:
-    """Returns the state before rounds without a draft, and their number.
+    """Starts rounds without drafts: returns the state and their number.
 
-    Every such round emits one token per row, so its result is known in advance.
-    The state is therefore updated before these rounds, for all of them, and
-    does not change during them.
+    Each of these rounds emits one token per row, so its effect on the state is
+    known in advance. The state is updated for all rounds of the pause at once,
+    and does not change during the pause.
 
     Args:
       state: state before the rounds.
@@ -337,8 +349,8 @@ class Controller:
         self._purse(state), active)
     gain = self.risk - reading
     pause = jnp.ceil(lacks / gain) if gain > 0 else jnp.inf
-    # With two kinds of rounds, drafts may pay in the next round, which may be
-    # of the other kind. So a pause then has one round.
+    # With two kinds of rounds, the next round may be of the other kind, in
+    # which drafts may pay. So if budgets suffice, a pause then has one round.
     pause = jnp.where(lacks > 0, pause, 1 if self.first else _PAUSE)
     pause = jnp.clip(pause, 1, jnp.minimum(left, _LONGEST_PAUSE))
     pause = pause.astype(jnp.int32)
@@ -346,8 +358,8 @@ class Controller:
     waiting = jnp.min(jnp.where(active, own.until - state.lengths, left))
     asks = (waiting <= 0) & (chosen == 0)
     until = jnp.where(active & asks, state.lengths + pause, own.until)
-    # A row may already be in a pause, which another row ended by joining. Only
-    # the rounds after that pause are new.
+    # A row may still be in a pause that another row ended by joining. Only the
+    # rounds after that pause are new.
     more = until - jnp.maximum(own.until, state.lengths)
     more = jnp.where(active & asks, jnp.maximum(more, 0), 0)
     factor = jnp.float32(_REST) ** more
@@ -362,14 +374,16 @@ class Controller:
 
   def learned(self, state: DecodeState, stats: RoundStats, lengths: jax.Array,
               chosen: jax.Array, verified: jax.Array) -> ControllerState:
-    """Returns the state after a round with drafts; it ignores done rows.
+    """Returns the state after a round with drafts.
+
+    The entries of done rows do not change.
 
     Args:
       state: state before the round.
       stats: statistics of the round.
-      lengths: `[B]`, committed tokens of each row after the round.
+      lengths: `[B]`, number of committed tokens of each row after the round.
       chosen: `[]` int32, result of `choose`.
-      verified: `[]` int32, index of the length that was verified.
+      verified: `[]` int32, index of the length of the verifying pass.
     """
     own, costs = state.controller, self._costs(state)
     place = jnp.arange(1, self.lengths[-1] + 1)
@@ -380,7 +394,7 @@ class Controller:
                        / jnp.where(added > 0, added, 1), 1)
     kind = jnp.arange(len(self.costs)) == own.kind[:, None]
 
-    def added_to(old, seen):  # only for the kind of the round
+    def added_to(old, seen):  # adds only to the entries of the round's kind
       is_kind = kind.reshape(kind.shape + (1,) * (old.ndim - 2))
       return jnp.where(is_kind, self.memory * old + seen, old)
 
@@ -399,13 +413,13 @@ class Controller:
               ) -> jax.Array:
     """Returns the budgets `[B]` after a round with drafts.
 
-    Rows that share a round share its gain, because a row with few accepted
-    tokens may cost less than the others gain. If the batch `waits`, every row
-    has its own gain.
+    All rows receive an equal share of the emitted tokens, because a draft may
+    pay for the batch although some rows accept few tokens. With `waits`, every
+    row receives its own tokens.
 
     Args:
       state: state before the round.
-      emitted: `[B]`, tokens that the round emitted.
+      emitted: `[B]`, number of tokens that each row emitted in the round.
       cost: `[]`, cost of the round in tokens.
     """
     if not self.waits:
@@ -417,7 +431,7 @@ class Controller:
 
 
 def _of_kind(x: jax.Array, own: ControllerState) -> jax.Array:
-  """Returns the entries `[B, ...]` of `x [B, D, ...]` of each row's next kind.
+  """Returns the entries `[B, ...]` of `x [B, D, ...]` for each row's next kind.
   """
   return jax.vmap(lambda row, kind: row[kind])(x, own.kind)
 

@@ -1,8 +1,9 @@
-"""Measured costs of rounds with drafts of several lengths.
+"""Measurement of the costs of rounds with drafts of several lengths.
 
-A `Controller` compares draft lengths by the seconds of their rounds. These are
-measured once per machine, pair of models, batch size and capacity, in the loops
-that the controller will run. They are stored in the user's cache directory.
+A `Controller` compares draft lengths by the seconds of their rounds. The
+seconds are measured once per machine, pair of models, batch size and capacity,
+in the loops that the controller will run. The results are stored in the user's
+cache directory.
 """
 
 from collections.abc import Callable
@@ -36,9 +37,9 @@ from specjax.utils import files
 from specjax.utils.fingerprints import fingerprint
 from specjax.version import __version__
 
-_ROUNDS, _TIMES = 16, 9  # rounds of a timed call, and number of calls
-_READ = 32  # missed tokens that a drafter reads when `reading` is timed
-_PERIOD = 4  # rounds from draft to draft when `switching` is timed
+_ROUNDS, _TIMES = 16, 9  # rounds per timed call, and number of timed calls
+_READ = 32  # number of tokens that a drafter reads when `reading` is timed
+_PERIOD = 4  # when `switching` is timed, one of this many rounds has a draft
 _FORM = 2  # version of the file format
 
 
@@ -47,9 +48,9 @@ class _Script(ControllerState):
   """State of a `_Scripted` controller.
 
   Attributes:
-    index: `[B]` int32, all equal: index of the drafted length.
-    period: `[B]` int32, all equal: number of rounds, of which the last one has
-      a draft.
+    index: `[B]` int32, index of the drafted length, equal for all rows.
+    period: `[B]` int32, number of rounds of a period, equal for all rows. Only
+      the last round of a period has a draft.
   """
 
   index: jax.Array
@@ -58,10 +59,10 @@ class _Script(ControllerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scripted(Controller):
-  """Controller that drafts every n-th round, with a length given by its state.
+  """Controller that drafts in every n-th round, with a fixed length.
 
-  n and the length are data, so all timings share one compiled program. All
-  drafted tokens are verified.
+  n and the length are arrays in the state, so all timings share one compiled
+  program. All drafted tokens are verified.
   """
 
   cuts = False
@@ -92,9 +93,10 @@ class _Scripted(Controller):
 def lengths_for(drafter: Any) -> tuple[int, ...]:
   """Returns the default draft lengths of a controller for a drafter.
 
-  They are 0, 1, two fifths of the drafter's length, and its length. A draft of
-  one token costs little, so a few attempts show whether drafts pay. A drafter
-  whose chains do not have `gamma` tokens has 0 and its own length only.
+  These are 0, 1, two fifths of the drafter's length (rounded up), and its
+  length. A draft of one token costs little, so a few attempts show whether
+  drafts pay. If the drafter does not support chains of any length `gamma`, the
+  lengths are only 0 and its own length.
   """
   longest = drafter.num_nodes - 1
   some = 1, -(-2 * longest // 5)
@@ -118,39 +120,42 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
              again: bool = False, **options: Any) -> Controller:
   """Returns a controller with the measured costs of a decoder's rounds.
 
-  The first call takes some seconds, mostly for compilation; later calls read a
+  The first call takes some seconds, mostly for compilation. Later calls read a
   file. Use the result in `dataclasses.replace(decoder, controller=...)`.
 
-  If the first drafter of a `Fallback` draws no random numbers, its rounds are
-  also timed alone. `reading` is timed for drafters with `catch_up`. It is 0 for
-  drafters that read missed tokens in `propose` (cascades, fallbacks, merges and
-  drafters with another vocabulary), so the controller underestimates their
-  first draft after a pause.
+  If the first drafter of a `Fallback` draws no random numbers, rounds with this
+  drafter alone are also timed. `reading` is timed for drafters with `catch_up`.
+  Other drafters read missed tokens in `propose` (cascades, fallbacks, merges
+  and drafters with another vocabulary). For these, `reading` is 0, so the
+  controller underestimates the cost of their first draft after a pause.
 
   Args:
-    decoder: decoder to be controlled.
+    decoder: decoder that will use the controller.
     params: `{"target": ..., "drafter": ...}`.
-    batch: number of rows B of the batch.
-    lengths: draft lengths, from 0. Default: `lengths_for` the drafter.
-    used: tokens per row at which rounds are timed, such as a prompt and half of
-      its continuation; fewer if there is no room.
+    batch: B, number of rows of the batch.
+    lengths: draft lengths, increasing from 0. Default: the result of
+      `lengths_for(decoder.drafter)`.
+    used: number of tokens per row at which rounds are timed, such as a prompt
+      and half of its continuation. It is reduced if the context or the capacity
+      is too small.
     capacity: minimum number of slots per row, as in `Decoder.prefill`. Default:
       the slots for `used` and the timed rounds.
     context: context of the rows, as in `Decoder.prefill`.
-    directory: directory of the files. Default: `specjax/costs` in the user's
-      cache directory. A directory without write permission is not used.
-    again: True to measure even if a file exists.
-    **options: options of the `Controller`.
+    directory: directory of the stored costs. Default: `specjax/costs` in the
+      user's cache directory. If it cannot be written, the costs are not stored.
+    again: True measures even if stored costs exist.
+    **options: other arguments of the `Controller`, such as `risk`.
 
   Raises:
-    ValueError: a controller does not fit the decoder; the context length has no
-      room for a draft; drafts are too expensive; an option is a measured value.
+    ValueError: a controller does not fit the decoder; a draft is as long as the
+      context length, or longer; drafts are too expensive; or an option is a
+      measured value.
   """
   measured_here = {"seconds", "first", "reading", "switching"} & set(options)
   if measured_here:
     raise ValueError(
-        f"{min(measured_here)} is given and is measured here; leave it out, "
-        "or set it by dataclasses.replace in the controller that is returned")
+        f"{min(measured_here)} is an option and is measured here; leave it "
+        "out, or set it with dataclasses.replace in the returned controller")
   lengths = tuple(
       lengths_for(decoder.drafter) if lengths is None else lengths)
   # Constraints may not allow the random tokens that are decoded here.
@@ -167,8 +172,8 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
     first, own = _first(trial, params)
     found["first"] = _measure(
         first, own, batch, used, capacity, context)["seconds"] if first else []
-    # The controller refuses very large costs. They may be a disturbance of the
-    # measurement, so the error is raised before the costs are stored.
+    # The constructor rejects very large costs. They may be due to a disturbance
+    # of the measurement, so the error is raised before the costs are stored.
     Controller(lengths=lengths, **found)
     if path is not None:
       with contextlib.suppress(OSError):
@@ -215,11 +220,10 @@ def _random_prompts(decoder: Decoder, batch: int, used: int
 
 def _first(decoder: Decoder, params: chex.ArrayTree
            ) -> tuple[Decoder | None, Any]:
-  """Returns a decoder with only the first drafter of a `Fallback`, and its
-  params.
+  """Returns a decoder with only the first drafter of a `Fallback`, and params.
 
   Returns `(None, None)` if all rounds are of one kind (see `Controller`), or
-  the first drafter has no drafts of the controller's lengths.
+  the first drafter does not support the controller's lengths.
   """
   drafter = decoder.drafter
   if not drafter.tells:
@@ -236,8 +240,8 @@ def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
           context: chex.ArrayTree) -> pathlib.Path | None:
   """Returns the path of the file for these costs.
 
-  Its name is a hash of the decoder and the machine. None: a component has no
-  stable repr, so it has no hash.
+  The name of the file is a hash of the configuration and the machine. The
+  result is None if a component has no stable `repr`, and therefore no hash.
   """
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -274,7 +278,7 @@ def _stored(path: pathlib.Path | None, count: int) -> dict[str, Any] | None:
 
 def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
               switching: Any) -> bool:
-  """Returns True if all costs are finite, with seconds for `count` lengths."""
+  """Returns True if all costs are finite and `count` lengths have seconds."""
   if not (isinstance(seconds, list) and isinstance(first, list)):
     return False
   numbers = [*seconds, *first, reading, switching]
@@ -285,9 +289,9 @@ def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
 
 def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
              capacity: int, context: chex.ArrayTree) -> dict[str, Any]:
-  """Returns the measured fields `seconds`, `reading` and `switching`.
+  """Returns the measured values of `seconds`, `reading` and `switching`.
 
-  `Controller` defines them.
+  `Controller` documents these fields.
   """
   by_length, longest = decoder.parts, decoder.num_nodes
   whole = decoder.context_length
@@ -306,7 +310,8 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
         by_length, params, state.replace(controller=jax.tree.map(
             jnp.copy, script)), rounds)
 
-  # Differences exclude the cost of a call and of its slower first rounds.
+  # The seconds of a round are computed from the difference of a long and a
+  # short call. This excludes the cost of a call and its slower first rounds.
   few = rounds // 4
   kinds = [(i, n) for i in range(len(by_length.rungs)) for n in (few, rounds)]
   kinds = [one for one in kinds if one[1]]
@@ -331,17 +336,17 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
 
 
 def _room(used: int, context_length: int, nodes: int) -> tuple[int, int]:
-  """Returns the tokens of a prompt and the number of rounds that fit a context.
+  """Returns a prompt length and a number of rounds that fit a context.
 
   Args:
-    used: desired tokens of the prompt.
-    context_length: maximum number of tokens.
-    nodes: nodes of the longest draft, the root included.
+    used: desired number of tokens of the prompt.
+    context_length: maximum number of tokens of a sequence.
+    nodes: number of nodes of the longest draft, including the root.
   """
   if context_length <= nodes:
     raise ValueError(
         f"drafts of {nodes - 1} tokens leave no room for a prompt in a context "
-        f"of {context_length}; draft less")
+        f"of {context_length} tokens; use shorter drafts")
   rounds = min(_ROUNDS, max((context_length - min(
       used, context_length // 2)) // nodes, 1))
   return min(used, context_length - rounds * nodes), rounds
@@ -359,9 +364,13 @@ def _per_round(short: float, few: int, long: float, rounds: int) -> float:
 
 def _timed(calls: Sequence[tuple[Callable[[DecodeState], Any], DecodeState]]
            ) -> list[float]:
-  """Returns the median seconds of each call on its state, which it may donate.
+  """Returns the median seconds of each call.
 
   The calls alternate, so that a disturbance of the machine affects all of them.
+
+  Args:
+    calls: functions of a state, each with its state. A call receives a copy of
+      its state and may donate it.
   """
   found = [[] for _ in calls]
   for _ in range(1 + _TIMES):  # the first time compiles

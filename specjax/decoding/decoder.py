@@ -1,4 +1,4 @@
-"""`Decoder`: prompts, limits and keys in, tokens out."""
+"""`Decoder`, the public interface of the decoding loop."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -38,7 +38,8 @@ class Generation(NamedTuple):
 
   Attributes:
     tokens: list of int32 arrays, prompt and continuation of each row.
-    stats: `RoundStats` summed over the rounds; `active` counts them.
+    stats: `RoundStats` summed over the rounds. `active` is the number of rounds
+      of each row.
   """
 
   tokens: list[np.ndarray]
@@ -49,31 +50,31 @@ class Generation(NamedTuple):
 class Decoder:
   """A target, a drafter and a verifier as one compiled program.
 
-  A decoder has only static configuration and hashes by value. Equal decoders
-  share their compiled code, as do decoders that differ only in temperature or
-  eos. Parameters and state are arguments: `params = {"target": ...,
-  "drafter": ...}`.
+  A decoder contains only static configuration and hashes by value. Equal
+  decoders share their compiled code. So do decoders that differ only in
+  temperature or eos. Parameters and state are arguments of the methods:
+  `params = {"target": ..., "drafter": ...}`.
 
   Attributes:
-    target: target model; the output follows its distribution.
+    target: target model. The output follows its distribution.
     drafter: method that proposes tokens, with its draft model if it has one.
     verifier: verification rule that decides which tokens are accepted.
-    transform: transform from logits to probabilities, shared with a drafter
-      that has none. Its temperature is the default of `prefill`.
+    transform: transform from logits to probabilities. A drafter without its own
+      transform uses it too. Its temperature is the default of `prefill`.
     observers: rules that are evaluated on the same drafts and reported in
       `RoundStats`. They have no effect on the output.
-    eos: token id that ends a row, or several, or None. It is the default of
+    eos: token id that ends a row, or several ids, or None. It is the default of
       `prefill`.
-    controller: chooses the draft length before every round, see
-      `decoding.controller`. None: the length of the drafter. With a controller,
-      the sequence of a row at a temperature above 0 depends on the other rows
-      of the batch; its distribution does not.
-    debug: True to check the values of every round: laws and the drafter's
-      distributions sum to 1, declared chains are chains, and commits fit the
-      capacity. It costs time. A `ValueError` names the component. A single
-      `decode_round` reports in `RoundStats.checks` instead.
-    parts: not an argument: the `rounds.Round` with the drafter bound, or with a
-      controller a `RoundsByLength`.
+    controller: controller that chooses the draft length before every round, see
+      `decoding.controller`. None: all drafts have the drafter's length. With a
+      controller, the sequence of a row at a temperature above 0 depends on the
+      other rows of the batch. Its distribution does not.
+    debug: True checks the values of every round, which takes time: laws and the
+      drafter's distributions sum to 1, drafts have the declared capabilities,
+      and committed tokens fit the capacity. A `ValueError` names the component.
+      `decode_round` does not raise, but reports in `RoundStats.checks`.
+    parts: not an argument. The `rounds.Round` with the drafter bound to the
+      target, or a `RoundsByLength` if there is a controller.
 
   Raises:
     ValueError: the drafter does not declare a capability that the verifier
@@ -155,19 +156,18 @@ class Decoder:
 
   @property
   def num_nodes(self) -> int:
-    """Number of nodes N of a draft; its root, a committed token, is included.
-    """
+    """N, number of nodes of a draft, including its root."""
     return self.parts.drafter.num_nodes
 
   @property
   def context_length(self) -> int:
-    """Longest sequence in tokens that both models can read."""
+    """Length in tokens of the longest sequence that both models can read."""
     return min(self.target.context_length,
                self.parts.drafter.context_length)
 
   @property
   def context_owner(self) -> str:
-    """The model with the shorter context: "target" or "drafter"."""
+    """Name of the model with the shorter context: "target" or "drafter"."""
     return ("target" if self.context_length == self.target.context_length
             else "drafter")
 
@@ -175,9 +175,9 @@ class Decoder:
   def changes_law(self) -> tuple[str, ...]:
     """Class names of the components that change the output distribution.
 
-    They are the target if `changes_law` is True, as for `Contrastive`, and
-    every constraint. The output then follows autoregressive decoding with these
-    components, not that of the plain model.
+    These components are every constraint, and a target with `changes_law =
+    True`, such as `Contrastive`. The output then follows autoregressive
+    decoding with these components, not with the plain model.
     """
     parts = [self.target] if self.target.changes_law else []
     return tuple(type(part).__name__
@@ -188,30 +188,31 @@ class Decoder:
               capacity: int = 0, temperature: Any = None, eos: Any = None,
               context: chex.ArrayTree | None = None, grows: bool = False,
               placement: sharding.Placement | None = None) -> DecodeState:
-    """Reads the prompts and returns the state of the loop.
+    """Reads the prompts and returns the state of the decoding loop.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompts: B sequences of token ids, none empty; lengths may differ.
-      key: threefry PRNG key of `jax.random.key`.
-      limits: `[B]` or one number, the length of prompt and output together at
+      prompts: B non-empty sequences of token ids. Their lengths may differ.
+      key: threefry PRNG key, from `jax.random.key`.
+      limits: `[B]` or one number, the total length of prompt and output at
         which a row is done. Default: the context length.
       request_ids: `[B]` whole numbers from 0 to 2^32 - 1. The random numbers of
         a row depend only on the key and its request id. Default: 0..B-1.
       capacity: minimum number of slots per row, rounded up to a multiple of
-        128. Default: the slots that the limits and a draft need. More slots
-        take memory, and time in drafters that scan them (`NGram`). On a CPU,
-        the cost of attention follows the used slots.
-      temperature: one number or `[B]`, at least 0. Default: the transform's.
+        128. Default: the slots that the limits and a draft need. Additional
+        slots cost memory. They also cost time in drafters that scan all slots
+        (`NGram`), and in attention except on a CPU.
+      temperature: one number or `[B]`, at least 0. Default: the temperature of
+        the decoder's transform.
       eos: token ids for all rows, or B lists of ids, such as `[[1, 2], []]`.
-        Default: the decoder's.
+        Default: the decoder's `eos`.
       context: tree of arrays `[B, ...]` that the drafter may read, see
         `Prompt.context`.
-      grows: True to begin with few slots. `decode_until` adds slots as rows
-        grow. Any other loop must call `grow` in time, or rows overwrite
-        themselves.
-      placement: placement of the state on a mesh. The parameters must be there
-        already (`Placement.put`).
+      grows: True starts with few slots. `decode_until` adds slots as rows
+        become longer. Any other loop must call `grow` before the slots are
+        full. Otherwise new tokens overwrite earlier tokens of their row.
+      placement: placement of the state on a mesh. The parameters must already
+        be placed on it (`Placement.put`). None: no mesh.
 
     Raises:
       ValueError: an argument is out of range or has the wrong shape; a prompt
@@ -253,21 +254,22 @@ class Decoder:
   def start(self, params: chex.ArrayTree, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array | None = None,
             eos: jax.Array | None = None) -> DecodeState:
-    """Returns the state after the prompts, without the checks of `prefill`.
+    """Reads the prompts and returns the state, without the checks of `prefill`.
 
-    This method is pure and works inside a compiled program, so a drafter can be
-    a decoder itself. The decoding loops donate the state, which contains the
-    arrays passed here. So outside of a program, pass copies of arrays that are
-    needed later.
+    This method is pure and works inside a compiled program, so a decoder can be
+    part of a drafter. The state contains the arrays passed to this method, and
+    the decoding loops donate the state. So outside of a compiled program, pass
+    copies of arrays that you need later.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompt: B rows of `prefill.padded_length` columns. Its capacity must fit
-        every limit and the nodes of a draft.
-      limits: `[B]` int32.
+      prompt: B rows with `prefill.padded_length` columns. Its capacity must be
+        at least every limit plus the nodes of a draft.
+      limits: `[B]` int32, lengths at which rows are done.
       keys: `[B]` PRNG keys.
-      temperature: `[B]` float32. Default: the transform's.
-      eos: `[B, E]` int32, padded with -1. Default: the decoder's.
+      temperature: `[B]` float32. Default: the temperature of the decoder's
+        transform.
+      eos: `[B, E]` int32, padded with -1. Default: the decoder's `eos`.
     """
     rows = prompt.lengths.shape[0]
     if temperature is None:
@@ -282,15 +284,15 @@ class Decoder:
              fresh: DecodeState) -> DecodeState:
     """Replaces rows of a batch by the rows of a fresh state.
 
-    A row that is done can give its slot to a new prompt. The other rows are
-    unaffected.
+    In this way, a new prompt can take the slot of a row that is done. The other
+    rows do not change.
 
     Args:
-      state: B rows; it is donated.
-      slot: index of the row to replace, or as many indices as `fresh` has rows.
+      state: state of B rows. It is donated.
+      slot: index of the row to replace, or one index for each row of `fresh`.
       fresh: state from `prefill` with the same capacity and number of eos ids.
-        Its `request_ids` must differ from those of all other rows, or rows draw
-        the same numbers.
+        Its `request_ids` must differ from those of all other rows. Otherwise
+        two rows draw the same random numbers.
 
     Raises:
       ValueError: a slot is out of range; the states differ in structure, shapes
@@ -299,8 +301,8 @@ class Decoder:
     for one in (state, fresh):
       self._check_state(one)
     if state.target_cache.pooled:
-      raise ValueError("a Pool gives out the pages of the state; use "
-                       "Pool.insert, which gives the new row its own")
+      raise ValueError("the pages of the state belong to a Pool; use "
+                       "Pool.insert, which allocates pages for the new row")
     slots = np.atleast_1d(np.asarray(slot))
     rows, new = len(state.lengths), len(fresh.lengths)
     if slots.shape != (new,) or len(set(slots.tolist())) != new:
@@ -318,12 +320,12 @@ class Decoder:
            ) -> DecodeState:
     """Returns the state with more slots in every row.
 
-    Decoding continues as if the slots had been there from the start.
+    Decoding continues as if the slots had been allocated by `prefill`.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: state of the loop; it is donated.
-      capacity: minimum number of slots, as in `prefill`.
+      state: state of the decoding loop. It is donated.
+      capacity: minimum number of slots per row, as in `prefill`.
 
     Raises:
       ValueError: the state already has more slots, or a component cannot grow.
@@ -334,11 +336,15 @@ class Decoder:
 
   @property
   def _whole(self) -> int:
-    """Slots for the longest sequence of the models."""
+    """Number of slots per row for the longest sequence of the models."""
     return capacity_lib.rounded(self.context_length + self.num_nodes)
 
   def _check_state(self, state: DecodeState) -> None:
-    """Raises `ValueError` if a state is deleted or of another drafter."""
+    """Raises `ValueError` unless this decoder can decode a state.
+
+    The state must not be donated already, and must not belong to another
+    drafter.
+    """
     if not isinstance(state, DecodeState):
       advice = ("; decode returns (state, stats)"
                 if isinstance(state, tuple) else "")
@@ -358,35 +364,36 @@ class Decoder:
 
   def decode_round(self, params: chex.ArrayTree, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
-    """Runs one round; rows that are done do not change.
+    """Runs one round. Rows that are done do not change.
 
-    A row with non-finite numbers stops without an error. Call
-    `raise_if_not_finite` with the stats after this and every other decoding
-    method except `generate`.
+    If a model returns non-finite numbers, the row stops without an error. So
+    call `raise_if_not_finite` with the stats. This applies to all decoding
+    methods except `generate`.
+
+    Returns:
+      `(state, stats)`.
     """
     state, stats, _ = self.decode_round_traced(params, state)
     return state, stats
 
   def decode_round_traced(self, params: chex.ArrayTree, state: DecodeState
                           ) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs `decode_round` and also returns the trace of the round.
-
-    The trace has the drafts, the target's distributions and the verdicts.
-    """
+    """Runs one round and returns `(state, stats, trace)`, see `Trace`."""
     self._check_state(state)
     return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
 
   def decode(self, params: chex.ArrayTree, state: DecodeState, rounds: int
              ) -> tuple[DecodeState, RoundStats]:
-    """Runs a fixed number of rounds, compiled.
+    """Runs a fixed number of rounds as one compiled program.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: state of the loop; it is donated and must not be used again.
+      state: state of the decoding loop. It is donated and must not be used
+        again.
       rounds: number of rounds.
 
     Returns:
-      `(state, stats)`; the fields of the stats are stacked, `[rounds, ...]`.
+      `(state, stats)`. The fields of the stats are stacked, `[rounds, ...]`.
 
     Raises:
       ValueError: a row has too few pages of a `Pool`; with `debug=True`, a
@@ -401,10 +408,10 @@ class Decoder:
 
   def decode_traced(self, params: chex.ArrayTree, state: DecodeState,
                     rounds: int) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs `decode` and also returns the traces: `(state, stats, traces)`.
+    """Runs `decode` and returns `(state, stats, traces)`.
 
-    Traces are stacked like the stats. They have rounds * B * 2 * N * V floats,
-    for B rows, N nodes of a draft and a vocabulary of V tokens.
+    The traces are stacked like the stats. They contain rounds * B * 2 * N * V
+    floats, for B rows, N nodes of a draft and a vocabulary of V tokens.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
@@ -416,19 +423,20 @@ class Decoder:
 
   def decode_until(self, params: chex.ArrayTree, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:
-    """Runs until every row is done, compiled.
+    """Runs compiled rounds until every row is done.
 
-    When a row comes near the end of its slots, the slots of all rows are
-    doubled. Each capacity is a compiled program.
+    If a row has no room for another draft, the slots of all rows are doubled.
+    Each capacity requires a compiled program.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: state of the loop; it is donated and must not be used again.
+      state: state of the decoding loop. It is donated and must not be used
+        again.
 
     Returns:
-      `(state, stats)` with sums over the rounds. `active` counts the rounds of
-      a row; `finite`, `draft_finite` and `law_finite` are True if all rounds
-      were.
+      `(state, stats)`. The stats are sums over the rounds. `active` is the
+      number of rounds of each row. `finite`, `draft_finite` and `law_finite`
+      are True if they were True in all rounds.
 
     Raises:
       ValueError: with `debug=True`, a component returned wrong values.
@@ -436,8 +444,8 @@ class Decoder:
     self._check_state(state)
     if state.target_cache.pooled:
       raise ValueError(
-          "a Pool gives out the pages of the state, and rows would exceed "
-          "them here; call Pool.extend and decode in turn")
+          "the pages of the state belong to a Pool, and decode_until cannot "
+          "allocate more of them; call Pool.extend and decode alternately")
     state, stats, ended = rounds_lib.until(self.parts, params, state)
     if not ended:
       state, stats = capacity_lib.continued(
@@ -454,20 +462,25 @@ class Decoder:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      prompts: B sequences of token ids, none empty; lengths may differ.
-      key: threefry PRNG key.
+      prompts: B non-empty sequences of token ids. Their lengths may differ.
+      key: threefry PRNG key, from `jax.random.key`.
       max_new_tokens: maximum number of new tokens per row, at least 0.
-      request_ids: `[B]` seeds of the rows. Default: 0..B-1.
-      temperature: one number or `[B]`. Default: the transform's.
-      eos: token ids for all rows, or one list per row. Default: the decoder's.
-      context: arrays per row that the drafter may read.
-      grows: True to add slots as rows grow. Default: True, except on a CPU,
-        where attention follows the used slots, and if a component cannot grow.
-      placement: placement on a mesh. Every process gets all sequences.
+      request_ids: `[B]` whole numbers, see `prefill`. Default: 0..B-1.
+      temperature: one number or `[B]`. Default: the temperature of the
+        decoder's transform.
+      eos: token ids for all rows, or one list per row. Default: the decoder's
+        `eos`.
+      context: tree of arrays `[B, ...]` that the drafter may read.
+      grows: True starts with few slots and adds slots as rows become longer.
+        Default: True, unless a component cannot grow, or the device is a CPU
+        (where the cost of attention depends only on the used slots).
+      placement: placement on a mesh. Every process returns all sequences. None:
+        no mesh.
 
     Raises:
       ValueError: an argument is invalid, see `prefill`.
-      FloatingPointError: the logits of a model were not finite.
+      FloatingPointError: the target's logits, the drafter's probabilities or
+        the verifier's laws were not finite.
     """
     fields.check_at_least("max_new_tokens", max_new_tokens, 0)
     prompts = inputs.as_rows(prompts)
@@ -498,16 +511,17 @@ def _check_kind(name: str, value: Any, kind: type) -> None:
         f"{name} is {_described(value)}; give a {kind.__name__}(...)")
 
 
-# Fields of `RoundStats`, and the numbers that are not finite if one is False.
+# Fields of `RoundStats`, each with the numbers that are not finite if False.
 FINITE = {"finite": "target's logits",
           "draft_finite": "drafter's probabilities",
           "law_finite": "verifier's laws"}
 
 
 def raise_if_not_finite(stats: RoundStats) -> None:
-  """Raises an error that names the component and row of non-finite numbers.
+  """Raises an error if the numbers of a row were not finite.
 
-  The row stopped before the round with these numbers could emit a token.
+  The error names the component and the row. The round with these numbers
+  emitted no token.
 
   Raises:
     FloatingPointError: logits, drafter probabilities or laws were not finite.
@@ -516,7 +530,7 @@ def raise_if_not_finite(stats: RoundStats) -> None:
     ok = np.asarray(processes.gathered(getattr(stats, field)))
     rows = np.flatnonzero(~ok.reshape(-1, ok.shape[-1]).all(0))
     if rows.size:
-      advice = ("certify the rule, and look where it divides by 0"
+      advice = ("certify the rule, and check where it divides by 0"
                 if field == "law_finite" else
                 "check the model's weights and its dtype, and whether the "
                 "transform's constraints left a token")

@@ -1,12 +1,15 @@
-"""Number of slots of the rows of a decoding state, and its growth.
+"""Capacity of a decoding state, and its growth.
 
-A slot stores one token of a row, in the token array and in every cache. A state
-is allocated with slots for the longest possible row, or with few slots that are
-doubled when a row comes near their end. Each number of slots (the capacity) is
-a compiled program. So capacities are multiples of 128, and powers of two while
-a state grows, up to the capacity of the longest sequence. On a CPU, the cost of
-attention depends on the used slots only, so a state is allocated completely.
-On other devices attention scans all slots, so a state begins with few.
+A slot stores one token of a row, in the token array and in every cache. The
+capacity of a state is its number of slots per row. A state is allocated with
+slots for the longest possible row, or with few slots. In the second case the
+capacity is doubled when a row has almost filled its slots. Each capacity
+requires a compiled program. So capacities are multiples of 128, and powers of
+two while a state grows, up to the capacity of the longest sequence.
+
+On a CPU, the cost of attention depends only on the used slots, so a state is
+allocated completely. On other devices attention may read all slots, so a state
+begins with few slots.
 """
 
 import functools
@@ -24,8 +27,8 @@ from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
 
-STEP = 128  # slots; batches of similar size then share a program
-_AHEAD = 64  # tokens that a row may get before the slots are doubled
+STEP = 128  # slots; batches with similar lengths then share a program
+_AHEAD = 64  # tokens for which a new state has room after the prompt
 
 
 def rounded(slots: int) -> int:
@@ -39,19 +42,22 @@ def power_of_two(slots: int) -> int:
 
 
 def grows(parts: rounds.Round | RoundsByLength) -> bool:
-  """Returns True if a state should begin with few slots and can grow."""
+  """Returns True if a state begins with few slots: not on a CPU.
+
+  The result is False if a component cannot grow.
+  """
   return jax.default_backend() != "cpu" and not interfaces.cannot_grow(parts)
 
 
 def first(parts: rounds.Round | RoundsByLength, lengths: np.ndarray,
           limits: np.ndarray, whole: int) -> int:
-  """Returns the initial capacity for prompts: a power of two.
+  """Returns the initial capacity for prompts, a power of two or `whole`.
 
   Args:
-    parts: `Round` or `RoundsByLength`.
-    lengths: `[B]`, tokens of the prompts.
+    parts: `Round` or `RoundsByLength` of the state.
+    lengths: `[B]`, number of tokens of each prompt.
     limits: `[B]`, lengths at which rows are done.
-    whole: slots for the longest sequence, an upper bound.
+    whole: capacity for the longest sequence, the upper bound of the result.
 
   Raises:
     ValueError: a component cannot grow.
@@ -67,11 +73,14 @@ def continued(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
   """Continues `rounds.until` with more slots, until all rows are done.
 
   Args:
-    parts: `Round` or `RoundsByLength`.
+    parts: `Round` or `RoundsByLength` of the state.
     params: `{"target": ..., "drafter": ...}`.
-    state: state in which a row has no slots for another draft; it is donated.
+    state: state in which a row has no slots for another draft. It is donated.
     stats: sum of the statistics so far.
-    whole: slots for the longest sequence.
+    whole: capacity for the longest sequence.
+
+  Returns:
+    The final state, and the sum of the statistics of all rounds.
   """
   ended = False
   while not ended:
@@ -86,8 +95,8 @@ def continued(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
 def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
   """Returns the sum of two statistics, with the checks of both.
 
-  `RoundStats.checks` has its error messages as keys. They may differ, because
-  they contain the number of slots.
+  The keys of `RoundStats.checks` are error messages. They may differ between
+  the arguments, because they contain the number of slots.
   """
   checks = stats.checks and {
       text: stats.checks.get(text, True) & more.checks.get(text, True)
@@ -98,25 +107,26 @@ def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
 
 def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
          state: DecodeState, capacity: int) -> DecodeState:
-  """Appends zeros to all arrays that have a slot for each token.
+  """Returns a state of larger capacity, with zeros in the new slots.
 
-  The axes are found by comparing shapes with those of the state that
-  `parts.start` would create at this capacity.
+  The axes to extend are found by comparing shapes with those of the state that
+  `rounds.start` would create at the new capacity.
 
   Args:
     parts: `Round` or `RoundsByLength` of the state.
     params: `{"target": ..., "drafter": ...}`.
-    state: state of the loop. It is donated array by array, so that two complete
-      caches never exist at the same time.
-    capacity: number of slots of each row afterwards.
+    state: state of the decoding loop. It is donated array by array, so that two
+      complete caches never exist at the same time.
+    capacity: new number of slots per row.
 
   Raises:
-    ValueError: the state has more slots, or a component cannot grow.
+    ValueError: `capacity` is below the current capacity, or a component cannot
+      grow.
   """
   have = state.tokens.shape[1]
   if capacity < have:
     raise ValueError(f"capacity is {capacity} and the state has {have} slots "
-                     "already; give more, or leave it as it is")
+                     "already; it must be at least as large")
   _check_grows(parts)
   rows = state.lengths.shape[0]
   prompt = Prompt(
@@ -135,14 +145,14 @@ def _check_grows(parts: rounds.Round | RoundsByLength) -> None:
   stuck = interfaces.cannot_grow(parts)
   if stuck:
     raise ValueError(f"{stuck} says `grows = False`: its state cannot get more "
-                     "slots; leave out grows=True, and all of them are "
-                     "allocated at once")
+                     "slots; leave out grows=True to allocate all slots at "
+                     "once")
 
 
 def _longer(x: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
-  """Appends zeros along every axis that is longer in `form`.
+  """Appends zeros to `x` along every axis that is longer in `form`.
 
-  A shorter axis depends on the prompts and does not change.
+  An axis that is shorter in `form` depends on the prompts and does not change.
   """
   more = tuple(max(0, new - old) for old, new in zip(x.shape, form.shape))
   if not any(more):

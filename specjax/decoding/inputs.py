@@ -1,7 +1,7 @@
 """Checks of a decoder's inputs, and their conversion to arrays.
 
-Every function raises a one-line `ValueError` with the argument, its value, its
-limit and a fix, before anything is compiled.
+Every function raises a one-line `ValueError`, before anything is compiled. The
+error contains the argument, its value, its limit and a fix.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from specjax.decoding import prefill
 from specjax.interfaces import Model
 from specjax.utils import fields
 
-_NO_TOKEN = -1  # pads the end tokens of a row
+_NO_TOKEN = -1  # padding in the list of a row's end tokens
 
 
 def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """Returns the prompts as arrays, without checking them."""
+  """Returns the prompts as arrays. Checks only that they are iterable."""
   if not np.iterable(given):
     raise ValueError(f"prompts is {given!r}; give a list of token ids for each "
                      "prompt, such as [tokenizer.encode(text)]")
@@ -32,11 +32,11 @@ def as_rows(given: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 def prompts(rows: Sequence[Sequence[int]], vocab_size: int
             ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns padded tokens `[B, P]` int32 and lengths `[B]`.
+  """Returns padded tokens `[B, P]` and lengths `[B]`, both int32.
 
   Args:
-    rows: B sequences of token ids, none empty.
-    vocab_size: V of the target.
+    rows: B non-empty sequences of token ids.
+    vocab_size: V, vocabulary size of the target.
   """
   rows = as_rows(rows)
   if not rows:
@@ -67,7 +67,11 @@ def prompts(rows: Sequence[Sequence[int]], vocab_size: int
 
 
 def parameters(given: Any) -> None:
-  """Raises `ValueError` unless `given` is a dict with the key "target"."""
+  """Checks that `given` is a dictionary of parameters with the key "target".
+
+  Raises:
+    ValueError: the key is missing, or a value is a model with its parameters.
+  """
   if not isinstance(given, Mapping) or "target" not in given:
     has = (f"has the keys {', '.join(map(str, given))}"
            if isinstance(given, Mapping) else f"is a {type(given).__name__}")
@@ -82,16 +86,18 @@ def parameters(given: Any) -> None:
 
 def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
                        ) -> None:
-  """Raises `ValueError` if parameters have another form than their model's.
+  """Raises `ValueError` if parameters do not have the shapes of their model.
 
-  It traces `init` of the models, so it is called only after a program failed.
+  The function traces `init` of the models. This takes time, so it is called
+  only after a program failed.
 
   Args:
     given: `{"target": ..., "drafter": ...}`.
-    models: models of the same names; those without `init(key)` are not checked.
+    models: models with the same keys. Models without `init(key)` are not
+      checked.
 
   Raises:
-    ValueError: a leaf is missing, superfluous or of another shape.
+    ValueError: a leaf is missing, superfluous or has a wrong shape.
   """
   for name, model in models.items():
     if name not in given or not isinstance(model, Model):
@@ -107,7 +113,7 @@ def explain_parameters(given: Mapping[str, Any], models: Mapping[str, Any]
 
 
 def _shapes(tree: chex.ArrayTree) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of every leaf by its path."""
+  """Returns `{path: shape}` for all leaves of a tree."""
   return {jax.tree_util.keystr(path): tuple(np.shape(x))
           for path, x in jax.tree.leaves_with_path(tree)}
 
@@ -129,10 +135,11 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
   """Returns `[B]` int32, the lengths at which rows are done.
 
   Args:
-    given: limits of the user, `[B]` or one number; None is the context length.
-    lengths: `[B]`, tokens of the prompts.
+    given: limits of the user, `[B]` or one number. None means the context
+      length.
+    lengths: `[B]`, number of tokens of each prompt.
     context_length: upper bound of the limits.
-    owner: model with that context length, for the error.
+    owner: name of the model with this context length, for the error.
   """
   found = np.asarray(context_length if given is None else given)
   if found.shape not in ((), lengths.shape):
@@ -155,11 +162,13 @@ def limits(given: Any, lengths: np.ndarray, context_length: int, owner: str
 
 
 def context(given: chex.ArrayTree | None, rows: int) -> Any:
-  """Returns a copy of the drafter's context, because the loop donates it.
+  """Returns a copy of the drafter's context.
+
+  A copy is necessary because the decoding loop donates the context.
 
   Args:
     given: tree of arrays `[B, ...]`, or None.
-    rows: number of prompts B.
+    rows: B, number of prompts.
   """
   for path, x in jax.tree.leaves_with_path(given):
     if np.ndim(x) < 1 or len(x) != rows:
@@ -173,9 +182,9 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
   """Returns the temperatures `[B]` float32 of the rows.
 
   Args:
-    given: temperatures of the user, `[B]` or one number; None is the default.
+    given: temperatures of the user, `[B]` or one number. None means `default`.
     default: temperature of the decoder.
-    rows: number of prompts B.
+    rows: B, number of prompts.
   """
   found = default if given is None else given
   try:
@@ -189,22 +198,22 @@ def temperatures(given: Any, default: float, rows: int) -> np.ndarray:
   if not ((values >= 0) & (values <= sampling.LARGEST)).all():
     raise ValueError(f"temperature is {found}; it must be at least 0 and at "
                      f"most {sampling.LARGEST:g}: 0 is greedy, 1 is the "
-                     "model's own law")
+                     "model's own distribution")
   return np.broadcast_to(values, (rows,))
 
 
 def _is_single(x: Any) -> bool:
-  # Bytes and mappings can be iterated, but not over token ids.
+  # Strings, bytes and mappings are iterable, but do not contain token ids.
   return isinstance(x, str | bytes | Mapping) or not np.iterable(x)
 
 
 def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
-  """Returns the end tokens of one row after checks.
+  """Checks the end tokens of one row and returns them as a tuple.
 
   Args:
     name: name of the argument in the error.
-    eos: token id, several of them, or None.
-    vocab_size: V of the target.
+    eos: token id, several ids, or None for no end token.
+    vocab_size: V, vocabulary size of the target.
   """
   one = eos is not None and _is_single(eos)
   ids = () if eos is None else (eos,) if one else eos
@@ -216,7 +225,7 @@ def eos_ids(name: str, eos: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _listed(given: Any) -> list[Any]:
-  """Returns the entries of an `eos` argument: a list, also for a single id."""
+  """Returns an `eos` argument as a list. A single id becomes a list of one."""
   if isinstance(given, jax.Array | np.ndarray | np.generic):
     given = np.asarray(given).tolist()
   if given is None:
@@ -229,11 +238,11 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
   """Returns the end tokens `[B, E]` int32, padded with -1.
 
   Args:
-    given: token id, or a flat sequence of ids, for all rows; or B lists of ids.
-      B single ids are also ids for all rows. None is the default.
+    given: token id or flat sequence of ids for all rows, also if the sequence
+      has B ids; or B lists of ids, one per row. None means `default`.
     default: end tokens of the decoder, for all rows.
-    rows: number of prompts B.
-    vocab_size: V of the target.
+    rows: B, number of prompts.
+    vocab_size: V, vocabulary size of the target.
   """
   given = default if given is None else given
   entries = _listed(given)
@@ -254,24 +263,24 @@ def eos_rows(given: Any, default: Any, rows: int, vocab_size: int
 
 
 def row_keys(key: jax.Array, request_ids: Any, rows: int) -> jax.Array:
-  """Returns the keys `[B]` of the rows: request ids folded into the key.
+  """Returns the keys `[B]` of the rows: the request ids folded into the key.
 
   Args:
-    key: threefry key of `jax.random.key`.
-    request_ids: `[B]` whole numbers from 0 to 2^32 - 1; None is 0..B-1.
-    rows: number of prompts B.
+    key: threefry key, from `jax.random.key`.
+    request_ids: `[B]` whole numbers from 0 to 2^32 - 1. None means 0..B-1.
+    rows: B, number of prompts.
   """
   if not (isinstance(key, jax.Array)
           and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
-    raise ValueError("key is no typed PRNG key; make it by "
+    raise ValueError("key is not a typed PRNG key; create it with "
                      "jax.random.key(seed, impl='threefry2x32')")
   if str(jax.random.key_impl(key)) != "threefry2x32":
     raise ValueError(
-        f"key is of kind {jax.random.key_impl(key)}; rows draw the same "
-        "numbers alone and in a batch only with 'threefry2x32'")
+        f"key is of kind {jax.random.key_impl(key)}; it must be "
+        "'threefry2x32', with which a row draws the same numbers in any batch")
   if key.shape:
-    raise ValueError(f"key has shape {key.shape}; give one key: those of the "
-                     "rows are made from it and the request ids")
+    raise ValueError(f"key has shape {key.shape}; give one key: the keys of "
+                     "the rows are computed from it and the request ids")
   ids = np.arange(rows) if request_ids is None else np.asarray(request_ids)
   if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer):
     raise ValueError(f"request_ids has shape {ids.shape} and dtype "

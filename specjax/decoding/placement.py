@@ -1,9 +1,9 @@
 """Placement of parameters and decoding state on a mesh of devices.
 
-A mesh has an axis over which models are split (tensor parallelism), and may
-have an axis over which the rows of a batch are split. Every component specifies
-its own split: a model and a drafter by `param_specs`, a cache by `specs`. The
-loop is compiled from these placements without changes.
+Models are split over one axis of the mesh (tensor parallelism). The rows of a
+batch may be split over another axis. Every component specifies its own split:
+models and drafters with `param_specs`, caches with `specs`. The decoding loop
+itself does not depend on the mesh.
 
   placement = Placement(mesh=mesh, drafter="replicate")
   params = placement.put(decoder, params)
@@ -33,9 +33,10 @@ from specjax.utils.fields import check_divisible
 if TYPE_CHECKING:  # avoids an import cycle
   from specjax.decoding.decoder import Decoder
 
-# Memory order of axes on a TPU. A kernel `[D, 2, F]` has two matrices, gate and
-# up. In the default order they share the rows of a tile, and every loop first
-# copies them into separate arrays.
+# Memory order of axes on a TPU, by the last keys of a parameter's path. The
+# kernel `[D, 2, F]` contains two matrices, gate and up. In the default order
+# they share the rows of a tile, so every loop would first copy them into
+# separate arrays.
 _ON_TPUS = {"['gate_up']['kernel']": (1, 0, 2)}
 
 
@@ -43,9 +44,9 @@ def named(mesh: Mesh, specs: Any, tree: chex.ArrayTree) -> Any:
   """Returns a `NamedSharding` for every leaf of a tree.
 
   Args:
-    mesh: devices.
+    mesh: mesh of devices.
     specs: tree of `PartitionSpec` for leaves or branches of `tree`.
-    tree: tree of arrays or of their shapes.
+    tree: tree of arrays or shapes.
   """
   return jax.tree.map(
       lambda spec, branch: jax.tree.map(
@@ -57,17 +58,20 @@ def named(mesh: Mesh, specs: Any, tree: chex.ArrayTree) -> Any:
 class Placement:
   """Placement of a decoder on a mesh, in one process or several.
 
-  The output equals the output of one device: rows are independent, and sums
-  over split axes differ only in the last digits of float32. Several processes
-  must make the same calls with the same prompts.
+  The output equals the output of one device, because rows are independent. Only
+  sums over split axes differ, in the last digits of float32. All processes must
+  make the same calls with the same prompts.
 
   Attributes:
-    mesh: mesh with `axis`.
-    axis: mesh axis of the models; on TPUs it must be "model".
-    data_axis: mesh axis of the rows, if the mesh has it; on TPUs "data".
-    drafter: "split" as the target, or "replicate": every device has the
-      complete drafter and drafts for its own rows. This suits a small drafter,
-      and one whose heads do not divide.
+    mesh: mesh of devices. It must have the axis `axis`.
+    axis: mesh axis over which models are split. On TPUs it must be "model" if
+      it has several devices.
+    data_axis: mesh axis over which rows are split, if the mesh has this axis.
+      On TPUs it must be "data" if it has several devices.
+    drafter: "split" splits the drafter like the target. "replicate" stores the
+      complete drafter on every device, where it drafts for the device's rows.
+      This is useful for a small drafter, or if the number of its heads is not a
+      multiple of the axis size.
   """
 
   mesh: Mesh
@@ -82,7 +86,8 @@ class Placement:
     """Places `{"target": ..., "drafter": ...}` on the mesh.
 
     Raises:
-      ValueError: the mesh does not divide a model, or lacks `axis`.
+      ValueError: the mesh lacks `axis`, or the size of `axis` does not divide
+        an axis of a model.
     """
     shardings = _param_shardings(decoder, params, self.mesh, self.axis,
                                  self.drafter)
@@ -90,12 +95,12 @@ class Placement:
 
   def start(self, decoder: "Decoder", parts: Any, *arguments: Any
             ) -> DecodeState:
-    """Runs `rounds.start` and creates the state in its placement.
+    """Reads the prompts and creates the state on the mesh, see `rounds.start`.
 
     Args:
       decoder: decoder of the state.
-      parts: rounds of the decoder.
-      *arguments: arguments of `rounds.start`, the parameters first.
+      parts: `Decoder.parts`.
+      *arguments: arguments of `rounds.start` after `parts`.
 
     Raises:
       ValueError: see `decode_shardings`.
@@ -110,8 +115,8 @@ class Placement:
     return state
 
 
-# The result is constrained inside the program. So GSPMD also splits the passes
-# over the prompts, and no device ever has a complete cache.
+# The sharding of the result is constrained inside the program. So GSPMD also
+# splits the passes over the prompts, and no device ever has a complete cache.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(parts: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
            ) -> DecodeState:
@@ -127,18 +132,18 @@ def decode_shardings(decoder: "Decoder", params: chex.ArrayTree,
   """Returns the placements of all arguments of `decoder.decode_round`.
 
   Components specify their own placement. If a model has fewer key-value heads
-  than the axis has devices, each device has the complete cache of its rows.
-  Rows, the first axis of every leaf of the state, are split over `data_axis` if
-  the mesh has one.
+  than `axis` has devices, each device has the complete cache of its rows. Rows,
+  the first axis of every leaf of the state, are split over `data_axis` if the
+  mesh has this axis.
 
   Args:
     decoder: decoder whose rounds run on the mesh.
     params: `{"target": ..., "drafter": ...}`, arrays or shapes.
-    state: `DecodeState` of arrays or shapes. If the drafter is replicated on
-      TPUs, its state must be `undivided`.
-    mesh: mesh with `axis`.
-    axis: mesh axis of the models.
-    data_axis: mesh axis of the rows.
+    state: `DecodeState` of arrays or shapes. If a drafter is replicated on
+      TPUs, its state must be a result of `caches.dense.undivided`.
+    mesh: mesh of devices. It must have the axis `axis`.
+    axis: mesh axis over which models are split.
+    data_axis: mesh axis over which rows are split.
     drafter: "split" or "replicate", see `Placement`.
 
   Returns:
@@ -147,9 +152,9 @@ def decode_shardings(decoder: "Decoder", params: chex.ArrayTree,
     `Format`, which also specifies the order of axes.
 
   Raises:
-    ValueError: the mesh lacks `axis`, or has other names than TPUs require; a
-      size is not a multiple of its axis; a component does not specify its split
-      over several devices.
+    ValueError: the mesh lacks `axis`; an axis does not have the name that TPUs
+      require; a size is not a multiple of the size of its mesh axis; or a
+      component does not specify its split over several devices.
   """
   _check_names(mesh, axis, data_axis)
   placed = _param_shardings(decoder, params, mesh, axis, drafter)
@@ -169,7 +174,7 @@ def _of_tpus(mesh: Any) -> bool:
 
 
 def _check_names(mesh: Mesh, axis: str, data_axis: str) -> None:
-  """Checks the axis names that the kernel in `attention.tpu` requires on a TPU.
+  """Checks the names of mesh axes on TPUs, fixed by the kernel `attention.tpu`.
   """
   if not _of_tpus(mesh):
     return
@@ -177,18 +182,18 @@ def _check_names(mesh: Mesh, axis: str, data_axis: str) -> None:
     if name != wanted and mesh.shape.get(name, 1) > 1:
       raise ValueError(
           f"mesh axis {name!r} has {mesh.shape[name]} devices, and attention "
-          f"on a TPU is split over {wanted!r} alone: every pass would gather "
-          f"the caches; call the axis {wanted!r}")
+          f"on a TPU is split only over {wanted!r}: every pass would gather "
+          f"the caches; rename the axis to {wanted!r}")
 
 
 def _param_shardings(decoder: "Decoder", params: chex.ArrayTree, mesh: Mesh,
                      axis: str, drafter: str) -> Any:
   if axis not in mesh.shape:
     raise ValueError(f"the mesh has axes {tuple(mesh.shape)} and no {axis!r}; "
-                     "give it one, of size 1 where nothing is to be split")
+                     "add this axis, with size 1 if models are not split")
   if drafter not in ("split", "replicate"):
-    raise ValueError(f"drafter is {drafter!r}; it is 'split' over the mesh as "
-                     "the target is, or 'replicate'")
+    raise ValueError(f"drafter is {drafter!r}; it must be 'split' or "
+                     "'replicate'")
   parts = {"target": decoder.target, "drafter": decoder.drafter}
   specs = {name: PartitionSpec() if (name, drafter) == ("drafter", "replicate")
            else parts[name].param_specs(axis, mesh.shape[axis])
@@ -201,7 +206,13 @@ def _param_shardings(decoder: "Decoder", params: chex.ArrayTree, mesh: Mesh,
 
 def _laid_out(path: tuple[Any, ...], sharding: NamedSharding, x: jax.Array
               ) -> NamedSharding | Format:
-  """Returns the sharding, with the order of axes that a TPU reads."""
+  """Returns the sharding of a parameter, with the order of its axes on a TPU.
+
+  Args:
+    path: path of the parameter in its tree.
+    sharding: sharding of the parameter.
+    x: the parameter.
+  """
   order = _ON_TPUS.get(jax.tree_util.keystr(path[-2:]))
   if order is None or len(order) != x.ndim:
     return sharding
@@ -213,9 +224,9 @@ def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: chex.ArrayTree
   """Returns the shardings of a part of the decoding state.
 
   Args:
-    mesh: devices.
-    rows: mesh axis over which rows are split, or None.
-    axis: mesh axis over which caches are split, or None.
+    mesh: mesh of devices.
+    rows: mesh axis over which rows are split. None: they are not split.
+    axis: mesh axis over which caches are split. None: they are not split.
     tree: part of the state.
   """
   is_cache = lambda node: isinstance(node, interfaces.Cache)
@@ -235,10 +246,16 @@ def _place(mesh: Mesh, rows: str | None, axis: str | None, tree: chex.ArrayTree
 
 def _fitting(mesh: Mesh, axis: str | None, spec: PartitionSpec,
              leaf: jax.Array) -> PartitionSpec:
-  """Returns the spec of an array of a cache.
+  """Returns the `PartitionSpec` of an array of a cache.
 
-  If the array has fewer heads than `axis` has devices and their number divides
-  that of the devices, the array is not split over `axis`.
+  If the number of heads is smaller than the number of devices of `axis` and
+  divides it, the array is not split over `axis`.
+
+  Args:
+    mesh: mesh of devices.
+    axis: mesh axis over which caches are split, or None.
+    spec: specification by the cache.
+    leaf: the array, or its shape.
   """
   def one(place, name):
     if name is None or name != axis:

@@ -12,15 +12,18 @@ from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.types import Prompt
 
-_CHUNK = 256  # most tokens S of a pass: bounds its [S, S] attention mask
+_CHUNK = 256  # maximum tokens S of a pass, which has an [S, S] attention mask
 
 
 def padded_length(longest: int) -> int:
-  """Returns the number of columns that prompts are padded to.
+  """Returns the number of columns to which prompts are padded.
 
-  Each number of columns is a compiled program, so there are few of them. A
-  padded token costs a model as much as a real one. So for prompts of more than
-  128 tokens, at most a quarter is padding.
+  Each number of columns requires a compiled program, so there are few of them.
+  A padding token costs a model as much as a real token. So if the longest
+  prompt has more than 128 tokens, at most a quarter of its row is padding.
+
+  Args:
+    longest: number of tokens of the longest prompt.
   """
   step = 32
   while step < _CHUNK and longest > 8 * step:
@@ -29,7 +32,9 @@ def padded_length(longest: int) -> int:
 
 
 def chunk_size(columns: int) -> int:
-  """Returns the columns of a pass: the largest divisor of `columns` up to 256.
+  """Returns the number of columns of a pass over prompts of `columns` columns.
+
+  It is the largest divisor of `columns` up to 256.
   """
   count = -(-columns // _CHUNK)
   while columns % count:
@@ -39,11 +44,11 @@ def chunk_size(columns: int) -> int:
 
 def empty_cache(model: Model, params: chex.ArrayTree, lengths: jax.Array,
                 capacity: int) -> Cache:
-  """Returns an empty cache for sequences of `lengths [B]`.
+  """Returns an empty cache for prompts of `lengths [B]` tokens.
 
-  An empty cache has lengths 0. They are computed from data here. With a
-  constant 0, XLA would evaluate attention over the empty slots at compile time,
-  which takes minutes.
+  The lengths of an empty cache are 0. This function computes the zeros from
+  `lengths`. With constants, XLA would evaluate attention over the empty slots
+  at compile time, which takes minutes.
   """
   cache = model.init_cache(params, lengths.shape[0], capacity)
   cache = cache.rollback(jnp.minimum(lengths, 0))
@@ -52,7 +57,7 @@ def empty_cache(model: Model, params: chex.ArrayTree, lengths: jax.Array,
 
 def read_prompt(model: Model, params: chex.ArrayTree, prompt: Prompt
                 ) -> ModelOutput:
-  """Runs a model over right-padded prompts, a chunk of columns at a time.
+  """Runs a model over right-padded prompts, one chunk of columns per pass.
 
   Args:
     model: model that reads the prompts.

@@ -3,13 +3,14 @@
   drafter.propose -> target pass -> transform -> law -> verdict -> commit
 
 The drafter proposes a tree of tokens, and the target computes logits after each
-of its nodes. The transform turns them into probabilities. The verification rule
-returns the distribution of its outcome (the law), from which the verdict is
-drawn. The commit adds the accepted tokens and one more token to the sequence.
+node of the tree. The transform converts logits to probabilities. The
+verification rule returns the distribution of its outcome (the law), and the
+verdict is sampled from it. The commit adds the accepted tokens and one next
+token to the sequence.
 
-A round is pure. Its components are arguments, and it does not depend on any
-drafting method. The loops are compiled here, without host calls inside.
-`decoding.decoder` has the public interface.
+A round is a pure function. Its components are arguments, and the code does not
+depend on any drafting method. The loops over rounds are compiled and call no
+host code. `decoding.decoder` contains the public interface.
 """
 
 from collections.abc import Callable
@@ -43,11 +44,11 @@ from specjax.types import RoundStats
 from specjax.types import Trace
 from specjax.types import Verdict
 
-# Uniform samples are drawn for this number of rounds at a time, because the
-# number of rounds until all rows are done is not known in advance.
+# Uniforms are drawn together for this number of rounds. The total number of
+# rounds is not known in advance.
 _DRAWN_ROUNDS = 32
-# Tokens of a pass in which a drafter reads tokens that it missed, because they
-# were decoded in rounds without a draft.
+# Number of tokens of a catch-up pass, in which a drafter reads the tokens of
+# rounds without a draft.
 CATCH_UP = 16
 _KEY_NUMBER = 2**31 - 1  # folded into a round's key for drafters that take keys
 
@@ -59,7 +60,12 @@ def roots(state: DecodeState) -> jax.Array:
 
 
 def root_only(state: DecodeState, vocab_size: int) -> Draft:
-  """Returns a batch of drafts that propose nothing."""
+  """Returns a batch of drafts that contain only the root.
+
+  Args:
+    state: state before the round.
+    vocab_size: V, size of the vocabulary.
+  """
   root = roots(state)
   tokens = jnp.zeros((root.shape[0], 0), jnp.int32)
   probs = jnp.zeros((root.shape[0], 0, vocab_size), jnp.float32)
@@ -69,8 +75,8 @@ def root_only(state: DecodeState, vocab_size: int) -> Draft:
 def path_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
   """Returns `[B, N]` int32, the tokens of a round in order.
 
-  They are the accepted tokens and then the bonus token of the verdict; entries
-  after the bonus token are arbitrary.
+  A row contains the accepted draft tokens and then the next token of the
+  verdict. Later entries are arbitrary.
   """
   chex.assert_equal_shape([draft.tokens, verdict.path])
   below = jnp.roll(verdict.path, -1, axis=-1)
@@ -84,8 +90,8 @@ def once(wanted: jax.Array,
          carry: chex.ArrayTree) -> Any:
   """Returns `function(carry)` if `wanted`, a `[]` bool, is True, else `carry`.
 
-  It is a loop of at most one step, because `lax.cond` copies its operands, all
-  caches included.
+  The implementation is a loop of at most one step, because `lax.cond` would
+  copy its operands, including all caches.
   """
   return jax.lax.while_loop(
       lambda loop: loop[0],
@@ -93,41 +99,41 @@ def once(wanted: jax.Array,
 
 
 def check_slack(part: Model | Drafter, tokens: int) -> None:
-  """Checks that a streaming cache is complete after removing rejected tokens.
+  """Checks that removing rejected tokens from a cache loses no other tokens.
 
-  A `Streaming` cache is a ring buffer of the last tokens. Drafted tokens
-  overwrite its oldest slots, except `slack` additional ones. If a removed token
-  had overwritten a visible slot, the distribution of a token would depend on
-  the position where its draft began.
+  A `Streaming` cache is a ring buffer of the last tokens, with `slack`
+  additional slots. Drafted tokens overwrite its oldest slots. If a rejected
+  token overwrote a visible token, the distribution of later tokens would depend
+  on the position where a draft began.
 
   Args:
-    part: the model, or the drafter that has it.
-    tokens: maximum number of tokens that a drafter removes.
+    part: the model with the cache, or a drafter with such a model.
+    tokens: maximum number of tokens that the drafter removes.
 
   Raises:
-    ValueError: the cache, a `Streaming`, has less slack.
+    ValueError: the slack of the cache is below `tokens`.
   """
   if part.slack < tokens:
     raise ValueError(
         f"the cache of the draft model has slack={part.slack}, and up to "
-        f"{tokens} tokens are taken back; use Streaming(slack={tokens})")
+        f"{tokens} tokens are removed from it; use Streaming(slack={tokens})")
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """Static configuration of a round; equal rounds share compiled programs.
+  """Static configuration of a round. Equal rounds share compiled programs.
 
-  Temperature and eos differ between rows, so they are in the state.
+  Temperature and eos may differ between rows, so they are in the state.
 
   Attributes:
-    target: target model; the output follows its distribution.
+    target: target model. The output follows its distribution.
     drafter: drafter, bound to the target.
     rule: verifier whose verdicts are committed.
     transform: transform from logits and temperatures to probabilities.
-    observers: rules that are evaluated on the same drafts.
-    debug: True to check values, see `checks.check_values`.
+    observers: further rules that are evaluated on the same drafts.
+    debug: True checks the values of every round, see `checks.check_values`.
     drafts: True if the decoded sequence is itself a draft for another target.
-      This round's target may then assign no mass to the tokens that a
+      The target of this round may then assign no mass to the tokens that a
       constraint allows, see `constraining`.
   """
 
@@ -142,7 +148,7 @@ class Round:
   def start(self, params: chex.ArrayTree, prompt: Prompt, limits: jax.Array,
             keys: jax.Array, temperature: jax.Array, eos: jax.Array
             ) -> DecodeState:
-    """Returns the state after reading the prompts, see `begun`."""
+    """Reads the prompts and returns the state, see `begun`."""
     output = prefill.read_prompt(self.target, params["target"], prompt)
     return self.begun(params, prompt, output, limits, keys, temperature, eos)
 
@@ -154,11 +160,11 @@ class Round:
     Args:
       params: `{"target": ..., "drafter": ...}`.
       prompt: prompts of B rows.
-      output: result of `prefill.read_prompt`.
-      limits: `[B]` int32, see `DecodeState`.
+      output: result of `prefill.read_prompt` for the target.
+      limits: `[B]` int32, lengths at which rows are done.
       keys: `[B]` PRNG keys.
-      temperature: `[B]` float32.
-      eos: `[B, E]` int32.
+      temperature: `[B]` float32, temperatures of the rows.
+      eos: `[B, E]` int32, end tokens, padded with -1.
     """
     with _that_reads_params(self._drafter_name):
       drafter = self.drafter.init(params, prompt, output)
@@ -181,9 +187,13 @@ class Round:
         made_by=self._drafter_name)
 
   def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
-    """Returns the uniform samples `[rounds, B, count]` of the next rounds.
+    """Returns the uniforms `[rounds, B, count]` of the next rounds.
 
-    `count` is the number that the verdict and the drafter need in a round.
+    `count` is the number of uniforms that verdict and drafter need per round.
+
+    Args:
+      state: state before the rounds.
+      rounds: number of rounds.
     """
     numbers = state.rounds + jnp.arange(rounds, dtype=jnp.int32)[:, None]
     count = sampling.VERDICT_UNIFORMS + (
@@ -192,33 +202,36 @@ class Round:
 
   def __call__(self, params: chex.ArrayTree, state: DecodeState,
                uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs one round; rows that are done do not change.
+    """Runs one round. Rows that are done do not change.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: state of the loop.
-      uniforms: `[B, count]` uniform samples of this round, first of the verdict
-        and then of the drafter.
+      state: state before the round.
+      uniforms: `[B, count]` uniforms of this round, first those of the verdict,
+        then those of the drafter.
+
+    Returns:
+      `(state, stats, trace)`.
     """
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)
 
   def untraced(self, params: chex.ArrayTree, state: DecodeState,
                uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
-    """Runs one round without returning its trace."""
+    """Runs one round and returns `(state, stats)`, see `__call__`."""
     draft, drafter = self.propose(params, state, uniforms)
     return self.judge(params, state, uniforms, draft, drafter)[:2]
 
   def some_rounds(self, params: chex.ArrayTree,
                   is_going: Callable[[chex.ArrayTree], jax.Array],
                   play: Callable[..., Any], carry: chex.ArrayTree) -> Any:
-    """Runs rounds while `is_going(carry)`.
+    """Runs rounds as long as `is_going(carry)` is True; returns the carry.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
       is_going: predicate of the carry, True if another round follows.
-      play: function `(carry, one_round=untraced) -> carry` of one round.
-      carry: carry of the loop; `carry[0][0]` is the state.
+      play: function `(carry, one_round=untraced) -> carry` that runs one round.
+      carry: carry of the loop. `carry[0][0]` is the decoding state.
     """
     del params
     return jax.lax.while_loop(is_going, play, carry)
@@ -231,9 +244,12 @@ class Round:
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: state before the round.
-      uniforms: `[B, count]` uniform samples of this round.
+      uniforms: `[B, count]` uniforms of this round.
       draft: drafts of B rows, from `propose`.
       drafter: the drafter's state, from `propose`.
+
+    Returns:
+      `(state, stats, trace)`.
     """
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
     ancestors = jax.vmap(topology.ancestors)(draft.parents)
@@ -251,8 +267,8 @@ class Round:
     verdict, expected, survival, summed, law = self._judged(
         state, draft, probs, depths, uniforms)
 
-    # A logit of NaN or +inf makes the sum of the row's probabilities NaN. A
-    # logit of -inf does not: the model bans a token. The sum is the cheapest
+    # A logit of NaN or +inf makes the sum of the probabilities NaN. A logit of
+    # -inf does not, and is allowed: it bans a token. The sum is the cheapest
     # test.
     finite, draft_finite = (jnp.isfinite(jnp.sum(laws, axis=-1)).all(-1)
                             for laws in (probs, draft.probs))
@@ -260,7 +276,7 @@ class Round:
     law_finite = ~read | jnp.isfinite(summed)
     usable = read & law_finite
     # Rows with non-finite numbers are not checked, because the statistics
-    # report them already.
+    # already report them.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
         type(self.rule).__name__, state, draft, law, usable
@@ -305,10 +321,10 @@ class Round:
 
   def propose(self, params: chex.ArrayTree, state: DecodeState,
               uniforms: jax.Array) -> tuple[Draft, Any]:
-    """Returns the drafts and the drafter's state.
+    """Returns the drafts and the drafter's new state.
 
-    The drafter gets the uniform samples after those of the verdict. If its
-    `num_uniforms` is None, it gets a PRNG key per row instead.
+    The drafter receives the uniforms after those of the verdict. If its
+    `num_uniforms` is None, it receives one PRNG key per row instead.
     """
     count = self.drafter.num_uniforms
     uniforms = uniforms[:, sampling.VERDICT_UNIFORMS:][:, :count]
@@ -325,28 +341,29 @@ class Round:
 
   def _committed(self, state: DecodeState, cache: Cache, verdict: Verdict,
                  count: jax.Array) -> Cache:
-    """Returns the target's cache with the accepted path."""
-    if self._is_chain:  # the nodes of the path are in order
+    """Returns the target's cache after committing the accepted path."""
+    if self._is_chain:  # the path consists of the first nodes, in order
       return cache.rollback(state.target_cache.lengths + count)
     return cache.commit(verdict.path, count)
 
   def _judged(self, state: DecodeState, draft: Draft, probs: jax.Array,
               depths: jax.Array, uniforms: jax.Array
               ) -> tuple[Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
-    """Returns the verdicts and the statistics of the laws.
+    """Evaluates the rule and the observers, and samples the verdicts.
 
     tau is the number of accepted tokens, and J - 1 the number of observers.
 
     Returns:
-      The verdicts; E[tau | draft] `[B, J]` and P(tau >= i) `[B, J, N]` of the
-      rule and of every observer; `[B]`, finite if the sampled distributions
-      are; the laws with `debug`, else None.
+      Five values: the verdicts; E[tau | draft] `[B, J]` and P(tau >= i)
+      `[B, J, N]` of the rule and all observers; an array `[B]` that is finite
+      if the sampled distributions are finite; and the laws, or None without
+      `debug`.
     """
     def one(memory, draft, probs, depths, uniforms):
       law = self.rule.evaluate(draft, probs, memory)
       verdict, row = sampling.sample_outcome(law, draft, uniforms)
       figures = [self.rule.figures(draft, probs, memory, law, depths)]
-      # Observers judge every round with a fresh state.
+      # Observers with a state are evaluated with their first state.
       figures += [
           rule.figures(draft, probs, None, rule.evaluate(draft, probs), depths)
           for rule in self.observers]
@@ -362,7 +379,7 @@ class Round:
 def _that_reads_params(drafter: str) -> Iterator[None]:
   """Raises an error that names the drafter if its parameters are missing.
 
-  They are not checked earlier, because some drafters have no parameters.
+  No earlier check is possible, because some drafters have no parameters.
   """
   try:
     yield
@@ -371,7 +388,8 @@ def _that_reads_params(drafter: str) -> Iterator[None]:
       raise
     raise ValueError(
         f"params have no 'drafter', and the drafter {drafter} reads it; give "
-        '{"target": ..., "drafter": ...}, the parameters of both') from None
+        '{"target": ..., "drafter": ...}, the parameters of both models'
+    ) from None
 
 
 def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
@@ -381,21 +399,22 @@ def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
 
   Args:
     state: state before the round.
-    draft: drafts.
-    verdict: verdicts.
+    draft: drafts of all rows.
+    verdict: verdicts of all rows.
     usable: `[B]` bool, True if all numbers are finite.
-    stuck: `[B, N]` bool, nodes after which no token is allowed, or None.
+    stuck: `[B, N]` bool, True for nodes after which no token is allowed. None
+      without constraints.
 
   Returns:
-    Tokens `[B, N]` of the verdict, how many are committed `[B]`, and two `[B]`
-    bools: an end token is among them; the row needs a token where none is
-    allowed.
+    Four values: the tokens `[B, N]` of the verdict; `[B]` int32, the number of
+    tokens to commit; `[B]` bool, True if these contain an end token; and `[B]`
+    bool, True if the row needs a token after a node without allowed tokens.
   """
   tokens = path_tokens(draft, verdict)
   slot = jnp.arange(tokens.shape[-1])
   left = state.limits - state.lengths
   count = wanted = jnp.minimum(verdict.num_accepted + 1, left)
-  if stuck is not None:  # the row ends at the first such node of its path
+  if stuck is not None:  # the row ends at the first stuck node of its path
     on_path = jnp.take_along_axis(stuck, verdict.path, axis=-1)
     on_path &= slot <= verdict.num_accepted[:, None]
     count = jnp.where(jnp.any(on_path, axis=-1), jnp.minimum(
@@ -421,24 +440,25 @@ def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns the conjunction of bools, and the sum of other statistics."""
+  """Returns the sum of two statistics, or the conjunction of bools."""
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
 def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
            rounds: jax.Array | None = None, done: jax.Array | None = None
            ) -> tuple[DecodeState, RoundStats, jax.Array]:
-  """Runs rounds until `done` rows are done (default: all).
+  """Runs rounds until `done` rows are done.
 
-  It ends earlier after `rounds` rounds, or if a row has no slots for another
-  draft, see `growth`.
+  The loop ends earlier after `rounds` rounds, or if a row has no slots for
+  another draft, see `growth`.
 
   Args:
     parts: `Round` or `RoundsByLength`.
     params: `{"target": ..., "drafter": ...}`.
-    state: state of the loop.
-    rounds: `[]` int32, maximum number of rounds, or None.
-    done: `[]` int32, number of rows, or None.
+    state: state of the decoding loop.
+    rounds: `[]` int32, maximum number of rounds. None: no maximum.
+    done: `[]` int32, number of done rows at which the loop ends. None: all
+      rows.
 
   Returns:
     The state, the sum of the statistics, and `[]` bool, True if all rows are
@@ -446,7 +466,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
   """
   def is_going(carry):
     (state, _, played), i = carry
-    # Rows that are done also write their drafts, so they need room as well.
+    # Done rows also write their drafts, so their lengths are included.
     has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
         state.tokens.shape[1])
     is_open = (~jnp.all(state.done) if done is None else
@@ -467,8 +487,8 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
     return parts.some_rounds(
         params, is_going, play, (carry, jnp.zeros((), jnp.int32)))[0]
 
-  # `eval_shape` below and the loop both trace the round. With its own jit they
-  # share one trace.
+  # `eval_shape` below and the loop both trace the round. With a separate jit,
+  # they share one trace.
   one_round = jax.jit(parts.untraced)
   uniforms = jax.eval_shape(
       lambda state: parts.draw_uniforms(state, 1)[0], state)
@@ -483,8 +503,8 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
   return state, stats, jnp.all(state.done)
 
 
-# The state is donated in both loops: caches are updated in place, and the
-# state that was passed in must not be used again.
+# Both loops donate the state. So caches are updated in place, and the caller
+# must not use the old state again.
 scan = jax.jit(_scan, static_argnames=("parts", "rounds", "traced"),
                donate_argnames="state")
 until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
@@ -494,14 +514,14 @@ until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
 def start(parts: Round, params: chex.ArrayTree, prompt: Prompt,
           limits: jax.Array, keys: jax.Array, temperature: jax.Array,
           eos: jax.Array) -> DecodeState:
-  """Returns the state after the prompts: `Round.start`, compiled."""
+  """Runs `Round.start` as a compiled program."""
   return parts.start(params, prompt, limits, keys, temperature, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def insert(state: DecodeState, slots: jax.Array, fresh: DecodeState
            ) -> DecodeState:
-  """Replaces rows of a state: `Decoder.insert`, compiled and without checks."""
+  """Runs `Decoder.insert` as a compiled program, without checks."""
   return interfaces.map_caches(
       lambda cache, new: cache.with_rows(slots, new),
       lambda all, new: all.at[slots].set(new), state, fresh)

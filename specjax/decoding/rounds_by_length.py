@@ -1,8 +1,9 @@
-"""Rounds of several draft lengths, among which a controller chooses.
+"""Rounds with several draft lengths, for use with a controller.
 
-A `RoundsByLength` replaces a `Round` in the same loops. It has one round per
-draft length. The shortest proposes nothing and verifies the root alone, which
-is decoding without drafts.
+A `RoundsByLength` replaces a `Round` in the decoding loops. It contains one
+round per draft length, and the controller selects one of them. In the shortest
+round, nothing is drafted and the target reads only the root. This is decoding
+without drafts.
 """
 
 from collections.abc import Callable
@@ -33,11 +34,11 @@ from specjax.types import Verdict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Empty(Drafter):
-  """Proposes the root alone, so that every round emits one token.
+  """Drafter without draft tokens, so that every round emits one token.
 
   Attributes:
-    vocab_size: number of tokens of the target's vocabulary; `bind` sets it.
-    drafter: drafter that is not called in these rounds; its state is updated
+    vocab_size: V, vocabulary size of the target. `bind` sets it.
+    drafter: drafter that does not draft in these rounds. Its `commit` is called
       after each round. None if there is no such drafter.
   """
 
@@ -70,14 +71,14 @@ class Empty(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns drafts of the root alone, and the unchanged drafter's state."""
+    """Returns drafts that contain only the root, and the unchanged state."""
     del params, uniforms
     return rounds.root_only(state, self.vocab_size), state.drafter
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns the state of the attribute `drafter` after the round."""
+    """Returns the state of the other drafter after the round."""
     if self.drafter is None:
       return drafter
     return self.drafter.commit(
@@ -94,8 +95,8 @@ class RoundsByLength:
   """Rounds that differ in draft length, shortest first.
 
   Attributes:
-    rungs: a `Round` for each length of the controller.
-    controller: controller that chooses a length before every round.
+    rungs: one `Round` for each length of the controller.
+    controller: controller that selects a length before every round.
   """
 
   rungs: tuple[Round, ...]
@@ -103,38 +104,42 @@ class RoundsByLength:
 
   @property
   def drafter(self) -> Drafter:
-    """Drafter of the longest drafts."""
+    """The drafter with the longest drafts."""
     return self.rungs[-1].drafter
 
   def start(self, *arguments: Any) -> DecodeState:
-    """Returns the state after the prompts, see `Round.start`."""
+    """Reads the prompts and returns the state, see `Round.start`."""
     state = self.rungs[-1].start(*arguments)
     return state.replace(controller=self.controller.init(state.lengths))
 
   def draw_uniforms(self, state: DecodeState, rounds: int) -> jax.Array:
-    """Returns uniforms for the longest draft, see `Round.draw_uniforms`."""
+    """Returns the uniforms for the longest drafts, see `Round.draw_uniforms`.
+    """
     return self.rungs[-1].draw_uniforms(state, rounds)
 
   def __call__(self, params: chex.ArrayTree, state: DecodeState,
                uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs one round; stats and trace have the size of the longest draft."""
+    """Runs one round and returns `(state, stats, trace)`, see `Round`.
+
+    Stats and trace are padded to the size of the longest draft.
+    """
     state, (stats, trace) = _round(self, params, state, uniforms, traced=True)
     return state, stats, trace
 
   def untraced(self, params: chex.ArrayTree, state: DecodeState,
                uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
-    """Runs one round without returning its trace."""
+    """Runs one round and returns `(state, stats)`, see `__call__`."""
     return _flat(*_round(self, params, state, uniforms, traced=False))
 
   def some_rounds(self, params: chex.ArrayTree,
                   is_going: Callable[[chex.ArrayTree], jax.Array],
                   play: Callable[..., Any], carry: chex.ArrayTree) -> Any:
-    """Runs the announced rounds without drafts, then rounds with drafts.
+    """Runs a number of rounds without drafts, then rounds with drafts.
 
-    The controller announces the number of rounds without drafts. They run in a
+    The controller sets the number of rounds without drafts. These run in a
     separate loop that does not call the controller. Calling it before every
-    round costs a small model a few percent. The arguments are those of
-    `Round.some_rounds`.
+    round costs a small model a few percent. The second loop ends when the
+    controller selects length 0. The arguments are those of `Round.some_rounds`.
     """
     untraced = lambda only, chosen=None: lambda *arguments: _flat(*_round(
         self, *arguments, chosen, traced=False, only=only))
@@ -169,12 +174,14 @@ class RoundsByLength:
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      state: state of the loop.
+      state: state before the round.
       uniforms: `[B, count]` uniforms of this round.
-      chosen: `[]` int32, result of the controller, or None to call it.
-      traced: True to return the trace.
-      only: "rests" if `chosen` is known to be 0 (it is then not needed),
-        "drafts" if it is known to be positive, else None.
+      chosen: `[]` int32, result of `Controller.choose`. Required only if `only`
+        is "drafts".
+      traced: True returns the trace.
+      only: "rests" runs a round without a draft. "drafts" runs a round with a
+        draft of the chosen length, which must be above 0. None calls the
+        controller and runs a round of the length that it chooses.
     """
     if only is None:
       state = self._told(params, state)
@@ -193,7 +200,8 @@ class RoundsByLength:
   def _told(self, params: chex.ArrayTree, state: DecodeState) -> DecodeState:
     """Stores the kind of every row's next round in the controller's state.
 
-    `Controller` defines kinds. With one kind, the state does not change.
+    `decoding.controller` defines kinds. If there is only one kind, the state
+    does not change.
     """
     if not self.controller.first:
       return state
@@ -201,20 +209,20 @@ class RoundsByLength:
     return state.replace(controller=state.controller.replace(kind=kind))
 
   def needed(self, draft: Draft, done: jax.Array, rung: int) -> jax.Array:
-    """Returns `[]` int32, the lowest rung whose length fits all drafts.
+    """Returns `[]` int32, the index of the lowest rung that fits all drafts.
 
     A rung is an entry of `rungs`, a round with one draft length. Drafts that
     ended early fit a lower rung than the rung that drafted them.
 
     Args:
       draft: drafts of B rows.
-      done: `[B]` bool, rows that do not count.
+      done: `[B]` bool, True for rows that are ignored.
       rung: index of the rung that drafted.
     """
     if not self.controller.cuts or (
         self.drafter.with_gamma(1) is None):
-      # Such a drafter may have look-ahead positions, which would be counted as
-      # padding. So its drafts are not shortened.
+      # A drafter without `gamma` may have look-ahead positions, which would be
+      # counted as padding. So its drafts are not shortened.
       return jnp.asarray(rung, jnp.int32)
     drafted = draft.drafted & ~done[:, None]
     last = jnp.max(jnp.where(drafted, jnp.arange(drafted.shape[1]), 0))
@@ -228,8 +236,8 @@ _Carry = tuple[DecodeState, tuple[Any, ...]]
 class _Attempt:
   """One round, with one of the draft lengths (rungs) of a `RoundsByLength`.
 
-  The index of the executed rung is data, so the program has all rungs, each
-  under `rounds.once`. A carry is `(state, found)`. `found` has the statistics,
+  The rung is chosen at run time. So the program contains all rungs, each in a
+  `rounds.once`. A carry is `(state, found)`. `found` contains the statistics,
   and the trace if `traced` is True, padded to the size of the longest draft.
   """
 
@@ -257,7 +265,7 @@ class _Attempt:
     return _blank(self._found_form)
 
   def rests(self, carry: _Carry) -> _Carry:
-    """Runs a round without a draft; the controller's state does not change."""
+    """Runs a round without a draft. The controller's state does not change."""
     state, _ = carry
     return self._judged(0, state, *self._propose(0, state))
 
@@ -272,14 +280,14 @@ class _Attempt:
     return self._learned(before, *carry, self._chosen)
 
   def drafts_and_cuts(self, carry: _Carry) -> _Carry:
-    """Drafts the chosen length and verifies the length that was drafted."""
+    """Drafts the chosen length and verifies the shortest length that fits."""
     before, found = carry
     state = self._caught_up(before)
     draft, drafter, size = self._drafted(state)
     carry = state.replace(drafter=drafter), found
     for i, one in enumerate(self._rounds.rungs):
-      # The draft is cut inside the branch, so that a round writes one length
-      # only.
+      # The draft is cut inside the branch, so that a round writes only one of
+      # the cut drafts.
       short = lambda n=one.drafter.num_nodes: self._unpacked(
           jax.tree.map(lambda x: x[:, :n], draft))
       carry = rounds.once(
@@ -291,8 +299,8 @@ class _Attempt:
     """Drafts the chosen length.
 
     Returns:
-      The draft, see `_packed`; the drafter's state; and the index of the lowest
-      rung that fits the draft.
+      Three values: the draft, see `_packed`; the drafter's state; and the index
+      of the lowest rung that fits the draft.
     """
     nodes = self._rounds.drafter.num_nodes
 
@@ -327,17 +335,18 @@ class _Attempt:
         before, found[0], state.lengths, self._chosen, size)), found
 
   def _caught_up(self, state: DecodeState) -> DecodeState:
-    """Returns the state whose drafter has read the tokens that it missed."""
+    """Lets the drafter read the tokens that it missed; returns the state."""
     drafter = self._rounds.drafter
     return state.replace(drafter=drafter.catch_up(
         self._params, state, state.controller.known))
 
   def _packed(self, draft: Draft) -> Draft:
-    """Returns a deterministic draft with `probs [B, N]` of its tokens alone.
+    """Returns a smaller form of a deterministic draft.
 
-    The complete rows have V numbers for each of N nodes. Passing them through
-    the branches costs a few percent of a round in which an n-gram drafter finds
-    no match.
+    Its `probs [B, N]` are the probabilities of the draft tokens. The complete
+    rows have V numbers for each of N nodes. Passing these through the branches
+    costs a few percent of a round in which an n-gram drafter finds no match.
+    Other drafts are returned unchanged.
     """
     if not self._packs:
       return draft
@@ -363,7 +372,7 @@ class _Attempt:
 
 
 # `_round` is compiled, because `decode_round` calls it outside of a loop. Its
-# steps `_propose` and `_judge` have their own jit, so that `eval_shape` and the
+# steps `_propose` and `_judge` have separate jits, so that `eval_shape` and the
 # program share a trace.
 _round = jax.jit(RoundsByLength.one_round, static_argnums=0,
                  static_argnames=("traced", "only"))
@@ -374,33 +383,38 @@ _judge = jax.jit(lambda one, *arguments: one.judge(*arguments),
 
 
 def build(one: Round, controller: Controller) -> RoundsByLength:
-  """Returns the rounds by length of a round whose drafter is bound.
+  """Returns the rounds with the draft lengths of a controller.
+
+  Args:
+    one: round whose drafter is bound to the target.
+    controller: controller that selects the lengths.
 
   Raises:
     ValueError: the rule has a state, which depends on the draft length; the
-      drafter cannot draft a length, shares the verifying pass, has a model but
-      no `catch_up`, or has no kinds of rounds although the controller has costs
-      of two.
+      drafter does not support a length, shares the verifying pass, or has a
+      model but no `catch_up`; or the controller has costs for two kinds of
+      rounds and the drafter has one kind.
   """
   if one.rule.has_state:
     raise ValueError(
         f"{type(one.rule).__name__} has a state that is made for drafts of one "
-        "length, and a controller varies it; choose a rule without, such as "
-        "Block")
+        "length, and a controller varies the length; choose a rule without a "
+        "state, such as Block")
   name = type(one.drafter).__name__
   if interfaces.has_model(one.drafter) and not one.drafter.catches_up:
     raise ValueError(
-        f"{name} has a model with a cache, which a controller leaves out of "
-        "some rounds, and no method `catch_up`; leave the controller out, or "
-        "see specjax.interfaces")
+        f"{name} has a model with a cache, and no method `catch_up` to read "
+        "the tokens of rounds without drafts; leave the controller out, or "
+        "implement it (see specjax.interfaces)")
   if one.drafter.shares_pass:
     raise ValueError(
-        f"{name} begins the verifying pass, and a controller may verify "
-        f"another part of a draft; give {name}(shares_pass=False)")
+        f"{name} begins the verifying pass, and a controller may verify only "
+        f"a part of a draft; use {name}(shares_pass=False)")
   if controller.first and not one.drafter.tells:
     raise ValueError(
-        f"the controller has seconds of a first drafter, and {name} cannot "
-        "tell which rounds are its own; leave `first` out")
+        "the controller has `first`, the seconds of rounds with only a first "
+        f"drafter, and {name} cannot tell which rounds these are; leave "
+        "`first` out")
   rounds.check_slack(
       one.drafter, one.drafter.num_nodes + rounds.CATCH_UP)
   rungs = [dataclasses.replace(one, drafter=Empty(
@@ -421,13 +435,13 @@ def _of_length(one: Round, length: int) -> Drafter:
   if drafter is None:
     raise ValueError(
         f"{name} drafts {one.drafter.num_nodes - 1} tokens and has no field "
-        f"`gamma`, and the controller's lengths hold {length}; give "
+        f"`gamma`, and the controller's lengths contain {length}; use "
         f"lengths=(0, {one.drafter.num_nodes - 1})")
   drafter = interfaces.bind(drafter, one.target, one.transform)
   if drafter.num_nodes != length + 1:
     raise ValueError(
         f"{name} with gamma = {length} has drafts of {drafter.num_nodes} "
-        f"nodes and not of {length + 1}; leave {length} out of the lengths")
+        f"nodes instead of {length + 1}; leave {length} out of the lengths")
   return drafter
 
 
@@ -443,11 +457,17 @@ def _blank(shapes: Any) -> Any:
 
 def _padded(stats: RoundStats, trace: Trace, like: RoundStats
             ) -> tuple[RoundStats, Trace]:
-  """Returns stats and trace in the size of the longest draft."""
+  """Pads stats and trace to the size of the longest draft.
+
+  Args:
+    stats: statistics of a round.
+    trace: trace of the round.
+    like: shapes of the statistics of the longest draft.
+  """
   nodes = like.survival.shape[2]
-  # The error messages in `checks` contain the draft size. All rungs have the
-  # same checks in the same order, so the keys of the longest draft replace
-  # these keys.
+  # The keys of `checks` are error messages, some of which contain the draft
+  # size. All rungs have the same checks in the same order, so the keys are
+  # replaced by those of the longest draft.
   checks = stats.checks and dict(zip(like.checks, stats.checks.values()))
   return stats.replace(
       survival=_longer(stats.survival, nodes, axis=2), checks=checks), Trace(

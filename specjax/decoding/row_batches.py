@@ -1,7 +1,7 @@
-"""Decodes many prompts in the rows of one batch.
+"""Decoding of many prompts in the rows of one batch.
 
-A row that is done takes the next prompt, so the batch stays full. The output of
-a prompt does not depend on the other rows.
+When a row is done, the next prompt replaces it, so the batch stays full.
+Without a controller, the output of a prompt does not depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ class DecodedRow:
 
   Attributes:
     tokens: token ids of prompt and output.
-    stats: `RoundStats` of this prompt alone: arrays `[R, ...]`, without the
-      axis of the rows.
-    trace: `Trace` with arrays `[R, ...]`, or None if `traced` is False.
+    stats: `RoundStats` of this prompt: arrays `[R, ...]` without the axis B.
+    trace: `Trace` of this prompt: arrays `[R, ...]` without the axis B. None if
+      `traced` is False.
   """
 
   tokens: np.ndarray
@@ -43,7 +43,7 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
                 starts: Sequence[Callable[[], DecodeState]], *, rounds: int,
                 most_rounds: int = sys.maxsize, traced: bool = False
                 ) -> Iterator[tuple[int, DecodedRow]]:
-  """Decodes prompts in the rows of a batch, in order of completion.
+  """Decodes prompts in the rows of a batch and yields them as they complete.
 
   >>> import jax
   >>> import specjax as sj
@@ -63,18 +63,20 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
   Args:
     decoder: decoder of all prompts.
     params: `{"target": ..., "drafter": ...}`.
-    state: batch whose rows are replaced by the prompts; it is donated.
-    starts: functions that return the state after prefilling one prompt. The
-      request id of that state decides the random numbers of the prompt.
-    rounds: rounds per call. A row waits for its next prompt until the call
-      ends.
-    most_rounds: maximum number of rounds of a prompt, which may end earlier at
-      its limit.
-    traced: True to return traces, which need rounds * B * 2 * N * V floats for
-      B rows, N nodes of a draft and a vocabulary of V tokens.
+    state: batch of placeholders, whose rows are replaced by the prompts. It is
+      donated.
+    starts: functions without arguments. Each prefills one prompt and returns
+      the state. The request id in this state determines the random numbers of
+      the prompt.
+    rounds: number of rounds per call of `decode`. A row that is done is
+      replaced when the call ends.
+    most_rounds: maximum number of rounds of a prompt. A prompt may end earlier,
+      at its limit.
+    traced: True returns traces. They need rounds * B * 2 * N * V floats for B
+      rows, N nodes of a draft and a vocabulary of V tokens.
 
   Yields:
-    Index in `starts` and `DecodedRow`.
+    The index of a prompt in `starts`, and its `DecodedRow`.
   """
   decode = decoder.decode_traced if traced else decoder.decode
   waiting, slots = list(enumerate(starts))[::-1], {}
@@ -92,8 +94,8 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
       active = found[0].active[:, slot]
       parts.append(jax.tree.map(
           lambda x, slot=slot, active=active: x[active, slot], found))
-      # A row that is not done was active in all rounds of its calls. So it had
-      # len(parts) * rounds rounds.
+      # A row that is not done was active in all rounds of its calls. Their
+      # number is len(parts) * rounds.
       if done[slot] or len(parts) * rounds >= most_rounds:
         del slots[slot]
         yield index, _row(tokens[slot, :lengths[slot]], parts, most_rounds)

@@ -1,13 +1,15 @@
 """Proof that a verifier is lossless: its exact output distribution.
 
-A verifier returns the `Law` of its outcome: for each node of a draft the
-probability `stop` of stopping there, and the distribution `next_token` of the
-token that follows. So no sampling is necessary. The law is evaluated on every
-draft x of a pair of small models, where q(x) is the probability of x under the
-draft model. The sum over the drafts, sum_x q(x) * stop * next_token, is the
-joint distribution of all emitted tokens. A rule is lossless on these models iff
-this sum equals the target's distribution. `Certificate` describes the
-consequences for other models.
+A verifier returns the `Law` of its outcome. For each node of a draft, the law
+contains the probability `stop` that verification stops there, and the
+distribution `next_token` of the following token. The output distribution is
+therefore computed without sampling.
+
+The law is evaluated on every draft x of a pair of small models. q(x) is the
+probability of x under the draft model. The sum over all drafts,
+sum_x q(x) * stop * next_token, is the joint distribution of all emitted tokens.
+A rule is lossless on these models iff this sum equals the target's
+distribution. `Certificate` describes the consequences for other models.
 """
 
 from specjax.exact import schemes

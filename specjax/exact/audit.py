@@ -1,26 +1,29 @@
-"""Audits of sizes with too many drafts of dense models to enumerate.
+"""Audits of a verification rule at sizes with too many drafts to enumerate.
 
-An audit tests a rule at production sizes, for example 16 drafted tokens and a
+An audit tests a rule at production sizes, for example 16 draft tokens and a
 vocabulary of 32,000. p is the target's distribution of the next token after a
-context, and q the drafter's. Both audits evaluate the rule in float32, the
-precision of the decoding loop. A hash of the context selects its row in a small
-pool of distributions, so only the rows along a draft are needed.
+context, and q is the drafter's. Both audits evaluate the rule in float32, the
+precision of the decoding loop. A hash of the context selects p and q from a
+small pool of distributions. No table of all contexts is necessary.
 
-* `enumerate_few`: after each context at most two tokens are positive in q, and
-  almost all in p. The drafts are few, so the total variation is an exact sum.
-* `sample_dense`: q is positive at all tokens, and drafts are drawn. Let
-  d(y | c) be a function of a token y and its context c whose mean over y under
-  p is 0. x^i is the context of node i of a draft, and D_i the sum of d over the
-  tokens on the path to node i. stop_i is the probability that the rule stops at
-  node i, and next_i the distribution of the token that it then emits. For a
-  valid rule the emitted tokens have distribution p. So the sum over nodes i of
-  stop_i (D_i + sum_y next_i(y) d(y | x^i)) has mean 0 over the drafts.
-  The audit fails if the mean over independent drafts exceeds `LIMIT` standard
-  errors. A normal mean exceeds it with probability 3e-12, so all functions at
-  all sizes together raise a false alarm with probability below 1e-9. A few
-  equal terms would give a standard error of 0. So the standard error is at
-  least a tenth of that of the sum of d over tokens drawn from p, whose variance
-  is known.
+* `enumerate_few`: after each context, q is positive at no more than two tokens,
+  and p at almost all tokens. All drafts are enumerated, because they are few.
+  The total variation is an exact sum over them.
+* `sample_dense`: q is positive at all tokens, and drafts are sampled.
+  - Let d(y | c) be a function of a token y and its context c. Its mean over y
+    under p is 0. x^i is the context of node i of a draft. D_i is the sum of d
+    over the tokens on the path to node i.
+  - stop_i is the probability that the rule stops at node i, and next_i is the
+    distribution of the token emitted there. A lossless rule emits tokens with
+    distribution p. The sum over nodes i of
+    stop_i (D_i + sum_y next_i(y) d(y | x^i)) therefore has mean 0.
+  - The audit fails if the mean of this sum over independent drafts is more than
+    `LIMIT` standard errors from 0. A normal variable exceeds this limit with
+    probability 3e-12. All functions at all sizes together raise a false alarm
+    with probability below 1e-9.
+  - The empirical standard error of a few equal terms would be 0. Its lower
+    limit is a tenth of the standard error for tokens drawn from p, computed
+    from the known variance of d under p.
 """
 
 from collections.abc import Iterator
@@ -38,14 +41,14 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
-LIMIT = 7.0  # standard errors
+LIMIT = 7.0  # largest allowed deviation of a mean, in standard errors
 TOLERANCE = 1e-4  # tolerated error of float32 sums over a vocabulary
-_BATCH = 8  # drafts per call
-_ENTRIES = 1 << 26  # maximal number of entries of all contexts' masses
+_BATCH = 8  # drafts per call of the rule
+_ENTRIES = 1 << 26  # largest size of `mass [T, V]` in `enumerate_few`
 _LAWS = 1 << 27  # entries of all laws of one audit; limits the sample size
-_DRAWN = 96, 240  # the smallest and the largest sample size
-_ROOTS = 4
-# Ranges of token depths, first to last. The mean over each is compared.
+_DRAWN = 96, 240  # smallest and largest number of sampled drafts
+_ROOTS = 4  # root tokens in `enumerate_few`
+# (first, last) depths of tokens. Means are compared for each range of depths.
 _GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))
 
 
@@ -53,10 +56,11 @@ class Audited(NamedTuple):
   """Result of an audit, with the fields of `Outcome` used by `certify`.
 
   Attributes:
-    total_variation: total variation of the enumeration; 0 for drawn drafts.
+    total_variation: distance of the output distribution from the target's if
+      all drafts are enumerated; 0 if drafts are sampled.
     defects: reasons why the audit failed.
-    laws: number of laws evaluated.
-    example: a draft that shows the error, or None.
+    laws: number of evaluated laws.
+    example: a draft that shows an error, or None.
   """
 
   total_variation: float
@@ -70,10 +74,10 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   """Returns the exact total variation on models with few drafts.
 
   Args:
-    compiled: the rule. If it has state, only the first emitted token is
-      compared, because later tokens depend on its next rounds.
-    parents: `[N]`, parent of each of the N nodes of the drafts. Children are
-      independent draws.
+    compiled: the rule. If the rule has state, only the first emitted token is
+      compared, because later tokens depend on later rounds.
+    parents: `[N]`, parent of each of the N nodes of the drafts. Children of a
+      node are drawn independently.
     vocab_size: vocabulary size V.
     seed: seed of the models.
   """
@@ -100,10 +104,11 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
                 seed: int) -> larger.Drafts:
-  """Returns all drafts of a model that has many, but at most 128 drafts.
+  """Returns all drafts of a model with many drafts, but no more than a limit.
 
-  The limit is lower if drafts are large. Several models are tried until one has
-  more than half of the limit; else the model with most drafts is taken.
+  The limit is 128 drafts, and less if nodes * vocab_size is large. Up to 100
+  models are tried until one has more than half of the limit. If none has, the
+  result is from the model with the most drafts within the limit.
   """
   nodes = len(parents)
   most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
@@ -120,15 +125,15 @@ def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
 
 def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
                  seed: int = 0) -> Audited:
-  """Draws drafts and compares means of functions of the emitted tokens.
+  """Samples drafts and compares means of functions of the emitted tokens.
 
-  The functions are those of `Functions`, and their means under the target are
-  0, see the module.
+  The functions are those of `Functions`. Their means under the target are 0.
+  The docstring of this module describes the test.
 
   Args:
     compiled: the rule, without state.
-    parents: `[N]`, parent of each of the N nodes of the drafts. Children are
-      independent draws.
+    parents: `[N]`, parent of each of the N nodes of the drafts. Children of a
+      node are drawn independently.
     vocab_size: vocabulary size V.
     seed: seed of the models and of the drafts.
   """
@@ -180,11 +185,12 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 
 class Functions:
-  """F functions of a token, whose mean under the target's distribution p is 0.
+  """F functions of a token with mean 0 under the target's distribution p.
 
   Attributes:
     names: names of the functions.
-    variances: `[K, F]` variances under each of the K rows p of a pool.
+    variances: `[K, F]` variances of the F functions under each of the K
+      distributions p of a pool.
   """
 
   def __init__(self, pool: larger.Pool, rng: np.random.Generator):
@@ -195,9 +201,9 @@ class Functions:
         "the sign of p - q": np.sign(pool.p - pool.q),
         "the sign of p - 2 q": np.sign(pool.p - 2 * pool.q),
         "log p": np.clip(np.log(pool.p * vocab_size + 1e-30) / 4, -2, 2),
-        "whether it is the likeliest token": (
+        "the indicator of the likeliest token": (
             pool.p == pool.p.max(-1, keepdims=True)),
-        "the half of the vocabulary that it is in": np.tile(
+        "the sign of the half of the vocabulary": np.tile(
             np.where(ids * 2 < vocab_size, -1, 1), (rows, 1)),
         **{f"random signs of the tokens ({i})": np.tile(sign, (rows, 1))
            for i, sign in enumerate(signs)}}
@@ -214,19 +220,23 @@ class Functions:
     return len(self.names)
 
   def at(self, row: int, token: int) -> np.ndarray:
-    """Returns the values `[F]` at a token after a context with this row of p.
+    """Returns the values `[F]` of the functions at `token`.
+
+    `row` is the index in the pool of p after the token's context.
     """
     return self._centred[row, :, token]
 
   def mean(self, row: int, law: np.ndarray) -> np.ndarray:
-    """Returns the means `[F]` over tokens of distribution `law [V]`, after a
-    context with this row of p.
+    """Returns the means `[F]` of the functions under the distribution `law`.
+
+    `law [V]` is the distribution of a token, and `row` is the index in the pool
+    of p after the token's context.
     """
     return self._centred[row] @ law
 
 
 class _Evaluation:
-  """Evaluates laws at drafts and checks that they are distributions."""
+  """Evaluates the laws of drafts and checks that laws are distributions."""
 
   def __init__(self, compiled: Compiled, pool: larger.Pool,
                parents: Sequence[int]):
@@ -236,10 +246,10 @@ class _Evaluation:
     self._state = compiled.initial_state(len(parents) - 1, "float32")
 
   def laws(self, drafts: larger.Drafts) -> Iterator[tuple]:
-    """Yields the laws of a few drafts at a time.
+    """Yields the laws of `_BATCH` drafts at a time.
 
-    They are a slice of the drafts, `stop` and `next_token` of `Law`, and
-    `survival` (P(tau >= i) for tau accepted tokens) or None.
+    An item is `(slice, stop, next_token, survival)`: a slice of the drafts,
+    two fields of `Law`, and P(tau >= i) for tau accepted tokens, or None.
     """
     for start in range(0, len(drafts.weights), _BATCH):
       batch = slice(start, start + _BATCH)
@@ -282,7 +292,7 @@ class _Evaluation:
     return self._pool.p[rows], q
 
   def shown(self, drafts: larger.Drafts, draft: int) -> Example:
-    """Returns an example for the error message: one draft with its law."""
+    """Returns one draft with its law, as an example for an error message."""
     one = slice(draft, draft + 1)
     p, q = self._inputs(drafts, one)
     stop, next_token, *_ = self._law(drafts, one)
@@ -291,10 +301,11 @@ class _Evaluation:
 
   def check_survival(self, texts: np.ndarray, weights: np.ndarray,
                      stop: np.ndarray, survival: np.ndarray | None) -> None:
-    """Sums survival - P(tau >= i) by context, for chains.
+    """Sums survival - P(tau >= i) over drafts for each context, for chains.
 
-    tau is the number of accepted tokens. The two may differ for a single draft,
-    but the sums over all drafts with the same first i tokens must be equal.
+    tau is the number of accepted tokens. The difference may be nonzero for a
+    single draft. The weighted sum over all drafts with the same first i tokens
+    must be 0.
     """
     if survival is None or (
         self._parents != np.arange(-1, len(self._parents) - 1)).any():
@@ -310,12 +321,12 @@ class _Evaluation:
 
 
 class _Contexts(NamedTuple):
-  """Contexts in the tree of all drafts, by number.
+  """Tree of the contexts in all drafts. A context is an integer.
 
   Attributes:
-    order: numbers of the contexts, parents first.
-    rows: row of the pool that is selected by each context.
-    children: `(token, context)` of the children of every context.
+    order: the contexts, parents before children.
+    rows: index in the pool of the distributions after each context.
+    children: list of `(token, child)` for each context.
   """
 
   order: list[int]
@@ -327,7 +338,7 @@ def _contexts(parents: Sequence[int], drafts: larger.Drafts, which: np.ndarray,
               count: int) -> _Contexts:
   """Returns the tree of `count` contexts.
 
-  `which [n, N]` is the number of the context of each node of n drafts.
+  `which [n, N]` is the context of each of the N nodes of n drafts.
   """
   tree = _Contexts([], {}, [[] for _ in range(count)])
   for node, parent in enumerate(parents):
@@ -347,11 +358,12 @@ def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
               ) -> tuple[float, int, np.ndarray]:
   """Returns the total variation, the worst context and its next token's law.
 
-  `mass [T, V]` is the probability that the rule stops at each of T contexts and
-  emits each token. `continued[c]` is the probability that it stops above
-  context c and the target then continues to c. So a sequence that leaves the
-  tree of drafts after c with token y has probability mass[c, y] + continued[c]
-  p(y | c). If `only_first` is True, only the first token is compared.
+  `mass[c, y]`, of shape `[T, V]`, is the probability that the rule stops at
+  context c and emits token y. `continued[c]` is the probability that the rule
+  stops above c and the target's own tokens then lead to c. A sequence may leave
+  the tree of drafts after c with token y. Its probability is
+  mass[c, y] + continued[c] p(y | c). If `only_first` is True, only the first
+  emitted token is compared.
   """
   count = len(mass)
   tree = _contexts(parents, drafts, which, count)
@@ -388,26 +400,26 @@ def _compared(pool: larger.Pool, parents: Sequence[int], drafts: larger.Drafts,
   return 0.5 * float(distance), worst, obtained
 
 
-_STRETCH = 16
+_STRETCH = 16  # successive tokens of a sequence with one compared mean
 
 
 def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
          rows: int, seed: int = 0) -> Audited:
   """Decodes sequences with random models and compares means.
 
-  It is for rules with state, whose errors may need many rounds. The compared
-  means are those of `Functions` over the tokens of the sequences.
+  This audit is for rules with state, because their errors may appear only after
+  many rounds. It compares the means of `Functions` over the decoded tokens.
 
   Args:
     compiled: the rule.
     gamma: draft length of the chains.
     vocab_size: vocabulary size V.
     tokens: number of tokens per sequence.
-    rows: number of sequences, each with other models.
+    rows: number of sequences. Each has different models.
     seed: seed of the models and of all samples.
 
   Returns:
-    An `Audited`. Its total variation is 0, because it enumerates no drafts.
+    An `Audited` with total variation 0, because no drafts are enumerated.
   """
   rng = np.random.default_rng([vocab_size, gamma, seed, 3])
   pool = larger.dense_pool(vocab_size, seed)
@@ -461,14 +473,15 @@ def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
   """Draws a chain of gamma tokens after each of n contexts.
 
   Args:
-    pool: rows of the models.
+    pool: distributions p and q of the models.
     hashes: `[n]` hashes of the contexts.
     gamma: draft length.
     rng: random generator.
 
   Returns:
-    Tokens `[n, gamma]`, and rows of the pool and hashes `[n, gamma + 1]` of the
-    contexts after 0 to gamma of them.
+    `(tokens, rows, hashes)`: the drawn tokens `[n, gamma]`, and
+    `[n, gamma + 1]` indices in the pool and hashes of the contexts after 0 to
+    gamma of these tokens.
   """
   tokens, texts = [], [hashes]
   for _ in range(gamma):
@@ -480,8 +493,8 @@ def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
 
 
 def _deviation(functions: Functions, sums: np.ndarray, laws: int) -> Audited:
-  # A stretch is `_STRETCH` successive positions. For each stretch, the means
-  # over its tokens, and over all tokens after its start, are compared.
+  # For each stretch of `_STRETCH` successive tokens, compare two means: over
+  # its tokens, and over all tokens from its start to the end.
   starts = range(0, sums.shape[1], _STRETCH)
   ends = [(a, min(b, sums.shape[1])) for a in starts
           for b in (a + _STRETCH, sums.shape[1])]

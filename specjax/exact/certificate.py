@@ -25,49 +25,50 @@ from specjax.interfaces import Verifier
 from specjax.utils import fields
 
 _TWO_ROUNDS = 1 << 15  # largest V**(2 gamma + 1) for two rounds
-_ENUMERATED = 1 << 14  # most drafts to enumerate for `at`, roots included
-_AUDITED = 1 << 23  # most numbers of one law for sizes of `at`
+_ENUMERATED = 1 << 14  # largest V**(gamma + 1) that `at` enumerates
+_AUDITED = 1 << 23  # largest (gamma + 1) V that `at` audits
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-  """Result of `certify`: a statement about the models and drafts it tried.
+  """Result of `certify` for a selection of models and drafts.
 
-  On each enumerated model the result is a sum over every draft from every root,
-  so it does not depend on random numbers. A rule without state that is exact
-  for one round from every context is exact for all rounds.
+  The result for an enumerated model is a sum over all drafts after all roots.
+  It does not depend on random numbers. A rule without state that is lossless
+  for one round after every context is lossless for all rounds, by induction.
 
-  The models are a selection. A certificate does not exclude a defect that needs
-  another draft length, tree, vocabulary or kind of numbers, or a state after
-  more rounds. Audits at production sizes draw their drafts; their false-alarm
+  A certificate does not exclude a defect that appears only with another draft
+  length, tree, vocabulary or kind of model, or after more rounds of a rule with
+  state. Audits at production sizes sample their drafts. Their false-alarm
   probability is below 1e-9, see `exact.audit`.
 
   Attributes:
-    lossless: True if every law was a probability distribution, the rule's
-      `survival` (probability of accepting at least i tokens) agreed with it, no
-      audit failed, and no total variation exceeded the tolerance: 1e-9 in
-      float64, 1e-5 in float32, 1e-4 in float32 at production sizes.
-    total_variation: largest total variation, over the small models, between the
-      distributions of the rule's output and of the target. If only another
-      trial failed, the largest over the other trials.
+    lossless: True if every law is a probability distribution and agrees with
+      the rule's `survival` (probability of accepting at least i tokens), no
+      audit failed, and no total variation exceeds the tolerance. The tolerance
+      is 1e-9 in float64, 1e-5 in float32 and 1e-4 at production sizes.
+    total_variation: total variation between the distributions of the rule's
+      output and of the target: the largest over the small models. If all
+      failures are in other trials, the largest over those.
     witness: settings of the trial with this total variation: arguments of
-      `random_pair`, draft length gamma, rounds, and the kind of drafting if it
-      was special.
+      `random_pair`, draft length gamma, rounds, and the kind of drafting unless
+      autoregressive.
     expected_tokens: expected tokens of the first round, averaged over the small
       models with chains.
-    bound: upper bound on this average for lossless rules: 1 +
-      `full_information_optimum`, averaged. A lossy rule can exceed it.
-    defects: reasons why a law was not a probability distribution, or an audit
-      failed.
+    bound: upper bound on `expected_tokens` of lossless rules: 1 +
+      `full_information_optimum`, averaged over the same models. A lossy rule
+      can exceed it.
+    defects: reasons why a law is not a probability distribution, or why an
+      audit failed.
     models: number of pairs of small models enumerated with chains.
-    laws: number of laws evaluated.
-    dtype: dtype of the numbers passed to the law, unless `tried` names another.
+    laws: number of evaluated laws.
+    dtype: dtype of the law's inputs, unless a line of `tried` names another.
     declared_lossy: True if the rule declares `lossless = False`.
-    trees: number of enumerations with trees: a tree, a scheme and a pair of
-      models each.
-    tried: one line for every other kind of trial, see `thorough`.
-    sizes: the largest enumerated and audited sizes, in words.
-    cause: a guess at the cause of a failure, or empty.
+    trees: number of enumerations with trees. Each has one tree, one drawing
+      scheme and one pair of models.
+    tried: one line for every kind of trial that `thorough` or `at` adds.
+    sizes: largest enumerated sizes and all audited sizes, as text.
+    cause: probable cause of a failure, or an empty string.
     example: a draft that shows the failure, or None. `show` prints it.
   """
 
@@ -118,9 +119,9 @@ class Certificate:
   def show(self) -> None:
     """Prints the certificate and, after a failure, a draft that shows it.
 
-    The draft is printed with both distributions at every node and the rule's
-    law. Two distributions of the next token follow: the target's, and the
-    result of decoding with the rule.
+    The draft is printed with p and q at every node, and with the rule's law.
+    Two distributions of the next token follow: that of the target, and that of
+    decoding with the rule.
     """
     print(self)
     if self.example is not None:
@@ -140,52 +141,52 @@ def certify(verifier: Verifier | Compiled, *,
             stop: Stop | None = None) -> Certificate:
   """Proves a verifier lossless on small models, or shows a counterexample.
 
-  Use at least two vocabularies of 3 or more tokens. With V = 2, or with models
-  that ignore their context, most bugs do not show. A rule on chains takes about
-  20 seconds on two cores, a rule on trees 40.
+  Use at least two vocabularies of 3 or more tokens. Most bugs do not appear
+  with V = 2, or with models that ignore their context. On two cores, a rule on
+  chains takes about 20 seconds and a rule on trees about 40.
 
   Args:
     verifier: the rule, or a `Compiled` rule.
-    vocab_sizes: vocabulary sizes V, each at least 2. Default: (3, 4), and (3,)
-      for a rule with state, because its number of histories is larger.
+    vocab_sizes: vocabulary sizes V, each at least 2. None means (3, 4). For a
+      rule with state it means (3,), because its number of histories is larger.
     gammas: draft lengths of chains, each at least 1.
-    rounds: rounds of the loop, see `enumerate_chains`. For a rule without state
-      one round is a proof, by induction. Default: 2, but 1 if V^(2 gamma + 1)
-      is above 2^15; 3 for a rule with state. Trees with more than 27 drafts
-      take one round.
-    seeds: seeds of the random models; each gives one set.
+    rounds: number of rounds, see `enumerate_chains`. For a rule without state
+      one round is a proof, by induction. None means 2, or 1 if V^(2 gamma + 1)
+      is above 2^15. For a rule with state it means 3. Trees with more than 27
+      drafts are enumerated for one round.
+    seeds: seeds of the random models. Each seed produces a model of each kind.
     kinds: kinds of models, see `random_pair`.
     dtype: "float64" or "float32".
-    drafting: kind of drafting, see `enumerate_chains`. Default: every kind
+    drafting: kind of drafting, see `enumerate_chains`. None means every kind
       allowed by the rule's `requires`. "product" excludes trees.
-    trees: the `parents` of the trees to enumerate. Default: none for a rule
-      that requires a chain. For other rules all trees of up to 5 nodes, in
-      every order of nodes, and some of up to 7 (fewer for larger V).
-    schemes: drawing schemes for tokens of trees, see `enumerate_trees`.
-      Default: all of `exact.schemes` for which the rule is exact.
-    thorough: if True, also run trials not covered by small models in one
-      precision, until one fails. They are: chains that end in padding; padding
-      before real nodes of a tree; product drafts, unless the rule requires an
-      autoregressive drafter; float32; gamma up to 15, V up to 300 and trees of
-      up to 17 nodes; many rounds of a rule with state; audits in float32 at two
-      production sizes (gamma 16 with V = 32,000, and V = 128,259), see
-      `exact.audit`.
+    trees: the `parents` of the trees to enumerate. None means no trees for a
+      rule that requires a chain. For other rules None means all trees of up to
+      5 nodes, in every order of nodes, and some of up to 7 (fewer for larger
+      V).
+    schemes: drawing schemes for tokens of trees, see `enumerate_trees`. None
+      means all schemes of `exact.schemes` with which the rule is lossless.
+    thorough: if True, also run the following trials, until one fails:
+      chains that end in padding; padding before real nodes of a tree; product
+      drafts, unless the rule requires an autoregressive drafter; float32; gamma
+      up to 15, V up to 300 and trees of up to 17 nodes; many rounds of a rule
+      with state; audits in float32 at two production sizes (gamma 16 with
+      V = 32,000, and V = 128,259), see `exact.audit`.
     at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14
-      drafts is enumerated, and a larger size is audited, see `tried`.
-    stop: rule that ends the drafted chains, tried on the small models only. It
-      is a `drafters.stop_rules.StopRule` (in its first round, with rows of q as
-      hidden states), or a function `(probs [gamma, V], tokens [gamma]) ->
-      length []` in jax that returns the number of submitted tokens. A function
-      whose result depends on dropped tokens is refuted.
+      drafts is enumerated. A larger size is audited. The result is in `tried`.
+    stop: rule that ends the drafted chains, used with the small models only. It
+      may be a `drafters.stop_rules.StopRule`, used in its first round with rows
+      of q as hidden states. It may also be a jax function `(probs [gamma, V],
+      tokens [gamma]) -> length []` that returns the number of submitted tokens.
+      A function is refuted if its result depends on dropped tokens.
 
   Returns:
-    A `Certificate`; print it.
+    A `Certificate`. Its string is a report.
 
   Raises:
     ValueError: a size is not a whole number of at least its minimum, or has too
-      many drafts to enumerate; `kinds` or `dtype` is unknown; `trees` are given
-      with `stop`, or with a drafting other than autoregressive; schemes are
-      given without trees.
+      many drafts to enumerate; `kinds` or `dtype` is unknown; `trees` is
+      combined with `stop` or with a drafting other than autoregressive;
+      `schemes` is set and there are no trees.
 
   Example:
     >>> import specjax as sj
@@ -228,7 +229,10 @@ def _is_chain_only(rule: Verifier, drafting: str | None,
 def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
              trees: Sequence[Sequence[int]] | None
              ) -> Sequence[str | schemes_lib.Scheme]:
-  """Returns the checked drawing schemes of the trees."""
+  """Returns the drawing schemes of the trees.
+
+  Raises `ValueError` if only one of `schemes` and `trees` is empty.
+  """
   if schemes is None:
     return schemes_lib.sound_for(rule)
   if bool(schemes) != (trees is None or bool(trees)):
@@ -240,8 +244,8 @@ def _schemes(rule: Verifier, schemes: Sequence[str | schemes_lib.Scheme] | None,
 class _Settings(NamedTuple):
   """Arguments of `certify` with defaults applied, and its trials.
 
-  `trees` is None for the default trees. `ended` is the argument `stop` as a
-  function of `exact.ended_by`.
+  If `trees` is None, the default trees are enumerated. `ended` is the result of
+  `exact.ended_by` for the argument `stop`, or None.
   """
 
   compiled: Compiled
@@ -265,10 +269,10 @@ class _Settings(NamedTuple):
 
   @property
   def padded_to(self) -> int:
-    """Number of nodes to which chains are padded; 0 adds no padding.
+    """Number of nodes to which chains are padded; 0 means no padding.
 
-    Chains of a rule on trees have equal numbers of nodes, so that they share a
-    compiled program.
+    Chains for a rule on trees are padded to equal numbers of nodes. They then
+    share one compiled program.
     """
     is_chain = "chain" in self.compiled.rule.requires
     return 0 if is_chain else max(self.gammas) + 1
@@ -302,7 +306,7 @@ class _Settings(NamedTuple):
                 self.seeds, self.several_rounds, self.dtype)]
 
   def thorough_groups(self) -> Iterator[Iterator[trials.Found]]:
-    """Yields the further trials, see `thorough` of `certify`."""
+    """Yields groups of the trials that `thorough` of `certify` adds."""
     rule, default_trees = self.compiled.rule, self.trees is None
     largest = max(self.vocab_sizes)
     telling = trials.telling(self.kinds)
@@ -335,16 +339,17 @@ class _Settings(NamedTuple):
 
 
 def _check_sizes(**sizes: tuple[Sequence[int], int]) -> None:
-  """Raises `ValueError` unless each setting is a list of large enough numbers.
+  """Raises `ValueError` unless all numbers of each setting are large enough.
 
   Args:
-    **sizes: `(numbers, least)` by the name of the setting.
+    **sizes: `name=(numbers, least)` for each setting: its numbers, and the
+      smallest allowed number.
   """
   for name, (values, least) in sizes.items():
     if not (isinstance(values, Sequence) and values and all(
         fields.is_whole(x) and x >= least for x in values)):
       raise ValueError(f"{name} is {values}; give whole numbers of at least "
-                       f"{least}, one or more, such as ({least},)")
+                       f"{least} in a non-empty tuple, such as ({least},)")
 
 
 def _check_settings(kinds: Sequence[str], dtype: str, drafting: str | None,
@@ -389,8 +394,8 @@ def _certificate(chains: list[trials.Found], trees: list[trials.Found],
     chains: trials on small models with chains.
     trees: trials on small models with trees.
     others: all other trials.
-    dtype: dtype of the numbers, chosen by the user.
-    rule: the rule.
+    dtype: the argument `dtype` of `certify`.
+    rule: the tested rule.
   """
   found = [*chains, *trees, *others]
   worst = _worst(chains + trees, others)
@@ -412,7 +417,10 @@ def _certificate(chains: list[trials.Found], trees: list[trials.Found],
 
 def _worst(small: list[trials.Found], others: list[trials.Found]
            ) -> trials.Found:
-  """Returns the trial with the largest error, a small failing one first."""
+  """Returns the trial with the largest error.
+
+  Failed trials on small models have priority over other failed trials.
+  """
   failed = lambda trials_: [trial for trial in trials_ if trial.fails]
   return max(failed(small) or failed(others) or small, key=lambda trial: (
       trial.outcome.total_variation, len(trial.outcome.defects)))
@@ -424,9 +432,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _bound(trial: trials.Found) -> float:
-  """Returns an upper bound on the expected tokens of a lossless rule's round.
+  """Returns the largest expected tokens per round of any lossless rule.
 
-  It is for the models of one trial with chains.
+  The value is an upper bound for the pair of models of one trial with chains.
   """
   kind, vocab_size, gamma, seed = (
       trial.witness[x] for x in ("kind", "vocab_size", "gamma", "seed"))
@@ -435,13 +443,13 @@ def _bound(trial: trials.Found) -> float:
 
 
 def _sorted(defects: Iterable[str]) -> tuple[str, ...]:
-  """Returns the defects; possible causes of other defects come first."""
+  """Returns the defects in order, with causes of other defects first."""
   first = ("a law is not finite", "a law is negative")
   return tuple(sorted(defects, key=lambda x: (x not in first, x)))
 
 
 def _sizes(found: list[trials.Found]) -> str:
-  """Returns the largest enumerated sizes and all audited ones, in words."""
+  """Returns the largest enumerated and all audited sizes, as text."""
   gamma, vocab_size, nodes = map(max, zip(*(
       x.sizes for x in found if x.plan is not None)))
   text = f"gamma <= {gamma}, V <= {vocab_size:,}"

@@ -15,17 +15,18 @@ from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
-# XLA_FLAGS may lower the optimisation level, for example in tests. A program is
-# called thousands of times here, so its level is set explicitly.
+# XLA_FLAGS may lower the optimisation level, for example in tests. The programs
+# of this file run thousands of times, so they set the level explicitly.
 _OPTIMISED = {"xla_backend_optimization_level": "2"}
-_FEW = 8  # small enumerations use calls of 1 / 8 of the usual number of drafts
+_FEW = 8  # at most chunk / 8 drafts are evaluated with chunks of chunk / 8
 
 
 class Compiled:
   """A rule compiled once for several enumerations.
 
-  Every function that enumerates a rule also takes a `Compiled`. A bare rule is
-  compiled at each call, so edits of its class in a notebook take effect.
+  Every function that enumerates a rule accepts a rule or a `Compiled`. A rule
+  is compiled again at each call, so that edits of its class in a notebook take
+  effect.
 
   Attributes:
     rule: the verification rule.
@@ -54,33 +55,44 @@ class Compiled:
 
   @classmethod
   def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
-    """Compiles a rule; a `Compiled` is returned unchanged."""
+    """Returns a rule as a `Compiled`. A `Compiled` is returned unchanged."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
 
   def initial_state(self, gamma: int, dtype: str) -> Any:
-    """Returns the rule's state before the first round; None without state."""
+    """Returns the rule's state before the first round, or None.
+
+    Args:
+      gamma: draft length.
+      dtype: dtype of the floating-point arrays of the state.
+    """
     return jax.tree.map(lambda x: _in_dtype(np.asarray(x), dtype),
                         self.rule.init(gamma))
 
   def laws(self, drafts: tuple, chunk: int, dtype: str
            ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns the laws of n drafts: `stop [n, N]` and `next_token [n, N, V]`.
+    """Returns `(stop, next_token, survival)` of n drafts.
 
-    The third result is `survival [n, N]`, the probability of accepting at least
-    i tokens; None unless the rule computes it.
+    `stop [n, N]` and `next_token [n, N, V]` are the fields of `Law`.
+    `survival [n, N]` is the probability of accepting at least i tokens, or None
+    if the rule does not compute it.
 
     Args:
-      drafts: tuple of tokens, parents `[n, N]`, q, p `[n, N, V]` and states.
-      chunk: number of drafts per call; each number compiles one program.
-      dtype: dtype of the numbers passed to the law.
+      drafts: tuple of tokens `[n, N]`, parents `[n, N]`, q `[n, N, V]`,
+        p `[n, N, V]` and states.
+      chunk: number of drafts per call. Each number compiles one program.
+      dtype: dtype of q and p.
     """
     return _in_chunks(self._law, drafts, chunk, dtype)
 
   def commits(self, drafts: tuple, verdicts: Verdict, chunk: int, dtype: str
               ) -> Any:
-    """Returns the rule's states after rounds with the given verdicts.
+    """Returns the rule's states after rounds with these verdicts.
 
-    The other arguments are those of `laws`.
+    Args:
+      drafts: the drafts of the rounds, as in `laws`.
+      verdicts: outcomes of the rounds, with n rows.
+      chunk: number of drafts per call.
+      dtype: dtype of q and p.
     """
     return _in_chunks(self._commit, (*drafts, verdicts), chunk, dtype)
 
@@ -100,7 +112,7 @@ def _in_chunks(function: Callable, arguments: tuple, chunk: int, dtype: str
     chunk //= _FEW
 
   def rows(start: int) -> tuple:
-    """Returns one chunk; the last one is padded with copies of row 0."""
+    """Returns one chunk. The last chunk is padded with copies of row 0."""
     missing = max(start + chunk - count, 0)
     return jax.tree.map(lambda x: np.concatenate(
         [x[start:], np.repeat(x[:1], missing, axis=0)]) if missing
@@ -115,15 +127,16 @@ _TOKENS = 8  # most tokens printed per row
 
 
 class Example(NamedTuple):
-  """One draft, both distributions, and the rule's law.
+  """A draft with the distributions p and q and the rule's law.
 
   Attributes:
     draft: draft tree of N nodes.
     target_probs: `[N, V]` target distribution after each node.
     law: the rule's law of this draft.
-    node: node whose context shows the error, or None.
-    obtained: `[V]` distribution of the next token emitted after this context,
-      over all drafts. It should equal the node's row of `target_probs`.
+    node: node with a wrong distribution of the next emitted token, or None.
+    obtained: `[V]` distribution of the token emitted after the context of
+      `node`, over all drafts, or None. A lossless rule has
+      `target_probs[node]`.
   """
 
   draft: Draft
@@ -174,7 +187,11 @@ class Example(NamedTuple):
     return tokens
 
   def _shown(self, vocab: int) -> Sequence[int]:
-    """Returns the printed tokens: all, or drafted and most deviating ones."""
+    """Returns the printed tokens, at most `_TOKENS`.
+
+    In a large vocabulary, these are tokens of the draft, and tokens with the
+    largest differences from the target.
+    """
     if vocab <= _TOKENS:
       return range(vocab)
     drafted = {int(t) for t in self.draft.tokens[1:] if t < vocab}

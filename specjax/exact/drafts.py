@@ -1,7 +1,7 @@
-"""All possible drafts from some contexts, as arrays.
+"""All possible drafts after some contexts, as arrays.
 
 A context is the sequence of tokens before a position. Contexts of all lengths
-have one numbering: the empty context is 0, and context c followed by token x is
+are numbered together. The empty context is 0. Context c followed by token x is
 c V + 1 + x, for a vocabulary of V tokens. These numbers index the draft
 distributions q `[contexts, V]`, the concatenated tables of a `Pair`.
 """
@@ -23,16 +23,17 @@ def longer(contexts: np.ndarray, tokens: np.ndarray, vocab_size: int
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-  """Batch of n drafts of N nodes, grown node by node.
+  """Batch of n drafts of N nodes.
 
-  A drawing scheme (`exact.schemes`) starts from `Drafts.roots` and calls `grow`
-  for every node.
+  A drawing scheme (`exact.schemes`) starts from `Drafts.roots`. It then calls
+  `grow` once for each further node.
 
   Attributes:
-    starts: `[n]` index of the start context of each draft.
-    weights: `[n]` probability of each draft in this context.
+    starts: `[n]` index of the context before each draft, among the contexts
+      passed to `roots`.
+    weights: `[n]` probability of each draft after its start context.
     tokens: `[n, N]` token ids.
-    parents: `[n, N]` parents; they can differ between drafts.
+    parents: `[n, N]` parents. Drafts of a batch can have different parents.
     probs: `[n, N, V]` draft distributions, see `Draft`.
     contexts: `[n, N]` number of every node's context.
   """
@@ -65,13 +66,13 @@ class Drafts:
                      for field in dataclasses.fields(self)})
 
   def at(self, node: int | np.ndarray) -> np.ndarray:
-    """Returns the contexts `[n]` of a node; `node` is a number or `[n]`."""
+    """Returns the contexts `[n]` of `node`, a node or `[n]` nodes."""
     return self.contexts[np.arange(len(self.weights)), node]
 
   def seen(self, parent: int | np.ndarray) -> np.ndarray:
     """Returns a mask `[n, V]` of the tokens of the children of `parent`.
 
-    `parent` is a node, or `[n]` nodes. Padding is not counted.
+    `parent` is a node, or `[n]` nodes. Children that are padding are ignored.
     """
     count, _, vocab_size = self.probs.shape
     child = self.parents == np.reshape(parent, (-1, 1))
@@ -81,19 +82,20 @@ class Drafts:
     return seen
 
   def first(self, node: int) -> np.ndarray:
-    """Returns the first siblings `[n]` of `node` with the same token."""
+    """Returns the first node `[n]` with the parent and the token of `node`."""
     same = ((self.parents == self.parents[:, node, None])
             & (self.tokens == self.tokens[:, node, None]))
     return np.argmax(same, axis=-1)
 
   def grow(self, parent: int | np.ndarray, law: np.ndarray,
            probs: np.ndarray | None = None) -> "Drafts":
-    """Adds a node; each draft becomes one draft per possible token.
+    """Adds a node. Each draft becomes one draft per possible token of the node.
 
     Args:
-      parent: parent of the new node, a number or `[n]`.
-      law: `[n, V]` distribution of its token; an all-zero row is padding.
-      probs: `[n, V]` row of `probs` if it differs from `law`.
+      parent: parent of the new node, a node or `[n]` nodes.
+      law: `[n, V]` distribution of the new node's token. If a row is 0, the new
+        node of that draft is padding.
+      probs: `[n, V]` row of `probs` of the new node; None means `law`.
     """
     probs = law if probs is None else probs
     padding = ~law.any(-1)
@@ -114,10 +116,10 @@ class Drafts:
     """Appends padding.
 
     Args:
-      nodes: number of nodes N afterwards.
-      token: token id of padding; it can exceed V. None draws arbitrary ids.
-      chain: True if the parent of padding is the previous node, False if it is
-        the root.
+      nodes: number of nodes N including the padding.
+      token: token id of padding, which can exceed V. None means arbitrary ids.
+      chain: if True, the parent of padding is the previous node. If False, it
+        is the root.
     """
     drafts, law = self, np.zeros_like(self.probs[:, 0])
     real = drafts.tokens.shape[1]
@@ -131,8 +133,9 @@ class Drafts:
     """Inserts padding before and between the real nodes, up to N = `nodes`.
 
     Padding is a child of the next real node's parent, of the previous padding,
-    or of any earlier node. It has arbitrary token ids and no real nodes below
-    it. The unused row 0 of `probs` is filled.
+    or of any earlier node. No descendant of padding is a real node. Token ids
+    of padding are arbitrary. Row 0 of `probs`, which rules must ignore, is not
+    0.
     """
     count, real, vocab_size = self.probs.shape
     rng = np.random.default_rng([nodes, *(self.parents[0] + 1)])
@@ -167,9 +170,9 @@ class Drafts:
     return rng.integers(self.probs.shape[-1] + 2, size=self.tokens.shape)
 
   def cut(self, lengths: np.ndarray) -> "Drafts":
-    """Replaces all tokens of chains after `lengths [n]` tokens by padding.
+    """Replaces the tokens of chains after the first `lengths [n]` by padding.
 
-    Equal results are not merged.
+    Drafts that become equal are not merged.
     """
     stays = np.arange(self.tokens.shape[1]) <= np.reshape(lengths, (-1, 1))
     return dataclasses.replace(
@@ -179,14 +182,14 @@ class Drafts:
 
 def chains(q: np.ndarray, contexts: np.ndarray, gamma: int,
            product: bool = False) -> Drafts:
-  """Returns all chains of gamma tokens from every context.
+  """Returns all chains of gamma tokens after each of n contexts.
 
   Args:
     q: `[contexts, V]` draft distributions.
     contexts: `[n]` numbers of contexts.
     gamma: draft length.
-    product: if True, positions are drawn independently from their marginals
-      under q.
+    product: if True, the token of every position is drawn from its marginal
+      distribution under q, independently of the other tokens.
   """
   drafts = Drafts.roots(contexts, q.shape[-1])
   laws = _marginals(q, contexts, gamma) if product else None
@@ -225,8 +228,8 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
   """Returns a function that shortens chains by a stop rule.
 
   Args:
-    stop: function `(probs [gamma, V], tokens [gamma]) -> length []`, see
-      `certify`.
+    stop: function `(probs [gamma, V], tokens [gamma]) -> length []` that
+      returns the number of kept tokens, see `certify`.
 
   Raises:
     ValueError: `stop` is a class or cannot be called.
@@ -250,16 +253,16 @@ def ended_by(stop: Stop) -> Callable[[Drafts], Drafts]:
   return ended
 
 
-_DENSE = 1 << 22  # most contexts of one length that are counted in an array
+_DENSE = 1 << 22  # largest `size` for which `_counted` uses a dense array
 
 
 class Starts(NamedTuple):
-  """Starts of rounds: n contexts of one length, each with a state.
+  """Starts of rounds: n contexts of one length, each with a state of the rule.
 
   Attributes:
     contexts: `[n]` int64 index of each context among contexts of its length.
     states: states of the rule, leaves `[n, ...]`, or None.
-    weights: `[n]` probability that a round starts there.
+    weights: `[n]` probability that a round starts with this context and state.
   """
 
   contexts: np.ndarray
@@ -273,7 +276,7 @@ def first_contexts(vocab_size: int, depth: int) -> np.ndarray:
 
 
 def dense(starts: Starts, size: int) -> np.ndarray:
-  """Returns the weights of all contexts of one length, `[size]`."""
+  """Returns the weights `[size]` of all contexts of one length."""
   return np.bincount(starts.contexts, starts.weights, minlength=size)
 
 
@@ -281,7 +284,8 @@ def merged(outcomes: list[dict[int, Starts]], vocab: int) -> dict[int, Starts]:
   """Merges starts of rounds with equal contexts and states.
 
   Args:
-    outcomes: several mappings from the length of the contexts to their starts.
+    outcomes: mappings from a length of contexts to the starts with contexts of
+      this length.
     vocab: vocabulary size V.
   """
   lengths = sorted({length for starts in outcomes for length in starts})
@@ -291,7 +295,10 @@ def merged(outcomes: list[dict[int, Starts]], vocab: int) -> dict[int, Starts]:
 
 
 def _merged(parts: list[Starts], size: int) -> Starts:
-  """Merges starts of one length, which has `size` contexts."""
+  """Merges starts whose contexts have one length.
+
+  `size` is the number of all contexts of this length.
+  """
   contexts = np.concatenate([part.contexts for part in parts])
   weights = np.concatenate([part.weights for part in parts])
   columns = zip(*(jax.tree.leaves(part.states) for part in parts))

@@ -24,24 +24,24 @@ from specjax.types import Law
 from specjax.types import Verdict
 from specjax.utils import fields
 
-CHUNK = 1024  # laws per call; gives one compiled shape per (V, gamma)
-TREE_CHUNK = 256  # laws per call for trees, because most have few drafts
-_STARTS = 1024  # rounds expanded at a time; bounds the memory
+CHUNK = 1024  # laws per call; one size, so one compilation per (V, gamma)
+TREE_CHUNK = 256  # laws per call for trees; most trees have few drafts
+_STARTS = 1024  # starts of rounds that are expanded together; limits memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # tolerated total variation
-_ENTRIES = 1 << 26  # most entries of an array in an enumeration
+_ENTRIES = 1 << 26  # largest number of entries of an array in an enumeration
 
 
 class Outcome(NamedTuple):
   """Result of an enumeration for one pair of models.
 
   Attributes:
-    law: `[V**H]` exact distribution of the first H tokens that decoding emits,
-      for a vocabulary of V tokens. `enumerate_chains` defines H.
+    law: `[V**H]` exact distribution of the first H emitted tokens, for a
+      vocabulary of V tokens. `enumerate_chains` defines H.
     target: `[V**H]` distribution of the first H tokens under the target model.
-    expected_accepted: expected number of accepted tokens of the first round.
-    defects: reasons why a law was not a probability distribution.
-    laws: number of laws evaluated.
+    expected_accepted: expected number of accepted tokens in the first round.
+    defects: reasons why a law is not a probability distribution.
+    laws: number of evaluated laws.
   """
 
   law: np.ndarray
@@ -56,12 +56,12 @@ class Outcome(NamedTuple):
 
 
 def horizon_of(rule: Verifier, gamma: int, rounds: int) -> int:
-  """Returns the number of tokens H of `enumerate_chains`."""
+  """Returns the number H of compared tokens in `enumerate_chains`."""
   return rounds + gamma + 1 if rule.remembers else rounds * (gamma + 1)
 
 
 def depth_of(rule: Verifier, gamma: int, rounds: int) -> int:
-  """Returns the depth of a pair needed by `enumerate_chains`."""
+  """Returns the smallest depth of a `Pair` for `enumerate_chains`."""
   horizon = horizon_of(rule, gamma, rounds)
   return horizon + gamma if rule.remembers else horizon
 
@@ -73,27 +73,33 @@ def enumerate_chains(verifier: Verifier | Compiled, pair: Pair, gamma: int,
                      = None) -> Outcome:
   """Returns the exact output distribution of decoding with chain drafts.
 
-  A rule without state runs for `rounds` rounds and the target continues alone;
-  H = rounds (gamma + 1). A rule with state runs until all sequences have H =
-  rounds + gamma + 1 tokens, so that `rounds` rounds are followed by at least
-  gamma + 1 tokens. Equal (tokens, state) are merged. The root of the first
+  The compared distribution is that of the first H tokens. The root of the first
   draft is uniform over the vocabulary.
+
+  * Rule without state: H = rounds (gamma + 1). Each sequence begins with
+    `rounds` rounds. The target alone generates its further tokens.
+  * Rule with state: H = rounds + gamma + 1. Decoding continues until all
+    sequences have H tokens. A sequence with one token per round then has at
+    least gamma + 1 tokens after its first `rounds` rounds. Sequences with equal
+    tokens and state are merged.
 
   Args:
     verifier: the rule, or a `Compiled` rule.
-    pair: models of at least `depth_of(verifier, gamma, rounds)` contexts deep.
+    pair: models of depth at least `depth_of(verifier, gamma, rounds)`.
     gamma: draft length.
-    rounds: number of rounds, as above.
-    dtype: dtype of the numbers passed to the law; sums are in float64.
-    drafting: "autoregressive" to draft from `pair.q`; "product" to draw each
-      position from its marginal under `pair.q`, as independent heads do.
-    nodes: number of nodes after padding, at least gamma + 1. 0 adds no padding.
+    rounds: number of rounds; determines H.
+    dtype: dtype of the law's inputs. Sums over drafts are in float64.
+    drafting: "autoregressive" draws each token from `pair.q` after the previous
+      tokens. "product" draws the token of each position from its marginal
+      distribution under `pair.q`, as independent heads do.
+    nodes: number of nodes after padding, at least gamma + 1. 0 means no
+      padding.
     ended: function that shortens chains, from `exact.ended_by`, or None.
 
   Raises:
     ValueError: `drafting` is unknown, the tables are not deep enough or a row
-      of them is not a distribution, a number is too small, or there are too
-      many drafts.
+      is not a distribution, a number is too small, or there are too many
+      drafts.
   """
   if drafting not in DRAFTING:
     raise ValueError(f"drafting is {drafting!r}; it must be one of "
@@ -115,20 +121,19 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
 
   Args:
     verifier: the rule, or a `Compiled` rule.
-    pair: models of at least rounds * (height + 1) contexts deep.
+    pair: models of depth at least rounds * (height + 1).
     parents: N parents with `parents[0] == -1` and `parents[i] < i`.
     scheme: function of `exact.schemes` that draws the tokens, or its name:
       "iid", "paths", "without_replacement", "top_k", "hybrid",
       "several", "larger_of_two", "confident".
-    rounds: number of rounds, see `enumerate_chains`; gamma is the height.
-    dtype: dtype of the numbers passed to the law; sums are in float64.
-    nodes: number of nodes after padding, so that trees of several sizes share
-      a compiled law. None adds no padding.
+    rounds: number of rounds, see `enumerate_chains`, where gamma is the height.
+    dtype: dtype of the law's inputs. Sums over drafts are in float64.
+    nodes: number of nodes after padding. Trees with equal `nodes` share a
+      compiled law. None means no padding.
 
   Raises:
-    ValueError: `nodes` is less than the tree has, the tables are not deep
-      enough or a row of them is not a distribution, or there are too many
-      drafts.
+    ValueError: `nodes` is smaller than N, the tables are not deep enough or a
+      row is not a distribution, or there are too many drafts.
   """
   longest, nodes = schemes.height(parents), nodes or len(parents)
   if nodes < len(parents):
@@ -147,7 +152,8 @@ def chain_scheme(gamma: int, drafting: str, nodes: int, ended
                  ) -> Callable[[np.ndarray, np.ndarray], drafts.Drafts]:
   """Returns a function `(q, contexts) -> drafts.Drafts` that draws chains.
 
-  Arguments as in `enumerate_chains`. Chains are padded to `nodes` nodes.
+  `enumerate_chains` describes the arguments. Chains are padded to `nodes`
+  nodes.
   """
   ended = ended or (lambda drafts: drafts)
   return lambda q, contexts: ended(drafts.chains(
@@ -162,12 +168,12 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
 
   Args:
     verifier: the rule, or a `Compiled` rule.
-    pair: models of at least `depth_of(verifier, longest, rounds)` contexts.
-    scheme: function `(q, contexts) -> drafts.Drafts`.
+    pair: models of depth at least `depth_of(verifier, longest, rounds)`.
+    scheme: function `(q, contexts) -> drafts.Drafts` that draws the drafts.
     nodes: number of nodes N of the drafts.
-    longest: number of tokens of the longest path.
-    rounds: number of rounds, see `enumerate_chains`; gamma is `longest`.
-    dtype: dtype of the numbers passed to the law.
+    longest: number of tokens on the longest path, without the root.
+    rounds: number of rounds, see `enumerate_chains`, where gamma is `longest`.
+    dtype: dtype of the law's inputs.
     chunk: number of laws per call of the compiled rule.
   """
   plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds,
@@ -186,7 +192,7 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
 
 
 class Plan(NamedTuple):
-  """Arguments of `enumerate_drafts`, to repeat an enumeration."""
+  """Arguments of `enumerate_drafts`, stored to repeat an enumeration."""
 
   compiled: Compiled
   pair: Any
@@ -205,11 +211,12 @@ class Plan(NamedTuple):
           ) -> tuple["Run", dict[int, Starts], float]:
     """Returns the `Run`, the starts after its last round, and E[tau].
 
-    E[tau] is the expected number of accepted tokens of the first round.
+    The starts are a mapping from the length of the contexts. E[tau] is the
+    expected number of accepted tokens in the first round.
 
     Args:
-      watch: number of a context, or None. `Run.example` is then the draft that
-        is most likely to stop at it.
+      watch: number of a context, or None. `Run.example` becomes the draft with
+        the largest probability of stopping at this context.
 
     Raises:
       ValueError: the tables are not deep enough.
@@ -229,7 +236,7 @@ def check_size(vocab_size: int, drafted: int, nodes: int) -> None:
   Args:
     vocab_size: vocabulary size V.
     drafted: number of drawn tokens per draft.
-    nodes: number of nodes N.
+    nodes: number of nodes N of a draft, padding included.
   """
   if vocab_size**(drafted + 2) * nodes > _ENTRIES:
     raise ValueError(
@@ -242,11 +249,11 @@ def check_size(vocab_size: int, drafted: int, nodes: int) -> None:
 
 def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
                     rounds: int) -> np.ndarray:
-  """Returns the expected number of tokens after 1, 2, ... rounds, `[rounds]`.
+  """Returns the expected numbers `[rounds]` of tokens after 1, 2, ... rounds.
 
   Args:
     verifier: the rule, or a `Compiled` rule.
-    pair: models of at least rounds * (gamma + 1) contexts deep.
+    pair: models of depth at least rounds * (gamma + 1).
     gamma: draft length.
     rounds: number of rounds.
 
@@ -274,12 +281,13 @@ def _accepted(outcomes, length):
 
 
 class Run:
-  """Rounds of one rule on one pair of models, with the defects of its laws.
+  """Evaluates rounds of a rule on a pair of models and collects defects.
 
   Attributes:
-    defects: reasons why a law was not a probability distribution.
-    laws: number of laws evaluated.
-    example: draft of the first defect or of the watched context, or None.
+    defects: reasons why a law is not a probability distribution.
+    laws: number of evaluated laws.
+    example: draft of the first defect or of the watched context (`watch` in
+      `Plan.run`), or None.
   """
 
   def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
@@ -294,13 +302,14 @@ class Run:
 
   def rounds(self, count: int, horizon: int
              ) -> tuple[dict[int, Starts], float]:
-    """Returns the starts after the last round, by length, and E[tau].
+    """Returns the starts after the last round, and E[tau].
 
-    E[tau] is the expected number of accepted tokens of the first round.
+    The starts are a mapping from the length of the contexts. E[tau] is the
+    expected number of accepted tokens in the first round.
 
     Args:
-      count: number of rounds of a rule without state.
-      horizon: number of tokens at which a rule with state ends.
+      count: number of rounds for a rule without state.
+      horizon: number of tokens at which decoding ends for a rule with state.
     """
     starts, expected = {0: self.first()}, None
     if self._compiled.rule.remembers:
@@ -326,13 +335,13 @@ class Run:
 
   def round(self, length: int, starts: Starts, horizon: int | None = None
             ) -> dict[int, Starts]:
-    """Returns the starts of the next rounds, by length of their contexts.
+    """Returns the starts of the next rounds, by the length of their contexts.
 
     Args:
       length: number of tokens of the contexts in `starts`.
       starts: contexts and states at which this round starts.
-      horizon: maximum length; tokens and states after it are dropped. None is
-        no limit.
+      horizon: largest length. Tokens after it and states are dropped. None
+        means no limit.
     """
     firsts = range(0, len(starts.weights), _STARTS)
     pieces = [jax.tree.map(lambda x, i=i: x[i:i + _STARTS], starts)
@@ -375,8 +384,8 @@ class Run:
     """Evaluates and checks the laws of drafts.
 
     Returns:
-      `stop` and `next_token` of `Law` in float64. `next_token` is 0 where
-      `stop` is 0.
+      `(stop, next_token)` of `Law` in float64. Rows of `next_token` are 0 for
+      nodes with `stop` 0.
     """
     stop, next_token, survival = self._compiled.laws(
         arguments, self._chunk, self._dtype)
@@ -408,7 +417,10 @@ class Run:
     return stop, next_token
 
   def _note(self, row, arguments, stop, next_token, defect, node=None):
-    """Stores a defect and an example."""
+    """Stores the draft `row` as the example, and its defect unless None.
+
+    A draft with a defect is stored only for the first defect.
+    """
     tokens, parents, q, p, _ = (
         x if x is None else jax.tree.map(lambda leaf: leaf[row], x)
         for x in arguments)
@@ -419,11 +431,12 @@ class Run:
       self.defects.add(defect)
 
   def _survival_gap(self, found, weights, stop, survival):
-    """Returns the error `[n]` of `survival` by draft.
+    """Returns the error `[n]` of `survival` for each draft.
 
-    `survival` must be P(tau >= i | x^i), where tau is the number of accepted
-    tokens and x^i the first i tokens of the draft. It is a mean over the drafts
-    that begin with x^i, so the sums over these drafts are compared.
+    `survival` must be P(tau >= i | x^i). tau is the number of accepted tokens,
+    and x^i are the first i tokens of the draft. This probability is a mean over
+    all drafts that begin with x^i. The comparison is therefore between sums
+    over these drafts.
     """
     count, nodes = stop.shape
     real = found.probs.any(-1)

@@ -1,11 +1,13 @@
 """Exact laws of a round on models with too many sequences to enumerate.
 
-After every context the draft model q has at most two tokens of positive
-probability, so long chains and trees have few drafts. The target p is positive
-almost everywhere. A round can stop at only a few of the V**H contexts of H
-tokens from a vocabulary of V. After a stop, the target continues in the output
-of decoding as in its own distribution. So the total variation between the two
-follows from the probabilities of the stops.
+After every context, the draft model q has at most two tokens of positive
+probability. Even long chains and large trees therefore have few drafts. The
+target p is positive at almost all tokens.
+
+V is the vocabulary size. A round can stop at only a few of the V**H contexts of
+H tokens. After a stop, all further tokens have the target's distribution. The
+total variation between the output of decoding and the target therefore depends
+only on the probabilities of the stops.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
 
 _ROWS = 211  # rows of a model, selected by a hash of the context
-CHUNK = 128
+CHUNK = 128  # laws per call of the compiled rule
 
 
 class SparseOutcome(NamedTuple):
@@ -36,8 +38,9 @@ class SparseOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Hashed:
-  """Array `[contexts, V]` with few different rows, selected by a hash of the
-  context's number.
+  """Array `[contexts, V]` with few different rows.
+
+  A hash of the context's number selects the row of a context.
   """
 
   rows: np.ndarray
@@ -58,7 +61,7 @@ class SparsePair(NamedTuple):
   Attributes:
     p: `[contexts, V]` target distributions.
     q: `[contexts, V]` draft distributions.
-    depth: number of tokens of the longest context, plus one.
+    depth: 1 + number of tokens of the longest context.
   """
 
   p: _Hashed
@@ -79,13 +82,15 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
   """Returns a random `SparsePair`.
 
   Args:
-    vocab_size: V, at least 3.
-    depth: number of tokens of the longest context, plus one. `V**depth` fits
-      into 62 bits.
+    vocab_size: vocabulary size V, at least 3.
+    depth: 1 + number of tokens of the longest context. V**(depth + 1) must be
+      below 2**62.
     seed: random seed.
-    narrow: if True, p also has at most two tokens, and one after most contexts,
-      so that few sequences remain through many rounds.
-    single: share of contexts with one token of q.
+    narrow: if True, p also has at most two tokens of positive probability, and
+      only one after most contexts. Few sequences are then possible even after
+      many rounds.
+    single: share of contexts after which q has one token. None means 0.6 if
+      `narrow` is True and 0.2 if it is False.
   """
   if vocab_size**(depth + 1) >= 2**62:
     raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
@@ -96,8 +101,8 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
   eye = np.eye(vocab_size)
   p, q = [], []
   for i in range(_ROWS):
-    # Row 0 belongs to the empty context. If the target rejected all drafts from
-    # this context, no other row would be used.
+    # Row 0 belongs to the empty context, the start of all drafts. If the target
+    # rejected all their first tokens, the other rows would not be used.
     is_first = not i
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
     is_single = rng.random() < single and not is_first
@@ -117,13 +122,13 @@ def _mixture(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _wide_row(pair: np.ndarray, is_first: bool, rng: np.random.Generator
               ) -> np.ndarray:
-  """Returns a row of p, positive almost everywhere."""
+  """Returns a row of p that is positive at almost all tokens."""
   weight = rng.random()
   row = weight * _mixture(pair, rng) + (1 - weight) * rng.dirichlet(
       np.full(pair.shape[1], 0.5))
-  if rng.random() < 0.2 and not is_first:  # a likely draft is impossible
+  if rng.random() < 0.2 and not is_first:  # p is 0 at a likely draft token
     row = row * (1 - pair[0])
-  if rng.random() < 0.3:  # ties of several tokens, as from quantised logits
+  if rng.random() < 0.3:  # tokens with equal p, as from quantised logits
     row = 2.0**np.ceil(np.log2(np.where(row > 0, row, 1))) * (row > 0)
   return row / row.sum()
 
@@ -132,7 +137,7 @@ def enumerate_sparse(verifier: Verifier | Compiled, pair: SparsePair,
                      scheme: Callable[[np.ndarray, np.ndarray], Any],
                      nodes: int, longest: int, rounds: int, dtype: str
                      ) -> SparseOutcome:
-  """Enumerates a `SparsePair`; arguments as in `enumerate_drafts`."""
+  """Enumerates a `SparsePair`, with the arguments of `enumerate_drafts`."""
   plan = enumeration.Plan(Compiled.of(verifier), pair, scheme, nodes, longest,
                           rounds, dtype, CHUNK)
   run, starts, _ = plan.run()
@@ -144,10 +149,11 @@ class Deviation(NamedTuple):
   """Difference between an enumerated distribution and the target's.
 
   Attributes:
-    total_variation: total variation of the joint distributions.
-    context: context with the largest error of the next token's distribution,
-      weighted by the context's probability, or None.
-    obtained: `[V]` distribution of the token after this context.
+    total_variation: total variation between the distributions of sequences.
+    context: context after which the next token's distribution has the largest
+      error, weighted by the probability of the context; None without an error.
+    obtained: `[V]` distribution of the next token that decoding emits after
+      `context`, or None.
   """
 
   total_variation: float
@@ -158,14 +164,20 @@ class Deviation(NamedTuple):
 def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   """Returns the total variation from the target, and the worst context.
 
-  W(c) is the probability that decoding with the rule stops at context c; there
-  the target continues. U(c) is the probability that it stops at c or at an
-  extension of c. B(c) is the probability that it stops before c and the target
-  continues to c, so B(cy) = (B(c) + W(c)) p(y | c) for a token y. A sequence
-  begins with c with probability U(c) + B(c).
+  The last round of decoding with the rule ends at some context. The target
+  generates all further tokens.
+
+  * W(c) is the probability that the last round ends at context c.
+  * U(c) is the probability that the last round ends at c or at an extension of
+    c.
+  * B(c) is the probability that the last round ends before c and the target's
+    tokens then lead to c. B(cy) = (B(c) + W(c)) p(y | c) for a token y.
+
+  A sequence begins with c with probability U(c) + B(c).
 
   Args:
-    starts: weights of the contexts after the last round, by length.
+    starts: contexts after the last round with weights W, by length of the
+      contexts.
     pair: the models.
   """
   if not starts:  # no law was finite
@@ -173,8 +185,8 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   vocab_size, p = pair.vocab_size, pair.tables()[0]
   longest = max(starts)
   offsets = enumeration.first_contexts(vocab_size, longest + 1)
-  # From the longest contexts to the shortest: every context with U > 0, with
-  # its W (`standing`) and U (`under`).
+  # From the longest contexts to the shortest, list every context with U > 0.
+  # `standing` is its W, and `under` is its U.
   after, below, levels = np.zeros(0, np.int64), np.zeros(0), []
   for length in range(longest, -1, -1):
     start = starts.get(length)
@@ -188,8 +200,8 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
     np.add.at(under, np.searchsorted(contexts, parents), below)
     levels.append((contexts, standing, under))
     after, below = contexts, under
-  # From the shortest contexts to the longest: the error of all sequences that
-  # begin with a context but with none of its listed extensions.
+  # From the shortest contexts to the longest, add the error of the sequences
+  # that begin with a listed context but with none of its listed extensions.
   from_above, target, distance = np.zeros(1), np.ones(1), 0.0
   farthest, where, obtained = 1e-15, None, None
   while levels:
@@ -220,7 +232,7 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   return Deviation(0.5 * float(distance), where, obtained)
 
 
-_FEW_ROWS, _DENSE_ROWS = 41, 12
+_FEW_ROWS, _DENSE_ROWS = 41, 12  # rows of `few_pool` and of `dense_pool`
 
 
 class Pool(NamedTuple):
@@ -239,7 +251,7 @@ class Pool(NamedTuple):
   shares: np.ndarray | None = None
 
   def rows(self, hashes: np.ndarray) -> np.ndarray:
-    """Returns the rows of the pool that contexts with these hashes select."""
+    """Returns the index of the selected row for each hash of a context."""
     return ((hashes >> np.uint64(32)) % np.uint64(len(self.p))).astype(np.int64)
 
 
@@ -249,7 +261,7 @@ class Drafts(NamedTuple):
   Attributes:
     weights: `[n]` probability of each draft.
     tokens: `[n, N]` token ids.
-    rows: `[n, N]` row of the pool after each node.
+    rows: `[n, N]` index in the pool of the distributions after each node.
     hashes: `[n, N]` hash of each node's context.
   """
 
@@ -262,8 +274,9 @@ class Drafts(NamedTuple):
 def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
   """Returns models with one or two tokens of q after every context.
 
-  Half of the tokens are ids at which programs often fail: the first ids, the
-  last ids, and ids near powers of 2.
+  The first of the two tokens is an id at which programs often fail: one of the
+  first ids, of the last ids, or near a power of 2. The second is such an id in
+  half of the rows.
   """
   rng = np.random.default_rng([vocab_size, nodes, seed])
   ids = [0, 1, 2, vocab_size - 2, vocab_size - 1, vocab_size // 128 * 128,
@@ -284,14 +297,14 @@ def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
     dense *= other / dense.sum()
     dense[two] += (1 - other) * (
         share * rng.dirichlet([8, 8]) + [1e-3, 1e-3])
-    if rng.random() < 0.1:  # the draft token is impossible
+    if rng.random() < 0.1:  # p is 0 at a draft token
       dense[two[0]] = 0
     p[row] = dense / dense.sum(dtype=np.float64)
   return Pool(p, q, pairs, shares)
 
 
 def dense_pool(vocab_size: int, seed: int) -> Pool:
-  """Returns similar target and draft models, positive at all tokens."""
+  """Returns similar target and draft models with p > 0 and q > 0."""
   rng = np.random.default_rng([vocab_size, seed])
   logits = 3 * rng.standard_normal((_DENSE_ROWS, vocab_size))
   other = logits + 1.2 * rng.standard_normal(logits.shape)
@@ -301,13 +314,16 @@ def dense_pool(vocab_size: int, seed: int) -> Pool:
 
 def roots_of(vocab_size: int, count: int, rng: np.random.Generator
              ) -> np.ndarray:
-  """Returns root tokens: the first id, the last id, and random ones."""
+  """Returns `count` root tokens: the first id, the last id, and random ids."""
   return np.concatenate([[0, vocab_size - 1], rng.integers(
       vocab_size, size=max(count - 2, 0))])[-count:]
 
 
 def drawn(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Draws one token from each row of `laws [n, V]`, normalised."""
+  """Returns one token drawn from each row of `laws [n, V]`.
+
+  Rows need not sum to 1.
+  """
   sums = np.cumsum(laws, axis=-1, dtype=np.float64)
   u = rng.random(len(laws)) * sums[:, -1]
   return np.array([min(np.searchsorted(row, x, side="right"),
@@ -328,12 +344,13 @@ def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
   """Returns all drafts below `roots`, or with `rng` one random draft per root.
 
   Args:
-    pool: rows of the models.
-    parents: `[N]` parents of the drafts.
+    pool: distributions p and q of the models.
+    parents: `[N]` parents of the nodes of a draft.
     roots: `[n]` root tokens.
-    salt: seed of the hash; each seed is another model.
-    most: largest number of drafts; the result is None if there are more.
-    rng: random generator that draws the tokens, or None for all drafts.
+    salt: seed of the hash. Each seed selects another pair of models.
+    most: largest number of drafts, required without `rng`. If there are more,
+      the result is None.
+    rng: random generator that draws the tokens. None means all drafts.
   """
   count = len(roots)
   hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]

@@ -1,6 +1,6 @@
-"""Pairs of small models, target and draft model, stored as tables.
+"""Pairs of a small target model and a small draft model, stored as tables.
 
-A table has the distribution of the next token after every context.
+A table contains the distribution of the next token after every context.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
   @property
   def depth(self) -> int:
-    """Number of tokens of the longest context, plus one."""
+    """1 + number of tokens of the longest context."""
     return min(len(self.p), len(self.q))
 
   def tables(self) -> tuple[np.ndarray, np.ndarray]:
@@ -51,14 +51,14 @@ def iid_pair(p: ArrayLike, q: ArrayLike, depth: int) -> Pair:
   """Returns a pair of models that ignore their context.
 
   Args:
-    p: `[V]` target distribution. It and q are normalised in float64, so float32
-      rows are accepted.
+    p: `[V]` target distribution. p and q may be float32: this function
+      normalises both in float64.
     q: `[V]` draft distribution.
-    depth: number of tokens of the longest context, plus one.
+    depth: 1 + number of tokens of the longest context.
 
   Raises:
-    ValueError: p or q is not a distribution, their lengths differ, or depth is
-      not a whole number of at least 1.
+    ValueError: p or q is not a distribution, the lengths of p and q differ, or
+      depth is not a whole number of at least 1.
 
   Example:
     >>> pair = iid_pair([1/3, 2/3], [2/3, 1/3], depth=3)
@@ -102,29 +102,30 @@ def check_pair(pair: Pair) -> None:
 def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
   """Returns a random pair of models that depend on their context.
 
-  A shallower pair is the beginning of a deeper one. Both share their tables,
-  which are read-only. The last few pairs are cached.
+  Pairs that differ only in depth have the same tables for the contexts of both.
+  The tables are read-only. The last few pairs are cached.
 
   Args:
     kind: one of `KINDS`:
-      dense: Dirichlet rows.
-      zeros: random zeros in both.
-      one_hot_target, one_hot_draft: one of the two is deterministic.
+      dense: rows are drawn from a Dirichlet distribution.
+      zeros: random entries of p and q are 0.
+      one_hot_target, one_hot_draft: p or q is deterministic.
       equal: p = q.
-      disjoint: no common token.
-      mixed: each context has a random kind of the above.
-      ties: multiples of 1/4 (of a smaller power of 2 if V > 4), so that
-        entries are equal and p / q is exactly 1/2, 1 or 2.
-      nearly_one_hot: p, q or both have one entry of 1 - 10^-k, k = 2 to 7.
-      heavy_tails: entries down to 1e-12.
-      uniform: q is uniform, or sometimes p.
-      varied: the kinds of p and of q are drawn for each context.
-    vocab_size: V, at least 2.
-    depth: number of tokens of the longest context, plus one.
+      disjoint: no token has p > 0 and q > 0.
+      mixed: one of the kinds above is drawn for each context.
+      ties: entries are multiples of 1/4 (of a smaller power of 2 if V > 4).
+        Many entries are equal, and p / q is often exactly 1/2, 1 or 2.
+      nearly_one_hot: one entry of p, of q or of both is 1 - 10^-k, with k from
+        2 to 7.
+      heavy_tails: entries are as small as 1e-12.
+      uniform: q is uniform; in a quarter of the contexts p instead.
+      varied: a kind of p and a kind of q are drawn for each context.
+    vocab_size: vocabulary size V, at least 2.
+    depth: 1 + number of tokens of the longest context.
     seed: random seed.
 
   Raises:
-    ValueError: the kind is unknown, or a size is too small.
+    ValueError: `kind` is unknown, or a size is too small.
 
   Example:
     >>> pair = random_pair("dense", vocab_size=3, depth=2, seed=0)
@@ -140,7 +141,7 @@ def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
 
 
 class _Tables:
-  """Tables of a random pair, drawn level by level on demand."""
+  """Tables of a random pair. Levels (context lengths) are drawn on demand."""
 
   def __init__(self, kind: str, vocab_size: int, seed: int):
     self._rng = np.random.default_rng([KINDS.index(kind), vocab_size, seed])
@@ -161,7 +162,7 @@ class _Tables:
     return Pair([p for p, _ in levels], [q for _, q in levels])
 
 
-_tables = functools.lru_cache(maxsize=32)(_Tables)  # all kinds, at two sizes
+_tables = functools.lru_cache(maxsize=32)(_Tables)  # all kinds at two sizes V
 
 
 def _random_rows(kind: str, rng: np.random.Generator, rows: int,
@@ -187,7 +188,11 @@ def _random_rows(kind: str, rng: np.random.Generator, rows: int,
 
 def _drawn_kinds(kind: str, rng: np.random.Generator, rows: int,
                  vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns rows of random kinds: one kind for p and q, or two."""
+  """Returns rows of p and q of random kinds.
+
+  For `kind` "mixed", p and q of a row have the same kind. For "varied", the
+  kinds of p and q are drawn independently.
+  """
   kinds = _MIXED if kind == "mixed" else _VARIED
   sides = zip(*(_random_rows(k, rng, rows, vocab_size) for k in kinds))
   p, q = (np.stack(side) for side in sides)
@@ -198,7 +203,10 @@ def _drawn_kinds(kind: str, rng: np.random.Generator, rows: int,
 
 def _one_replaced(p: np.ndarray, q: np.ndarray, rng: np.random.Generator
                   ) -> tuple[np.ndarray, np.ndarray]:
-  """Replaces rows of p by dense rows; in a quarter of the rows, q instead."""
+  """Returns p and q with p or q of each row replaced by a dense row.
+
+  p is replaced in three quarters of the rows, and q in the others.
+  """
   other = _dense(rng, *p.shape)
   in_p = rng.random((len(p), 1)) < 0.75
   return np.where(in_p, other, p), np.where(in_p, q, other)
@@ -206,7 +214,11 @@ def _one_replaced(p: np.ndarray, q: np.ndarray, rng: np.random.Generator
 
 def _with_zeros(p: np.ndarray, q: np.ndarray, rng: np.random.Generator,
                 disjoint: bool) -> tuple[np.ndarray, np.ndarray]:
-  """Sets random tokens of p and q to 0; in each row at least one remains."""
+  """Returns p and q with random entries set to 0.
+
+  Each row retains at least one positive entry. With `disjoint`, q is positive
+  only at tokens with p = 0.
+  """
   order = lambda: np.argsort(rng.random(p.shape), axis=-1)
   size = lambda: rng.integers(1, p.shape[-1], size=(len(p), 1))
   rank, cut = order(), size()
@@ -221,7 +233,7 @@ def _dense(rng: np.random.Generator, rows: int, vocab_size: int) -> np.ndarray:
 
 
 def _ties(rng: np.random.Generator, rows: int, vocab_size: int) -> np.ndarray:
-  """Returns rows of multiples of 1/4, or of 2^-k if V > 4."""
+  """Returns rows of multiples of 1/4, or of a smaller power of 2 if V > 4."""
   parts = 4
   while vocab_size > parts:
     parts *= 2
@@ -231,12 +243,15 @@ def _ties(rng: np.random.Generator, rows: int, vocab_size: int) -> np.ndarray:
 
 def _nearly_one_hot(rng: np.random.Generator, rows: int, vocab_size: int
                     ) -> np.ndarray:
-  """Returns rows with one entry of 1 - 10^-k; a quarter are dense."""
+  """Returns rows with one entry of 1 - 10^-k, and dense rows.
+
+  A quarter of the rows are dense.
+  """
   rest = _dense(rng, rows, vocab_size)
   small = 10.0**-rng.integers(2, 8, size=(rows, 1))
   small = np.where(rng.random((rows, 1)) < 0.25, 1, small)
-  # The large entry is at one of three tokens, so that p and q often have it at
-  # the same token, also in a large vocabulary.
+  # The large entry is at one of three tokens. Even in a large vocabulary, p and
+  # q then often have it at the same token.
   top = np.eye(vocab_size)[rng.integers(min(vocab_size, 3), size=rows)]
   return (1 - small) * top + small * rest
 
@@ -259,16 +274,16 @@ _SIDES = {"ties": _ties, "nearly_one_hot": _nearly_one_hot,
 
 
 def full_information_optimum(pair: Pair, gamma: int) -> float:
-  """Returns the most tokens that a lossless rule can be expected to accept.
+  """Returns the largest expected acceptance length of any lossless rule.
 
-  The rule may use both models in any way, over gamma drafted tokens. The value
-  is sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)), where p(x^i) and q(x^i)
-  are the probabilities of the first i tokens under the target and the draft
-  model (Lemma 8 of Sun et al. 2024, arXiv:2403.10444). Greedy block
-  verification attains it in its first round (Theorem 3).
+  The bound holds for rules that know both models completely. The value is
+  sum_{i=1..gamma} sum_{x^i} min(p(x^i), q(x^i)). p(x^i) and q(x^i) are the
+  probabilities of the first i tokens under the target and the draft model
+  (Lemma 8 of Sun et al. 2024, arXiv:2403.10444). Greedy block verification
+  attains this value in its first round (Theorem 3).
 
   Args:
-    pair: models of at least gamma contexts deep.
+    pair: models of depth at least gamma.
     gamma: draft length.
   """
   p, q = (joint(tables, gamma) for tables in (pair.p, pair.q))
@@ -276,13 +291,16 @@ def full_information_optimum(pair: Pair, gamma: int) -> float:
 
 
 def joint(tables: list[np.ndarray], length: int) -> list[np.ndarray]:
-  """Returns the joint distributions `[V**i]` of i = 0..length tokens."""
+  """Returns the joint distributions `[V**i]` of i tokens, i = 0..length.
+
+  `tables` is one of the two lists of tables of a `Pair`.
+  """
   fields.check_at_least("gamma", length, 0)
   laws = [np.ones(1)]
   for d in range(length):
     check_rows(f"table {d} of the pair", tables[d])
     error = np.abs(tables[d].sum(-1) - 1).max()
-    if error > 1e-12:  # linear programs would have no solution
+    if error > 1e-12:  # larger errors make linear programs infeasible
       raise ValueError(f"a row of the models sums to 1 within {error:.0e}; "
                        "1e-12 is needed: normalise the rows in float64")
     laws.append((laws[-1][:, None] * tables[d]).reshape(-1))

@@ -1,12 +1,12 @@
 """Schemes for drawing the tokens of a tree.
 
-A scheme is a function `(drafts, q, parents) -> Drafts`. `drafts` has roots
-only. `q [contexts, V]` is the draft distribution after each context, numbered
-as in `exact.drafts`. `parents [N]` is the shape of the tree. The scheme grows
-one node for every entry of `parents` after the first, in this order, which is
-also the order in which siblings are verified. It returns every possible draft
-with its probability. A user can write other schemes; further draft models can
-be variables of the closure.
+A scheme is a function `(drafts, q, parents) -> Drafts` that returns every
+possible draft with its probability. `drafts` contains only roots.
+`q [contexts, V]` is the draft distribution after each context, numbered as in
+`exact.drafts`. `parents [N]` is the shape of the tree. For each entry of
+`parents` after the first, the scheme grows one node. Siblings are verified in
+the same order. A user can write other schemes. A closure can contain further
+draft models.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ def iid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def paths(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
           ) -> Drafts:
-  """Draws independent paths, packed into a prefix tree (SpecInfer).
+  """Draws independent paths and merges their prefixes (SpecInfer).
 
-  Among siblings with equal tokens, the first gets the children of all. The
-  others remain as leaves.
+  If siblings have equal tokens, the first of them gets the children of all of
+  them. The others remain as leaves.
   """
   for parent in parents[1:]:
     parent = drafts.first(parent)
@@ -48,8 +48,8 @@ def without_replacement(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
                         ) -> Drafts:
   """Draws children from q without the tokens of their earlier siblings.
 
-  When q's support is exhausted, children are uniform over the unused tokens
-  (Sequoia). When all tokens are used, they are padding.
+  If no unused token has q > 0, children are uniform over the unused tokens
+  (Sequoia). If all tokens are used, children are padding.
   """
   for parent in parents[1:]:
     free = ~drafts.seen(parent)
@@ -59,7 +59,7 @@ def without_replacement(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def top_k(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
           ) -> Drafts:
-  """Takes the most likely tokens of q as children; nothing is random."""
+  """Uses the most likely tokens of q as children, without sampling."""
   for parent in parents[1:]:
     drafts = drafts.grow(parent, _next_best(drafts, q, parent))
   return drafts
@@ -67,10 +67,11 @@ def top_k(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def hybrid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
            ) -> Drafts:
-  """Draws one child and takes the most likely others (Hu et al. 2025).
+  """Draws one child and uses the most likely tokens as its siblings.
 
   The last K - 1 of K children are the K - 1 most likely tokens of q, the set S.
-  The first child is drawn from norm(q outside S) (arXiv:2502.18779).
+  The first child is drawn from q outside S, normalised (Hu et al. 2025,
+  arXiv:2502.18779).
   """
   for node, parent in enumerate(parents[1:], 1):
     if parent in parents[1:node]:
@@ -85,9 +86,9 @@ def hybrid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def several(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
             ) -> Drafts:
-  """Draws each child of a node with another draft model.
+  """Draws each child of a node from another draft model.
 
-  Child k is drawn from q with the tokens renamed cyclically by k steps.
+  Child k is drawn from q with its entries shifted cyclically by k tokens.
   """
   for node, parent in enumerate(parents[1:], 1):
     rank = parents[1:node].count(parent)
@@ -99,7 +100,8 @@ def larger_of_two(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
                   ) -> Drafts:
   """Draws two tokens from q and submits the more likely one, with row q.
 
-  The drawn values decide the choice, so only rules that ignore q are exact.
+  The submitted token is not distributed as q. Only rules that ignore q are
+  therefore lossless.
   """
   for parent in parents[1:]:
     law = q[drafts.at(parent)]
@@ -112,9 +114,9 @@ def larger_of_two(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 def confident(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
               ) -> Drafts:
-  """Draws children from q and drops children with probability below 1 / V.
+  """Draws children from q and drops children with q below 1 / V.
 
-  Only rules that ignore q are exact, see `larger_of_two`.
+  Only rules that ignore q are lossless, as with `larger_of_two`.
   """
   for parent in parents[1:]:
     law = q[drafts.at(parent)]
@@ -126,7 +128,7 @@ def confident(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
 
 
 def scores(drafts: Drafts, q: np.ndarray) -> np.ndarray:
-  """Returns the product of q on the path to every node, `[n, N]`."""
+  """Returns the product `[n, N]` of q on the path to every node."""
   products, rows = np.ones(drafts.tokens.shape), np.arange(len(drafts.weights))
   for node in range(1, products.shape[1]):
     parent = drafts.parents[:, node]
@@ -138,17 +140,18 @@ def scores(drafts: Drafts, q: np.ndarray) -> np.ndarray:
 
 def expanded_by_score(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...],
                       replaced: bool = False) -> Drafts:
-  """Draws nodes and expands the most likely paths of each level.
+  """Draws nodes level by level and expands the most likely paths.
 
-  All nodes remain. The scores of a level select the nodes with children.
-  The j-th node of a level with children in `parents` is replaced by the node
-  with the j-th largest product of q on its path.
+  The score of a node is the product of q on its path. In each level, the scores
+  decide which nodes get children. The j-th node with children in `parents` is
+  replaced by the node with the j-th largest score. Nodes without children
+  remain in the tree.
 
   Args:
     drafts: the roots.
     q: `[contexts, V]` draft distributions.
     parents: parents of the tree in breadth-first order.
-    replaced: True to draw the children of a node independently, False to draw
+    replaced: if True, draw the children of a node independently. If False, draw
       them without replacement.
 
   Raises:
@@ -158,8 +161,9 @@ def expanded_by_score(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...],
   for parent in parents[1:]:
     depths.append(depths[parent] + 1)
   if depths != sorted(depths):
-    raise ValueError(f"parents is {tuple(parents)}, of depths {tuple(depths)}; "
-                     "a level is expanded as a whole: give breadth-first order")
+    raise ValueError(f"parents is {tuple(parents)}, with depths "
+                     f"{tuple(depths)}; a level is expanded as a whole: give "
+                     "breadth-first order")
   for parent in parents[1:]:
     start = depths.index(depths[parent])
     rank = len({p for p in parents[1:] if start <= p < parent})
@@ -177,7 +181,7 @@ def expanded_by_score(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...],
 
 def expanded_iid(drafts: Drafts, q: np.ndarray, parents: tuple[int, ...]
                  ) -> Drafts:
-  """Calls `expanded_by_score` with independent children."""
+  """Returns the drafts of `expanded_by_score` with independent children."""
   return expanded_by_score(drafts, q, parents, replaced=True)
 
 
@@ -188,7 +192,7 @@ _NAMED = (*ALL, expanded_by_score, expanded_iid)
 
 
 def sound_for(verifier: Verifier) -> tuple[Scheme, ...]:
-  """Returns the schemes for which a verifier declares to be exact."""
+  """Returns the schemes with which the verifier declares to be lossless."""
   requires = verifier.requires
   if "iid" in requires:
     return IID
@@ -196,7 +200,10 @@ def sound_for(verifier: Verifier) -> tuple[Scheme, ...]:
 
 
 def named(scheme: str | Scheme) -> Scheme:
-  """Returns a scheme of this module by its name; other schemes unchanged."""
+  """Returns the scheme of this module with this name.
+
+  A function is returned unchanged.
+  """
   if callable(scheme):
     return scheme
   known = {function.__name__: function for function in _NAMED}
@@ -212,14 +219,17 @@ def name_of(scheme: Scheme) -> str:
 
 
 def _normalised(rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-  """Returns normalised rows; all-zero rows become uniform over `otherwise`."""
+  """Returns normalised rows.
+
+  A row of zeros becomes uniform over the tokens of its mask in `otherwise`.
+  """
   rows = np.where(rows.any(-1, keepdims=True), rows, otherwise)
   total = rows.sum(-1, keepdims=True)
   return rows / np.where(total > 0, total, 1)
 
 
 def _next_best(drafts: Drafts, q: np.ndarray, parent: int) -> np.ndarray:
-  """Returns one-hot rows of q's most likely token that no sibling has."""
+  """Returns one-hot rows of the most likely token not used by a sibling."""
   free = ~drafts.seen(parent)
   best = np.argmax(np.where(free, q[drafts.at(parent)], -1), axis=-1)
   return np.eye(q.shape[-1])[best] * free.any(-1, keepdims=True)
@@ -228,7 +238,8 @@ def _next_best(drafts: Drafts, q: np.ndarray, parent: int) -> np.ndarray:
 def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
   """Yields the (N - 1)! valid `parents` of trees of N nodes.
 
-  Each shape is given in all orders of nodes with parents before their children.
+  Each shape appears once for every order of its nodes with parents before
+  children.
 
   >>> list(all_trees(3))
   [(-1, 0, 0), (-1, 0, 1)]
@@ -238,8 +249,7 @@ def all_trees(nodes: int) -> Iterator[tuple[int, ...]]:
 
 
 def height(parents: Sequence[int]) -> int:
-  """Returns the depth of the deepest node; `trees.shapes` checks the parents.
-  """
+  """Returns the depth of the deepest node, after a check of the parents."""
   return max(shapes.depths(parents))
 
 
@@ -251,7 +261,7 @@ def draw(scheme: str | Scheme, parents: Sequence[int], q: np.ndarray,
     scheme: function that draws the tokens, or its name.
     parents: shape of the tree.
     q: `[contexts, V]` draft distributions.
-    contexts: `[n]` numbers of the contexts at which drafts start.
+    contexts: `[n]` numbers of the contexts before the drafts.
   """
   roots = Drafts.roots(contexts, q.shape[-1])
   return named(scheme)(roots, q, tuple(parents))

@@ -1,4 +1,4 @@
-"""Trials of `certify`: models and drafts of every kind.
+"""Trials of `certify`.
 
 A trial is one enumeration of all drafts of a pair of models, or one audit
 (`exact.audit`).
@@ -27,18 +27,19 @@ from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
 from specjax.types import Draft
 
-_MOST_NODES = 7  # nodes of default trees after padding to share code
-_ALL_TREES, _SOME_TREES = 81, 729  # most drafts, V**(N - 1), of default trees
-_SEVERAL_ROUNDS = 27  # most drafts of a tree for more than one round
+_MOST_NODES = 7  # largest number of nodes of default trees
+# Largest V**(N - 1) for which all trees, or some trees, of N nodes are tried.
+_ALL_TREES, _SOME_TREES = 81, 729
+_SEVERAL_ROUNDS = 27  # largest V**(N - 1) for more than one round with trees
 _TELLING_KINDS = ("dense", "mixed", "varied")
 
 # Sizes of the trials of larger models, see `thorough` of `certify`.
-_LARGER_CHAINS = (  # V, gamma; rules for trees use every second entry
+_LARGER_CHAINS = (  # V, gamma; every second entry for rules on trees
     (11, 7), (101, 5), (300, 2), (5, 6), (5, 8), (7, 9), (3, 12), (33, 10),
     (257, 3), (20, 11), (13, 13), (11, 14), (128, 4), (9, 15))
 _LARGER_TREE = (11, (-1, 0, 0, 1, 1, 2, 3, 3, 4, 6))  # V, parents
-_SINGLE = 0.55  # share of contexts with one drafted token, in the largest trees
-_LARGEST_TREES = (17, (  # V, parents, padded to one size
+_SINGLE = 0.55  # share of contexts after which q has one token, largest trees
+_LARGEST_TREES = (17, (  # V, parents; all trees are padded to one size
     (-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 5, 6, 8, 8, 9, 12),
     (-1, *[0] * 9), (-1, 0, 1, *[2] * 9), tuple(range(-1, 12)),
     (-1, 0, 0, 0, 2, 3, 3, 3, 7, 7, 9, 10, 11, 12, 13, 14, 14),
@@ -55,16 +56,16 @@ _PRODUCTION_TREES = (  # parents, V
 
 
 class Found(NamedTuple):
-  """Result of one enumeration or audit.
+  """Result of one trial.
 
   Attributes:
     trial: name of the kind of trial.
     outcome: result with a total variation, defects and the number of laws.
-    dtype: dtype of the numbers.
+    dtype: dtype of the law's inputs.
     witness: settings that reproduce the result.
-    sizes: `(gamma, V, N)`; N is 0 for a chain.
-    tolerance: largest total variation explained by rounding.
-    plan: plan of an enumeration, or None.
+    sizes: `(gamma, V, N)` for N nodes of a tree. N is 0 for a chain.
+    tolerance: largest total variation that rounding explains.
+    plan: plan of the enumeration, or None for an audit.
   """
 
   trial: str
@@ -127,7 +128,7 @@ def on_chains(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
               dtype: str, drafting: str, padded_to: int = 0,
               ended: Callable[[drafts.Drafts], drafts.Drafts] | None = None
               ) -> Iterator[Found]:
-  """Enumerates small models with chains, which `ended` can shorten."""
+  """Enumerates small models with chains. `ended` can shorten the chains."""
   for gamma, kind, seed in itertools.product(gammas, kinds, seeds):
     depth = enumeration.depth_of(compiled.rule, gamma, rounds)
     nodes = max(padded_to, gamma + 1)
@@ -186,8 +187,8 @@ def on_trees(compiled: Compiled, vocab_size: int,
              scattered: bool = False) -> Iterator[Found]:
   """Enumerates small models with trees.
 
-  `trees` is a list of `parents`; None is the default trees. If `scattered` is
-  True, padding is inserted before and between the real nodes.
+  `trees` is a list of `parents`; None means the default trees. If `scattered`
+  is True, padding is inserted before and between the real nodes.
   """
   if trees is None:
     trees = list(default_trees(vocab_size))
@@ -219,7 +220,10 @@ def _drawn_tree(scheme: schemes_lib.Scheme, parents: Sequence[int], nodes: int,
 
 
 def default_trees(vocab_size: int) -> Iterator[tuple[int, ...]]:
-  """Yields trees of up to 5 nodes and some of up to 7, fewer for larger V."""
+  """Yields `parents` of trees of up to 7 nodes, fewer trees for larger V.
+
+  For V = 3, these are all trees of up to 5 nodes and some of 6 and 7 nodes.
+  """
   for nodes in range(2, _MOST_NODES + 1):
     drafted = vocab_size**(nodes - 1)
     if drafted <= _SOME_TREES:
@@ -227,7 +231,7 @@ def default_trees(vocab_size: int) -> Iterator[tuple[int, ...]]:
       step = 1 if few else max(math.factorial(nodes - 1) // 5, 1)
       yield from itertools.islice(
           schemes_lib.all_trees(nodes), step // 2, None, step)
-      if not few:  # a star
+      if not few:  # a star: all nodes are children of the root
         yield (-1, *[0] * (nodes - 1))
 
 
@@ -235,7 +239,10 @@ def on_special_trees(compiled: Compiled, vocab_size: int,
                      schemes: Sequence[str | schemes_lib.Scheme],
                      kinds: Sequence[str], seeds: Sequence[int], dtype: str
                      ) -> Iterator[Found]:
-  """Enumerates trees with padding before real nodes or expanded by score."""
+  """Enumerates trees with padding before real nodes, and by score.
+
+  `schemes.expanded_by_score` draws the second kind of tree.
+  """
   few = [tree for tree in default_trees(3) if len(tree) in (3, 4, 5)][::4]
   yield from on_trees(compiled, vocab_size, few, schemes, kinds, seeds, 1,
                       dtype, scattered=True)
@@ -250,7 +257,7 @@ def on_special_trees(compiled: Compiled, vocab_size: int,
 def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
                      schemes: Sequence[str | schemes_lib.Scheme]
                      ) -> Iterator[Found]:
-  """Enumerates long chains, large vocabularies, large trees, many rounds."""
+  """Enumerates long chains, large V, large trees and many rounds."""
   functions = tuple(map(schemes_lib.named, schemes))
   chains = (_LARGER_WITH_STATE if compiled.rule.remembers
             else _LARGER_CHAINS[::2 if schemes else 1])
@@ -271,11 +278,15 @@ def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
 def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
                   seed: int, vocab_size: int, gamma: int, rounds: int = 1
                   ) -> Found:
-  """Enumerates a long chain, with narrow models for a rule with state."""
+  """Enumerates long chains on one pair of models.
+
+  The models for a rule with state are `narrow`, see `larger.sparse_pair`.
+  """
   if rounds > 1:
     trial = f"{rounds} rounds of {gamma} tokens, V = {vocab_size}"
   narrow = compiled.rule.remembers
-  # Long chains have many deterministic tokens, to limit the number of drafts.
+  # For long chains, q has only one token after more contexts. This limits the
+  # number of drafts.
   single = 0.6 if gamma > 8 and not narrow else None
   parents = tuple(range(-1, gamma))
   pair = larger.sparse_pair(
@@ -288,9 +299,10 @@ def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
 def _larger_trees(compiled: Compiled, dtype: str,
                   schemes: Sequence[schemes_lib.Scheme], seed: int
                   ) -> Iterator[Found]:
-  """Enumerates trees of 10 and of up to 17 nodes."""
-  # After each context q has two tokens. When drawing without replacement has
-  # used both, it draws from all V tokens, so large trees have too many drafts.
+  """Enumerates trees of 10 nodes and trees of up to 17 nodes."""
+  # After each context q has at most two tokens. After these, drawing without
+  # replacement draws from all V tokens. The largest trees would then have too
+  # many drafts.
   few = [scheme for scheme in schemes if scheme in (
       schemes_lib.iid, schemes_lib.top_k, schemes_lib.several)]
   (vocab_size, parents), (largest_vocab, largest) = (
@@ -313,7 +325,7 @@ def _on_sparse(trial: str, compiled: Compiled, pair: larger.SparsePair,
                scheme: str | schemes_lib.Scheme, parents: Sequence[int],
                seed: int, dtype: str, witness: dict[str, Any], rounds: int = 1,
                has_trees: bool = True, nodes: int = 0) -> Found:
-  """Enumerates one large model."""
+  """Enumerates all drafts of a `SparsePair`."""
   nodes = nodes or len(parents)
   draw = functools.partial(_drawn_tree, scheme, parents, nodes, False)
   return _enumerated(
@@ -342,7 +354,11 @@ def audits(compiled: Compiled, is_tree: bool, seeds: Sequence[int]
 
 def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
             seed: int, is_tree: bool = False) -> Iterator[Found]:
-  """Runs the audits of one size."""
+  """Runs the audits of one size.
+
+  A rule with state has one audit, because `sample_dense` requires a rule
+  without state.
+  """
   nodes, longest = len(parents), schemes_lib.height(parents)
   shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
   for run in (audit.enumerate_few, audit.sample_dense)[
@@ -358,7 +374,7 @@ def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
   """Compares the law of one draft with and without `vmap`."""
   rule, rng = compiled.rule, np.random.default_rng(0)
-  # With these distributions decoding can stop at every node.
+  # With the p and q of this seed, verification can stop at every node.
   q, p = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "qp")
   q[1:] = q[:-1].copy()
   q[0] = 0

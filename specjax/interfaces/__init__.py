@@ -1,8 +1,8 @@
-"""Base classes of components, and checks of their results.
+"""Base classes of components, and checks of components and their results.
 
-`Model`, `Drafter`, `Cache` and `Verifier` define all members of a component.
-Optional members have defaults and docstrings there. The package uses no other
-members.
+The base classes `Model`, `Drafter`, `Cache` and `Verifier` define every member
+that specjax uses. Optional members have defaults and docstrings in these
+classes.
 """
 
 from specjax.interfaces.cache import Cache

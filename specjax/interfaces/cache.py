@@ -15,20 +15,20 @@ _Cache = TypeVar("_Cache", bound="Cache")
 class Cache:
   """Keys and values of the committed tokens, with a length per row.
 
-  A cache is a pytree. The uncommitted tokens of a pass, and of further passes
-  that extend it, form a *block*. The cache stores the block after `lengths` or
+  A cache is a pytree. The uncommitted tokens of one pass, or of several passes
+  in a row, form a *block*. The cache stores the block after `lengths` or
   separately. `commit` and `rollback` end the block and return the structure
   that the cache had before the pass.
 
   A subclass has `lengths` and implements `commit` and `rollback`. A cache for
   `models.Transformer` also implements `append` and `attend`, and a constructor
-  like `KVCache.empty`. The other methods have defaults. If the cache consists
-  of other caches, the defaults apply each method to these.
+  like `KVCache.empty`. The other methods have defaults. If a cache contains
+  other caches, each default calls the same method of the inner caches.
 
   Attributes:
-    lengths: `[B]` int32, committed tokens of each row.
-    has_rows_first: True if the first axis of every leaf is the batch. If not,
-      implement `with_rows`, `take_rows` and `grow`.
+    lengths: `[B]` int32, number of committed tokens of each row.
+    has_rows_first: True if the first axis of every leaf is the batch. If False,
+      the subclass must implement `with_rows`, `take_rows` and `grow`.
     slack: number of tokens that `rollback` can remove without losing others.
     pooled: True if a `Pool` allocates its pages.
     held: `[B]` int32, number of committed tokens that are not in the block of
@@ -43,7 +43,10 @@ class Cache:
 
   @property
   def capacity(self) -> int:
-    """C, slots of a row; at least the longest length plus the N draft nodes."""
+    """C, number of slots of a row.
+
+    C must be at least the longest length plus the N draft nodes.
+    """
     raise NotImplementedError
 
   def append(self: _Cache, layer: int, k: jax.Array, v: jax.Array,
@@ -60,15 +63,15 @@ class Cache:
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array
              ) -> jax.Array:
-    """Returns attention `[B, S, G * H, D]` over the past and the block.
+    """Returns attention `[B, S, G * H, D]` over committed tokens and the block.
 
     Models whose layers have windows or soft-caps also pass `window` and
     `softcap`, see `KVCache.attend`.
 
     Args:
       layer: index of the layer.
-      query: `[B, S, G * H, D]`, of the last S tokens of the block.
-      ancestors: `[B, S, T]` bool, visible tokens of the block.
+      query: `[B, S, G * H, D]` queries of the last S tokens of the block.
+      ancestors: `[B, S, T]` bool, tokens of the block that each query sees.
     """
     raise NotImplementedError
 
@@ -86,25 +89,31 @@ class Cache:
         self, "rollback"))
 
   def reserve(self: _Cache, size: int) -> _Cache:
-    """Returns a cache that may postpone writing its next `size` tokens.
+    """Returns a cache that may keep its next `size` tokens in the block.
 
-    `commit` and `rollback` count these tokens as usual.
+    Their writes are postponed until `settle`. `commit` and `rollback` update
+    `lengths` as usual.
     """
     return self._each(lambda cache: cache.reserve(size))
 
   def settle(self: _Cache) -> _Cache:
-    """Writes all postponed tokens and restores the structure."""
+    """Writes all postponed tokens and undoes the change of `reserve`."""
     return self._each(lambda cache: cache.settle())
 
   def until(self: _Cache, lengths: jax.Array) -> _Cache:
-    """Announces prompts of `lengths [B]`; tokens after these are padding.
+    """Sets the lengths `[B]` of the prompts that the next passes read.
 
-    This applies until `rollback` removes tokens.
+    Tokens at later positions are padding. The setting applies until `rollback`
+    removes tokens.
     """
     return self._each(lambda cache: cache.until(lengths))
 
   def after(self: _Cache, x: jax.Array) -> _Cache:
-    """Makes later writes depend on `x`, the last hidden states of a pass."""
+    """Makes later writes depend on a pass, so that they happen in place.
+
+    Args:
+      x: `[B, ...]`, last hidden states of the pass.
+    """
     return self._each(lambda cache: cache.after(x))
 
   def undivided(self: _Cache) -> _Cache:
@@ -112,13 +121,13 @@ class Cache:
     return self._each(lambda cache: cache.undivided())
 
   def with_rows(self: _Cache, slots: jax.Array, fresh: _Cache) -> _Cache:
-    """Replaces the rows `slots [R]` by the R rows of another cache."""
+    """Replaces the rows with indices `slots [R]` by the R rows of `fresh`."""
     return self._each(
         lambda cache, new: cache.with_rows(slots, new),
         lambda all, new: all.at[slots].set(new), fresh)
 
   def take_rows(self: _Cache, rows: jax.Array) -> _Cache:
-    """Returns a copy of the rows `rows [R]`, in this order."""
+    """Returns a copy of the rows with indices `rows [R]`, in this order."""
     return self._each(lambda cache: cache.take_rows(rows), lambda x: x[rows])
 
   def grow(self: _Cache, form: Any,
@@ -126,7 +135,7 @@ class Cache:
     """Adds slots to every row.
 
     Args:
-      form: shapes of an empty cache of the new capacity.
+      form: shapes and dtypes of an empty cache of the new capacity.
       longer: function `(array, form) -> array` that appends zeros.
     """
     return self._each(
@@ -136,12 +145,11 @@ class Cache:
     """Returns a `PartitionSpec` for every leaf.
 
     Args:
-      axis: mesh axis over which the model is split; None if it is not.
-      rows: mesh axis over which the rows are split, or None.
+      axis: mesh axis over which the model is split. None: it is not split.
+      rows: mesh axis over which the rows are split. None: they are not split.
 
     Raises:
-      ValueError: `axis` is not None, and the cache cannot be split over a
-        mesh axis.
+      ValueError: `axis` is not None, and the cache does not implement `specs`.
     """
     def of_leaf(x):
       del x
@@ -169,20 +177,22 @@ class CacheFactory:
   slack = math.inf
 
   def empty(self, **sizes: Any) -> Cache:
-    """Returns an empty cache; arguments as for `KVCache.empty`."""
+    """Returns an empty cache. The arguments are those of `KVCache.empty`."""
     raise NotImplementedError
 
 
 def map_caches(of_cache: Callable[..., Any], of_leaf: Callable[..., Any],
                tree: chex.ArrayTree, *rest: Any, root: Any = None) -> Any:
-  """Maps the caches of a tree and the leaves outside of them.
+  """Applies one function to the caches of a tree and one to its other leaves.
 
   Args:
-    of_cache: function of a `Cache` and its counterparts in `rest`.
-    of_leaf: function of every other leaf and its counterparts.
+    of_cache: function of a `Cache` and the subtrees of `rest` at its place.
+    of_leaf: function of a leaf outside of caches and the leaves of `rest` at
+      its place.
     tree: pytree.
     *rest: trees of the same structure.
-    root: cache whose parts are mapped in its place, or None.
+    root: a cache in `tree` to which `of_cache` is not applied. The caches and
+      leaves inside it are mapped. None: there is no such cache.
   """
   return jax.tree.map(
       lambda x, *others: (of_cache if isinstance(x, Cache) else of_leaf)(

@@ -1,8 +1,8 @@
-"""Checks of the results of components, while the program is traced.
+"""Checks of the results of components, made while the program is traced.
 
 Shapes, dtypes and structures are static, so these checks cost nothing at run
-time. Every error names the component. `check_values`, for
-`Decoder(debug=True)`, also checks the numbers.
+time. Every error names the component. `Decoder(debug=True)` also checks the
+numbers at run time (`check_values`).
 """
 
 from collections.abc import Collection
@@ -25,7 +25,15 @@ _ROUNDING = 1e-3  # tolerance for the sum of a distribution, in any dtype
 
 def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
            ) -> None:
-  """Checks shape and dtype of an array."""
+  """Checks shape and dtype of an array.
+
+  Args:
+    name: name of the array in the error.
+    x: the value to check.
+    shape: required shape.
+    axes: letters of the axes in the error, such as "[B, N]".
+    kind: int or float, the required kind of dtype.
+  """
   if not hasattr(x, "shape") or not hasattr(x, "dtype"):
     raise ValueError(f"{name} is a {type(x).__name__}; it must be an array "
                      f"{axes} of shape {shape}")
@@ -45,17 +53,17 @@ def _check_is(name: str, value: Any, kind: type) -> None:
 
 def check_draft(name: str, draft: Draft, batch: int, nodes: int,
                 vocab_size: int) -> None:
-  """Checks the result of `propose`.
+  """Checks the result of `Drafter.propose`.
 
   Args:
     name: class name of the drafter.
-    draft: drafts.
-    batch: B.
+    draft: drafts of all rows.
+    batch: B, number of rows.
     nodes: N, the drafter's `num_nodes`.
-    vocab_size: V of the target.
+    vocab_size: V, vocabulary size of the target.
 
   Raises:
-    ValueError: a field has another shape or dtype.
+    ValueError: a field has a wrong shape or dtype.
   """
   of = f"of the drafter {name} (num_nodes {nodes})"
   _check_is(f"the draft {of}", draft, Draft)
@@ -67,20 +75,21 @@ def check_draft(name: str, draft: Draft, batch: int, nodes: int,
 
 
 def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
-  """Checks the result of `law` for one sequence.
+  """Checks the result of `Verifier.law` for one sequence.
 
   Raises:
-    ValueError: a field has another shape or dtype.
+    ValueError: a field has a wrong shape or dtype.
   """
   _check_is(f"the law of the verifier {name}", law, Law)
   _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
-  if "next_token" in vars(law):  # else its rows are computed when read
+  # A law without this attribute computes single rows on demand.
+  if "next_token" in vars(law):
     _check(f"next_token of the verifier {name}", law.next_token,
            (nodes, vocab_size), "[N, V]", float)
 
 
 def check_survival(name: str, survival: jax.Array, nodes: int) -> None:
-  """Checks the result of `survival` for one sequence."""
+  """Checks the result of `Verifier.survival` for one sequence."""
   _check(f"survival of the verifier {name}", survival, (nodes,), "[N]", float)
 
 
@@ -102,9 +111,9 @@ def check_output(name: str, output: ModelOutput, batch: int, size: int,
 
 
 def check_rows(name: str, tree: chex.ArrayTree, batch: int) -> None:
-  """Checks that every leaf of a state has the rows B as its first axis.
+  """Checks that the first axis of every leaf of a state has size B.
 
-  Only the lengths of a cache without `has_rows_first` are checked.
+  If a cache has `has_rows_first = False`, only its lengths are checked.
   """
   paged = lambda node: isinstance(node, Cache) and not node.has_rows_first
   tree = jax.tree.map(
@@ -117,7 +126,7 @@ def check_rows(name: str, tree: chex.ArrayTree, batch: int) -> None:
 
 
 def check_same(name: str, new: chex.ArrayTree, old: chex.ArrayTree) -> None:
-  """Checks that a state has the structure, shapes and dtypes of another."""
+  """Checks that two states have equal structure, shapes and dtypes."""
   form = lambda tree: {
       jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
       for path, x in jax.tree.leaves_with_path(jax.eval_shape(lambda: tree))}
@@ -138,25 +147,27 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
                  ) -> dict[str, jax.Array]:
   """Checks the numbers of one round.
 
-  The result is data, which the loop returns with its statistics. `raise_if_bad`
-  reads it on the host. (`checkify` does not support a loop inside a vmap.)
+  The result consists of arrays. The decoding loop returns them with its
+  statistics, and `raise_if_bad` reads them on the host. (`checkify` is not
+  used because it does not support a loop inside a vmap.)
+
+  The checks: parents come before children; rows of q are distributions or
+  padding; drafts have the declared capabilities; the law sums to 1; the
+  committed tokens fit the capacity.
 
   Args:
     drafter: class name of the drafter.
     declared: capabilities of the drafter, see `interfaces.CAPABILITIES`.
     verifier: class name of the verifier.
     state: state before the round.
-    draft: drafts.
-    law: laws.
-    usable: `[B]` bool, True if the numbers of both models are finite. Other
-      rows are reported by `RoundStats.finite`.
+    draft: drafts of all rows.
+    law: laws of all rows.
+    usable: `[B]` bool, True if the outputs of target, drafter and verifier are
+      finite. Other rows pass, because `RoundStats` already reports them.
 
   Returns:
-    `{error: [B] bool}`, True if the row passes. Errors have a placeholder
-    {row}.
-    The checks: parents come before children; rows of q are distributions or
-    padding; drafts have the declared capabilities; the law sums to 1; the
-    commit fits the capacity.
+    `{error: [B] bool}`, True if the row passes. The error texts contain the
+    placeholder {row}.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
@@ -209,10 +220,12 @@ def raise_if_bad(found: dict[str, jax.Array] | None) -> None:
   """Raises the first error of `check_values`.
 
   Args:
-    found: `{error: [B] bool}`, or `[rounds, B]`, or None.
+    found: `{error: bool array}` of shape `[B]` or `[rounds, B]`. None if the
+      checks are disabled.
 
   Raises:
-    ValueError: a check failed; the error names the component and the first row.
+    ValueError: a check failed. The error names the component and the first row
+      that fails.
   """
   for text, good in (found or {}).items():
     if isinstance(good, jax.core.Tracer):

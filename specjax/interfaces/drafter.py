@@ -30,7 +30,7 @@ CAPABILITIES = {
                    "given all tokens drawn before it, as `Draft` requires",
     "autoregressive": "q depends on the context alone, not on the position "
                       "where the draft began; padding may depend on the "
-                      "position of a node, not on the tokens before it",
+                      "position of a node, but not on the tokens before it",
     "deterministic": "every row of `probs` is one-hot or padding, so the token "
                      "determines the row",
     "full": "no node is padding",
@@ -38,39 +38,40 @@ CAPABILITIES = {
 
 
 class Drafter:
-  """Proposes tokens for the whole batch: a hashable object.
+  """A source of draft tokens for all rows of a batch. It is hashable.
 
-  A subclass implements `propose`, and `init` and `commit` if it has a state. A
-  chain has a field `gamma`; any other drafter defines `num_nodes`. The other
-  members have defaults.
+  A subclass implements `propose`, and also `init` and `commit` if it has a
+  state. A drafter of chains has a field `gamma`. Any other drafter defines
+  `num_nodes`. The other members have defaults.
 
-  `propose` reads the state of the drafter from `state.drafter` and returns a
-  new one. `commit` receives the new one and returns the state for the next
-  round, with the structure, shapes and dtypes of the state from `init`. The
-  state from `propose` may have another structure, unless a controller or a
-  `Fallback` can leave the drafter out of a round.
+  `propose` reads the drafter's state from `state.drafter` and returns a new
+  state. `commit` receives that state and returns the state for the next round,
+  with the structure, shapes and dtypes of the result of `init`. The state that
+  `propose` returns may have another structure, except if a controller or a
+  `Fallback` can skip the drafter in a round.
 
   Attributes:
     chain, iid, conditional, autoregressive, deterministic, full: capabilities,
       see `interfaces.CAPABILITIES`.
     num_uniforms: number of uniforms per row and round. `propose` then receives
-      `[B, num_uniforms]` float32 in [0, 1) in place of keys, which is much
-      cheaper: the loop draws the uniforms of many rounds at once. If None,
-      `propose` receives one PRNG key per row.
-    context_length: longest sequence, in tokens, that it can draft for.
-    grows: True if zeros at the end of the state's arrays are equivalent to a
+      `[B, num_uniforms]` float32 in [0, 1) instead of PRNG keys. This is much
+      cheaper, because the decoding loop draws the uniforms of many rounds at
+      once. If None, `propose` receives one PRNG key per row.
+    context_length: length in tokens of the longest sequence that the drafter
+      can read.
+    grows: True if appending zeros to the state's arrays gives a valid state of
       larger capacity, see `Decoder.grow`.
     shares_pass: True if `propose` runs some layers of the target and the
-      verifying pass continues from there. That pass cannot verify a part of the
-      draft alone, so a controller refuses the drafter.
-    reads_cache: True if it reads the target's cache. All committed tokens must
-      then be written to that cache.
-    tells: True if `lacking`, the rows for which its second drafter will draft,
-      is known before random numbers are drawn. A controller then has separate
-      costs for rounds with and without the second drafter.
-    proposal: name of the sampling method of its tokens, for tables.
-    parts: components of a combination such as `Merge`.
-    stop: stop rule of its chains, or None.
+      verifying pass continues from their outputs. Such a pass cannot verify
+      only a part of the draft, so a controller rejects the drafter.
+    reads_cache: True if the drafter reads the target's cache. All committed
+      tokens must then be written to that cache.
+    tells: True if the drafter combines two drafters and `lacking` tells, before
+      random numbers are drawn, for which rows the second one will draft. A
+      controller then has separate costs for rounds with and without it.
+    proposal: name of the method that samples the draft tokens, for tables.
+    parts: component drafters of a combination such as `Merge`.
+    stop: stop rule of the drafter's chains. None: drafts are not stopped early.
   """
 
   chain = False
@@ -91,12 +92,15 @@ class Drafter:
 
   @property
   def num_nodes(self) -> int:
-    """N, the nodes of every draft, the root included."""
+    """N, number of nodes of every draft, including the root."""
     return self.gamma + 1
 
   @property
   def slack(self) -> float:
-    """Number of tokens that can be taken back of its cache without loss."""
+    """Number of tokens that can be removed from the drafter's cache.
+
+    Removing more tokens would lose others, see `Cache.slack`.
+    """
     model = getattr(self, "model", None)
     return math.inf if model is None else model.slack
 
@@ -105,10 +109,11 @@ class Drafter:
 
     Args:
       target: target model.
-      transform: transform of the decoder without a temperature: rows have their
-        own, `transform(logits, state.temperature[:, None])`. A drafter that
-        applies `transform.constraints` and `state.constraints`
-        (`decoding.constraining`) drafts no token that these forbid.
+      transform: transform of the decoder, without a temperature. Each row has
+        its own temperature: call `transform(logits, state.temperature[:,
+        None])`. A drafter may apply `transform.constraints` and
+        `state.constraints` (see `decoding.constraining`). It then drafts no
+        forbidden token.
 
     Raises:
       ValueError: the drafter does not fit the target.
@@ -118,42 +123,55 @@ class Drafter:
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns the state after the prompts; B is the first axis of every leaf.
+    """Returns the drafter's state after the prompts were read.
+
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      prompt: prompts of B rows.
+      prefill_output: output of the target's pass over the prompts.
+
+    Returns:
+      Pytree of arrays with B as first axis, or None.
     """
     del params, prompt, prefill_output
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns the drafts, fields `[B, N]` and `[B, N, V]`, and its state.
+    """Returns drafts and the drafter's new state.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
-      uniforms: `[B, num_uniforms]`, or `[B]` PRNG keys.
+      uniforms: `[B, num_uniforms]` uniforms, or `[B]` PRNG keys if
+        `num_uniforms` is None.
       state: decoding state.
+
+    Returns:
+      A `Draft` with fields `[B, N]` and `[B, N, V]`, and the new state.
     """
     raise NotImplementedError
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns its state after `count [B]` tokens were committed.
+    """Returns the drafter's state after the tokens of a round were committed.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
       drafter: state of the drafter, as `propose` returned it.
-      draft: verified drafts; in a round without drafts, they have only a root.
-      verdict: verdicts.
+      draft: verified drafts. In a round without drafts, each has only a root.
+      verdict: verdicts of all rows.
       target_output: output of the verifying pass.
-      count: `[B]` int32.
+      count: `[B]` int32, number of committed tokens.
     """
     del params, draft, verdict, target_output, count
     return drafter
 
   def with_gamma(self, gamma: int) -> "Drafter | None":
-    """Returns the drafter with chains of `gamma` tokens, or None.
+    """Returns the drafter with chains of `gamma` tokens.
 
-    None: the length is not supported. The state must have the same form
-    for every length. The default replaces the field `gamma`.
+    The default replaces the field `gamma`. The result is None if the drafter
+    does not support the length. The state must have the same structure and
+    shapes for every length.
     """
     if dataclasses.is_dataclass(self) and any(
         field.name == "gamma" for field in dataclasses.fields(self)):
@@ -162,75 +180,78 @@ class Drafter:
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
-    """Returns its state after reading the tokens of rounds without drafts.
+    """Returns the drafter's state after reading tokens of draft-free rounds.
 
-    A controller requires it of a drafter that has a model.
+    A drafter that contains a model must implement this method for use with a
+    controller.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
       state: decoding state.
-      since: `[B]` int32, number of tokens of each row that it has already read.
+      since: `[B]` int32, number of tokens of each row that the drafter has
+        already read.
     """
     del params, since
     return state.drafter
 
   def lacking(self, params: chex.ArrayTree, state: DecodeState) -> jax.Array:
-    """Returns `[B]` bool, rows for which its second drafter will draft.
+    """Returns `[B]` bool, the rows for which the second drafter will draft.
 
-    A drafter whose `tells` is True, such as `Fallback`, implements it.
+    Drafters with `tells = True`, such as `Fallback`, implement this method.
     """
     del params
     return jnp.zeros_like(state.done)
 
   def follow(self) -> "Drafter":
-    """Returns the drafter for sequences that other drafters also extend.
+    """Returns a version of the drafter for use in a combination.
 
-    Combinations (`Cascade`, `Fallback`, `Merge`) use it. There, tokens are also
-    removed from the sequence, `commit` receives drafts of other drafters, and
-    `propose` is not called in every round. A drafter with a state must
-    implement it.
+    In `Cascade`, `Fallback` and `Merge`, other drafters also extend the
+    sequence. Tokens are also removed from it, `commit` receives drafts of other
+    drafters, and `propose` is not called in every round. A drafter with a state
+    must implement this method. The default returns the drafter itself.
     """
     return self
 
   def target_pass(self, target: Model, params: chex.ArrayTree,
                   drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
                   ancestors: jax.Array, cache: Cache) -> ModelOutput:
-    """Returns the output of the target's pass over the draft.
+    """Runs the target over the draft and returns its output.
 
-    A drafter that has run a part of the target overrides it.
+    A drafter that has already run some of the target's layers overrides this
+    method.
 
     Args:
       target: target model.
       params: `{"target": ..., "drafter": ...}`.
       drafter: state of the drafter, as `propose` returned it.
       draft: drafts with N nodes per row.
-      depths: `[B, N]` int32.
-      ancestors: `[B, N, N]` bool.
+      depths: `[B, N]` int32, depth of every node.
+      ancestors: `[B, N, N]` bool, row i marks the path from the root to node i.
       cache: the target's cache before the round.
     """
     del drafter
     return target(params["target"], draft.tokens, depths, ancestors, cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the `PartitionSpec` of `params["drafter"]`, or of branches of it.
+    """Returns the `PartitionSpec` of `params["drafter"]` or of its branches.
 
     Args:
       axis: mesh axis over which the models are split.
       size: number of devices of the axis.
 
     Raises:
-      ValueError: the default supports one device only.
+      ValueError: in the default, if `size` is above 1.
     """
     return unsplit(self, axis, size)
 
   @property
   def catches_up(self) -> bool:
-    """True if it implements `catch_up`."""
+    """True if the drafter implements `catch_up`."""
     return type(self).catch_up is not Drafter.catch_up
 
   @property
   def can_follow(self) -> bool:
-    """True if it implements `follow`."""
+    """True if the drafter implements `follow`."""
     return type(self).follow is not Drafter.follow
 
 

@@ -13,29 +13,30 @@ from specjax.types import ModelOutput
 
 
 class Model:
-  """Language model: a hashable object of static configuration.
+  """A language model. It contains only static configuration and is hashable.
 
   `model(params, tokens [B, S], depths [B, S], ancestors [B, S, T], cache)` runs
-  one pass over the last S of the T tokens of a block. The first T - S tokens
-  were read by earlier passes. They are in the cache but not committed, so a
-  drafter can add a level to its tree. The position of a token is
-  `cache.lengths + depth`. A token attends to the committed past and to its
+  one pass over the last S of the T tokens of a block. Earlier passes have read
+  the first T - S tokens. These are in the cache but not committed, so a drafter
+  can build a tree level by level. The position of a token is
+  `cache.lengths + depth`. A token attends to all committed tokens and to its
   ancestors in the block: `ancestors[b, i, j]` is True if token j is on the path
-  to new token i, i included.
+  to new token i, including i itself.
 
   The decoding loop passes all five arguments. Training calls `model(params,
-  tokens)`: without a cache, a pass is causal over its own tokens.
+  tokens)`. Such a pass has no cache, and every token sees the tokens before it.
 
   A subclass implements `__call__` and `init_cache` and has the attributes
   `vocab_size` and `context_length`. The other members have defaults.
 
   Attributes:
-    vocab_size: V.
-    context_length: longest sequence in tokens, prompt included.
-    grows: True if zeros at the end of the state's arrays are equivalent to a
+    vocab_size: V, size of the vocabulary.
+    context_length: length in tokens of the longest supported sequence,
+      including the prompt.
+    grows: True if appending zeros to the cache's arrays gives a valid cache of
       larger capacity, see `Decoder.grow`.
-    changes_law: True if the output distribution differs from that of the models
-      it consists of, see `Decoder.changes_law`.
+    changes_law: True if the model combines other models and its output
+      distribution differs from theirs, see `Decoder.changes_law`.
   """
 
   vocab_size: int
@@ -45,11 +46,14 @@ class Model:
 
   @property
   def slack(self) -> float:
-    """Number of tokens that can be taken back of a cache without loss."""
+    """Number of tokens that can be removed from the model's cache.
+
+    Removing more tokens would lose others, see `Cache.slack`.
+    """
     return math.inf
 
   def init(self, key: jax.Array) -> Any:
-    """Returns random parameters; optional."""
+    """Returns random parameters. Implementing this method is optional."""
     raise NotImplementedError
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
@@ -61,36 +65,36 @@ class Model:
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Runs one pass, see the class."""
+    """Runs one pass, see the docstring of the class."""
     raise NotImplementedError
 
   def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
     """Returns the logits `[B, K, V]` at positions `at [B, K]` of a pass.
 
-    A model that can avoid computing the other logits overrides it.
+    A model that can avoid computing the other logits overrides this method.
     """
     del params
     return jnp.take_along_axis(output.logits, at[..., None], axis=1)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the `PartitionSpec` of every parameter, or of whole branches.
+    """Returns a `PartitionSpec` for every parameter or branch of parameters.
 
     Args:
       axis: mesh axis over which the model is split.
       size: number of devices of the axis.
 
     Raises:
-      ValueError: the default supports one device only.
+      ValueError: in the default, if `size` is above 1.
     """
     return unsplit(self, axis, size)
 
 
 def unsplit(part: Any, axis: str, size: int) -> PartitionSpec:
-  """Returns the specification of parameters that are not split.
+  """Returns the `PartitionSpec` of parameters that are not split.
 
   Args:
-    part: the model or drafter that has them.
+    part: the model or drafter that has the parameters.
     axis: mesh axis.
     size: number of devices of the axis.
 

@@ -1,4 +1,4 @@
-"""Checks of the components of a decoder, when it is constructed."""
+"""Checks of the components of a decoder, made at its construction."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -21,8 +21,8 @@ def bind(drafter: Drafter, target: Model, transform: LogitsTransform
     transform: transform of the decoder, see `Drafter.bind`.
 
   Raises:
-    ValueError: `drafter` is not a `Drafter`, does not fit the target, or drafts
-      more tokens in a row than the models can read.
+    ValueError: `drafter` is not a `Drafter`, does not fit the target, or its
+      drafts are as long as the context length of a model, or longer.
   """
   check_drafter(drafter)
   bound = drafter.bind(target, transform)
@@ -90,19 +90,25 @@ def model_of(part: Any) -> Any:
 
 
 def is_bundle(part: Any) -> bool:
-  """Returns True for an object with parameters, such as `zoo.Member`."""
+  """Returns True for an object with a field `params`, such as `zoo.Member`."""
   return hasattr(part, "params")
 
 
 def has_model(part: Any) -> bool:
-  """Returns True if a drafter contains a model or heads with a cache."""
+  """Returns True if a drafter contains a model or heads with `init_cache`."""
   if hasattr(part, "init_cache"):
     return True
   return any(map(has_model, _parts_of(part)))
 
 
 def cannot_grow(part: Any) -> str | None:
-  """Returns the name of a component whose state cannot get more slots."""
+  """Returns the name of a part with `grows = False`, or None.
+
+  The capacity of the state of such a part cannot be increased.
+
+  Args:
+    part: a component, or a tuple of components. Its fields are searched too.
+  """
   if not getattr(part, "grows", True):
     return getattr(part, "__name__", type(part).__name__)
   return next(filter(None, map(cannot_grow, _parts_of(part))), None)

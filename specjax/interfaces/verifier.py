@@ -20,17 +20,17 @@ from specjax.utils import fields
 
 
 class Verifier:
-  """A verification rule: the distribution of its outcome for one sequence.
+  """A verification rule, defined by the distribution of its outcome.
 
-  A subclass implements `law`. Every other member has a default. A rule that
-  carries a state from round to round also implements `init` and `commit`, and
-  its `law` and `survival` take the state as third argument. A rule is hashable
-  and draws no random numbers; the decoding loop samples from its `Law`.
+  A subclass implements `law`, for one sequence. Every other member has a
+  default. A rule with a state also implements `init` and `commit`. Its `law`
+  and `survival` take the state as third argument. A rule is hashable and draws
+  no random numbers: the decoding loop samples from its `Law`.
 
   Attributes:
-    lossless: the output follows the target's distribution.
+    lossless: True if the output follows the target's distribution.
     requires: names in `specjax.interfaces.CAPABILITIES` that the drafter must
-      declare. Use `()` for a rule that accepts any tree and does not read q.
+      declare. `()` is for a rule that allows any tree and does not read q.
 
   Example: a rule that rejects every draft.
 
@@ -53,13 +53,14 @@ class Verifier:
 
     Args:
       draft: draft with N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
-      *state: the state, only for a rule with `init`. None is a fresh state.
+      target_probs: `[N, V]`, distribution p of the token after every node.
+      *state: state of the rule, passed only to a rule with `init`. None means
+        the state before the first round.
     """
     raise NotImplementedError(f"{type(self).__name__} has no `law`")
 
   def init(self, gamma: int) -> Any:
-    """Returns the state before the first round. Default: None, no state.
+    """Returns the state before the first round. The default is None: no state.
 
     Args:
       gamma: N - 1, the number of drafted nodes.
@@ -69,43 +70,45 @@ class Verifier:
 
   def commit(self, state: chex.ArrayTree, draft: Draft, target_probs: jax.Array,
              verdict: Verdict) -> Any:
-    """Returns the state after a round. Default: `state`, unchanged."""
+    """Returns the state after a round. The default returns it unchanged."""
     del draft, target_probs, verdict
     return state
 
   def survival(self, draft: Draft, target_probs: jax.Array,
                *state: chex.ArrayTree) -> jax.Array:
-    """Returns `[N]`, the probability that decoding reaches each depth.
+    """Returns `[N]`: entry i is the probability that tau is at least i.
 
-    Default: P(depth of the stop >= i | draft). A rule on chains may return
-    P(tau >= i | the first i drafted tokens) instead, which varies less.
+    The default is P(tau >= i | draft). A rule on chains may return
+    P(tau >= i | the first i drafted tokens) instead, which has a lower
+    variance.
     """
     law = self.law(draft, target_probs, *state)
     return _reach(law.stop, topology.depths(draft.parents))
 
   @property
   def has_state(self) -> bool:
-    """True for a rule with its own `init`."""
+    """True if the rule implements `init`."""
     return type(self).init is not Verifier.init
 
   @property
   def remembers(self) -> bool:
-    """True for a rule with its own `commit`: rounds change its state."""
+    """True if the rule implements `commit`, so that rounds change its state."""
     return type(self).commit is not Verifier.commit
 
   @property
   def has_survival(self) -> bool:
-    """True for a rule with its own `survival`."""
+    """True if the rule implements `survival`."""
     return type(self).survival is not Verifier.survival
 
   def evaluate(self, draft: Draft, target_probs: jax.Array,
                state: chex.ArrayTree | None = None) -> Law:
-    """Returns `law` with its shapes checked. Subclasses do not override it.
+    """Calls `law` and checks the shapes. Subclasses do not override it.
 
     Args:
       draft: draft with N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
-      state: the rule's state; None for a fresh state or a rule without one.
+      target_probs: `[N, V]`, distribution p of the token after every node.
+      state: state of the rule. None is the state before the first round, or no
+        state.
     """
     law = self.law(draft, target_probs, *self._arguments(state))
     checks.check_law(type(self).__name__, law, *target_probs.shape)
@@ -118,10 +121,10 @@ class Verifier:
 
     Args:
       draft: draft with N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
-      state: the rule's state, or None.
+      target_probs: `[N, V]`, distribution p of the token after every node.
+      state: state of the rule, or None.
       law: result of `evaluate`.
-      depths: `[N]`, depths of the nodes.
+      depths: `[N]` int32, depth of every node.
     """
     expected = jnp.sum(law.stop * depths)
     if not self.has_survival:
@@ -132,7 +135,7 @@ class Verifier:
 
   def next_state(self, state: chex.ArrayTree, draft: Draft,
                  target_probs: jax.Array, verdict: Verdict) -> Any:
-    """Returns `commit` with its structure and shapes checked."""
+    """Calls `commit` and checks the structure and shapes of the new state."""
     new = self.commit(state, draft, target_probs, verdict)
     checks.check_same(f"the state that {type(self).__name__}.commit returned",
                       new, state)
@@ -143,7 +146,7 @@ class Verifier:
 
 
 def _reach(stop: jax.Array, depths: jax.Array) -> jax.Array:
-  """P(depth of the stop >= i) for i = 0..N-1."""
+  """Returns `[N]`, P(depth of the stop >= i) for i = 0..N-1."""
   deep = depths >= jnp.arange(depths.shape[0])[:, None]
   return jnp.sum(stop * deep, axis=-1)
 
@@ -175,8 +178,8 @@ def check_verifier(verifier: Verifier) -> None:
     raise ValueError(f"{name}.lossless is {verifier.lossless!r}; it must be "
                      "True or False")
   if verifier.remembers and not verifier.has_state:
-    raise ValueError(f"{name} has `commit` and no `init`; add `init(gamma)`, "
-                     "which returns the first state")
+    raise ValueError(f"{name} has `commit` and no `init`; add `init(gamma)` "
+                     "that returns the state before the first round")
   try:
     inspect.signature(verifier.law).bind(
         None, None, *verifier._arguments(None))  # pylint: disable=protected-access
@@ -189,15 +192,16 @@ def check_verifier(verifier: Verifier) -> None:
 
 def check_pair(verifier: Verifier, drafter: Drafter | str,
                declared: Iterable[str] | None = None) -> None:
-  """Checks that a drafter declares all that a rule requires.
+  """Checks that a drafter declares every capability that a rule requires.
 
   Args:
     verifier: the rule.
-    drafter: the drafter, or its name if `declared` is given.
-    declared: capabilities of a recorded drafter.
+    drafter: the drafter, or its class name if `declared` is not None.
+    declared: capabilities of the drafter. None reads them from `drafter`.
 
   Raises:
-    ValueError: the drafter lacks a capability, so the rule would not be exact.
+    ValueError: the drafter does not declare a required capability, so the
+      output might not follow the target's distribution.
   """
   check_verifier(verifier)
   fields.check_hashable("verifier", verifier)
@@ -208,4 +212,4 @@ def check_pair(verifier: Verifier, drafter: Drafter | str,
       raise ValueError(
           f"{type(verifier).__name__} is exact only with a drafter that is "
           f"{need} ({CAPABILITIES[need]}), and {name} does not declare `{need} "
-          "= True`; choose another pair, or declare it where it is true")
+          "= True`; choose another pair, or declare it if it is true")

@@ -2,12 +2,12 @@
 
 A family, for example `heads` or `features` (EAGLE, MTP), contains draft
 networks, drafters, training losses and strategies (pairs of a drafter and a
-verifier). The `__init__.py` of a family lists its public classes in a `Family`.
-The modules `specjax.drafters`, `specjax.strategies` and `specjax.objectives`
-export the classes of all families. To add a method, add a file to the folder of
-its family, and list its classes in the `Family`.
+verifier). The `__init__.py` of a family lists the family's public classes in a
+`Family`. The modules `specjax.drafters`, `specjax.strategies` and
+`specjax.objectives` export the classes of all families. To add a method, add a
+file to the folder of its family, and list the new classes in the `Family`.
 
-`Method` is the record of a trained method. It names the class of the trained
+`Method` is the record of a trained method. It contains the class of the trained
 networks (`Heads`), the training objective, the strategies and the options.
 Scripts use only this record. This module also exports all classes of heads,
 such as `methods.MedusaHeads`.
@@ -80,16 +80,16 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
       local directory, or a repository of the Hugging Face Hub such as
       "organisation/name".
     target: target model.
-    dtype: dtype of the loaded parameters; None is `default_dtype()`.
-    target_params: parameters of the target, or None. They are used only for
-      published drafters, whose files may repeat matrices of the target: such
-      copies are dropped, and a copy that differs raises an error.
+    dtype: dtype of the loaded parameters. None means `default_dtype()`.
+    target_params: parameters of the target, or None. They are used only for a
+      published drafter. If its files contain copies of the target's matrices,
+      they are compared with these parameters. Equal copies are not loaded.
 
   Returns:
     `(heads, params)`, the configuration of the heads and their parameters.
 
   Raises:
-    ValueError: a file is missing or damaged, or the heads do not fit the
+    ValueError: a file is missing or damaged, or the heads were made for another
       target.
   """
   path = pathlib.Path(directory)

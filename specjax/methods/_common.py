@@ -1,8 +1,8 @@
 """Base classes and helpers for drafters.
 
-There are base classes for drafters without a model, with one draft model and
-with sampled chains, and functions that make drafts and update the draft model's
-cache.
+The base classes are for drafters without a model, for drafters with one draft
+model, and for drafters that sample chains. The functions build drafts and
+update the draft model's cache.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,10 @@ class ModelFree(Replicated):
   vocab_size: int | None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter with the target's vocabulary size.
+    """Returns a copy of the drafter with the target's vocabulary size.
 
     Raises:
-      ValueError: the drafter was made for another vocabulary size.
+      ValueError: `vocab_size` is set and differs from the target's.
     """
     del transform
     if self.vocab_size is not None:
@@ -76,7 +76,7 @@ class OneModel(Drafter):
     return self.model.context_length
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter, after comparing vocabulary sizes.
+    """Checks that the vocabulary sizes are equal, and returns the drafter.
 
     Raises:
       ValueError: the draft model and the target differ in vocabulary size.
@@ -90,12 +90,12 @@ class OneModel(Drafter):
 
 
 class DrawnChain(Drafter):
-  """Base class of drafters that sample a chain of `gamma` tokens in order.
+  """Base class of drafters that sample a chain of `gamma` tokens.
 
   Attributes:
     gamma: draft length.
     transform: transform from logits to draft probabilities. If it is None,
-      `bind` uses the target's transform.
+      `bind` sets it to the target's transform.
   """
 
   gamma: int
@@ -111,14 +111,14 @@ class DrawnChain(Drafter):
     return UNIFORMS_A_DRAW * self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter with its transform, see `with_transform`."""
+    """Returns a copy with the transform set by `with_transform`."""
     del target
     return with_transform(self, transform)
 
 
 def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                 probs: jax.Array) -> Draft:
-  """Returns B drafts whose trees have the same shape but different tokens.
+  """Returns B draft trees of the same shape with different tokens.
 
   Args:
     state: decoding state of the B batch rows. The root of each tree is the last
@@ -135,13 +135,13 @@ def tree_drafts(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
 
 def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
                   vocab_size: int) -> Draft:
-  """Returns B drafts with one-hot draft distributions and trees of one shape.
+  """Returns B draft trees of the same shape with one-hot distributions.
 
   Args:
     state: decoding state of the B batch rows.
     parents: parent index of each of the N nodes; -1 for the root, node 0.
-    tokens: tokens `[B, N - 1]` int32 of the nodes below the root; an id outside
-      [0, V) is padding.
+    tokens: tokens `[B, N - 1]` int32 of the nodes below the root. An id outside
+      [0, V) is padding: its node has probability 0 for every token.
     vocab_size: vocabulary size V.
   """
   known = (tokens >= 0) & (tokens < vocab_size)
@@ -161,19 +161,20 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
 
   Args:
     law: function `(logits, memory, k)` that returns the draft distribution
-      `[B, V]` of token k = 1..gamma. `memory` is the state of the constraints,
-      such as a grammar's automaton, after the tokens before k.
+      `[B, V]` of token k = 1..gamma. `memory` is the state of the constraints
+      (such as the state of a grammar's automaton) before token k.
     read: function `(tokens [B, 1], carry) -> (logits, carry)` that runs the
       draft model on one token per row.
     carry: initial carry of `read`, such as the draft model's cache.
     logits: draft model's logits of the first drafted token.
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state of the B rows.
-    transform: transform whose `constraints` are updated after every token.
+    transform: transform of the drafter. Its `constraints` update `memory` after
+      every drafted token.
     vocab_size: vocabulary size V.
 
   Returns:
-    The drafts and the last carry.
+    The drafts and the final carry of `read`.
   """
   rows = uniforms.shape[0]
   u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW).swapaxes(0, 1)
@@ -206,14 +207,14 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
 
 def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
                    ) -> Any:
-  """Returns a copy of the drafter whose field `transform` is set.
+  """Returns a copy of the drafter with its field `transform` set.
 
   The transform converts logits to probabilities (temperature, top-k, banned
   tokens, constraints such as a grammar). If the drafter's transform is None,
-  the target's transform is used. Otherwise only its constraints are replaced by
-  those of the target, because the decoding state stores only the target's
-  constraints. If the target has constraints, its banned tokens are also banned
-  in drafts.
+  the copy uses the target's transform. Otherwise the copy keeps the drafter's
+  transform, but with the target's constraints, because the decoding state
+  stores only the state of the target's constraints. If the target has
+  constraints, its banned tokens are also banned in drafts.
 
   Args:
     drafter: drafter, a frozen dataclass with a field `transform`.
@@ -282,8 +283,8 @@ def model_step(model: Model, params: chex.ArrayTree
                ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function that runs a language model on one level of a draft tree.
 
-  The function has the arguments and results of a step, as described in
-  `_trees`. Its carry is the model's cache.
+  The module `_trees` describes the function's arguments and results. The carry
+  of the function is the model's cache.
   """
   def step(tokens, depths, ancestors, above, cache):
     del above
@@ -297,10 +298,10 @@ def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, size: int, more: int = 0) -> tuple[jax.Array, Any]:
   """Runs a draft model on the last `size` committed tokens of every row.
 
-  The draft model's cache may lack some committed tokens, and a different number
-  in each row. Running the model on a token that is already cached writes the
-  same keys and values again. So one pass of a fixed size completes the cache of
-  every row.
+  The draft model's cache may lack some committed tokens, and their number may
+  differ between rows. If a token is already cached, running the model on it
+  writes the same keys and values again. Therefore one pass of fixed size
+  completes the cache of every row.
 
   Args:
     model: draft model.
@@ -309,8 +310,8 @@ def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
     cache: cache of the model; it may lack up to `size` committed tokens.
     size: number of committed tokens that the pass reads.
     more: number of drafted tokens that the model reads after this pass in the
-      same round. If it is not 0, space for them is reserved in the cache, and
-      the caller has to call `cache.settle()` after reading them.
+      same round. If it is not 0, the cache reserves space for these tokens, and
+      the caller has to call `cache.settle()` after the model has read them.
 
   Returns:
     The logits `[B, V]` of the token after the root, and the cache with all
@@ -323,10 +324,9 @@ def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
 def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, size: int, more: int = 0
               ) -> tuple[jax.Array, jax.Array, Any]:
-  """Runs a draft model on the last committed tokens, as `feed_last` does.
+  """Runs `feed_last`, and also returns the hidden state at the root.
 
-  The arguments are those of `feed_last`. This function also returns a hidden
-  state.
+  The arguments are those of `feed_last`.
 
   Returns:
     The logits `[B, V]` of the token after the root, the hidden state
@@ -349,17 +349,17 @@ def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
 def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
              cache: Cache, since: jax.Array, size: int = rounds.CATCH_UP
              ) -> Any:
-  """Adds committed tokens that the draft model has not read to its cache.
+  """Runs the draft model on committed tokens missing from its cache.
 
-  Such tokens were committed in rounds in which nothing was drafted. The model
-  reads them in passes of `size` tokens per row.
+  Rounds without a draft commit tokens without running the draft model. The
+  model reads these tokens in passes of `size` tokens per row.
 
   Args:
     model: draft model.
     params: parameters of the model.
-    state: decoding state of the B rows; finished rows do not cause passes.
+    state: decoding state of the B rows. Finished rows do not add passes.
     cache: cache of the model with the first `since` committed tokens.
-    since: number `[B]` int32 of tokens in the cache.
+    since: number `[B]` int32 of committed tokens in the cache.
     size: number of tokens that one pass reads per row.
 
   Returns:
@@ -370,9 +370,10 @@ def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
 
   def read(carry):
     i, cache = carry
-    # A block of `size` tokens that begins near the end of the sequence could
-    # exceed the cache's capacity. So such a block begins earlier and ends at
-    # the end of the sequence; it reads some cached tokens again.
+    # A block of `size` tokens must not extend past the end of the sequence,
+    # because it could exceed the cache's capacity. The last block therefore
+    # begins earlier, ends at the end of the sequence, and reads some cached
+    # tokens again.
     start = jnp.minimum(since + i * size, state.lengths - size)
     start = jnp.maximum(start, 0)
     out = _feed(model, params, state, cache.rollback(start), start, size)
@@ -397,19 +398,19 @@ def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
   """Removes rejected draft tokens from a draft model's cache.
 
   The returned cache contains the accepted path of the draft tree. The draft
-  model never ran on the bonus token, and possibly not on the deepest accepted
-  token. Their entries are not valid until `feed_last(..., size=2)` runs the
-  model on these two tokens in the next round.
+  model has not read the next token, and possibly not the deepest accepted
+  token. The cache entries of these two tokens are invalid until
+  `feed_last(..., size=2)` reads both tokens in the next round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.
-    slots: index of each of the N tree nodes in that block, `[B, N]` int32 for B
-      rows; arbitrary for the root and for nodes that the model did not read.
-    path: accepted nodes `[B, N]` int32, beginning with the root, see
-      `Verdict.path`.
+    slots: index of each of the N tree nodes in that block, `[B, N]` int32. It
+      is arbitrary for the root and for nodes that the model did not read.
+    path: accepted nodes `[B, N]` int32, beginning with the root (see
+      `Verdict.path`).
     size: number of tokens of the block.
     count: number `[B]` int32 of tokens committed in this round, including the
-      bonus token.
+      next token.
   """
   accepted = jnp.take_along_axis(slots, path[:, 1:size + 1], axis=1)
   accepted = jnp.pad(accepted, ((0, 0), (0, size - accepted.shape[1])))

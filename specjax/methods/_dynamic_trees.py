@@ -1,17 +1,17 @@
 """Draft trees whose shape depends on the draft model's probabilities.
 
 `expand` implements EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4). The
-value of a node is the product of the draft probabilities on its path. At every
+value of a node is the product of the draft probabilities on its path. On every
 level, the `top_k` nodes with the largest values get `top_k` children each, the
 most likely next tokens. All nodes generated in this way are candidates. The
 draft tree of N nodes consists of the root and the N - 1 candidates with the
 largest values.
 
 `grow` samples the children of a node from the draft distribution instead of
-taking the most likely tokens. It keeps all nodes that it generates.
+taking the most likely tokens. The draft tree contains all generated nodes.
 
 Both functions run the draft model through a *step*, a function that computes
-logits for the nodes of one level, see `_trees`.
+logits for the nodes of one level. `_trees` describes this function.
 """
 
 import chex
@@ -28,11 +28,11 @@ from specjax.utils import fields
 class ExpandedTree(Drafter):
   """Base class of drafters with EAGLE-2 trees, see `expand`.
 
-  The tokens are not sampled, so all draft distributions are one-hot. Subclasses
-  are frozen dataclasses with three fields: `depth`, the number of levels below
-  the root; `top_k`, the number of nodes per level that get children, and the
-  number of children of each; and `num_nodes`, the number of nodes including the
-  root.
+  All draft distributions are one-hot, because the tokens are not sampled.
+  Subclasses are frozen dataclasses with three fields. `depth` is the number of
+  levels below the root. `top_k` is both the number of nodes per level that get
+  children and the number of children of each such node. `num_nodes` is the
+  number of nodes, including the root.
   """
 
   deterministic = True
@@ -60,9 +60,9 @@ class _Frontier:
     candidates: indices of the nodes among all generated nodes, `[B, K]` int32.
     tokens: token ids of the nodes, `[B, K]` int32.
     values: sum of the log probabilities on the path to each node, `[B, K]`.
-    ancestors: attention mask `[B, K, T]` bool: True where one of the T nodes
-      that got children so far is an ancestor of the node, or the node itself.
-      The K nodes of this level are the last of the T nodes.
+    ancestors: attention mask `[B, K, T]` bool over the T nodes with children on
+      all levels up to this one; the K nodes of this level are the last. True
+      where one of the T nodes is the node itself or an ancestor of the node.
     above: index of each node's parent among the K nodes of the previous level,
       `[B, K]` int32.
   """
@@ -88,7 +88,8 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
 
   Args:
     depth: number of levels below the root.
-    top_k: number of nodes per level that get children, and of children of each.
+    top_k: number of nodes per level that get children, and number of children
+      of each such node.
     num_nodes: number of nodes of the tree, including the root.
   """
   for name, value, least in (("depth", depth, 1), ("top_k", top_k, 1),
@@ -130,24 +131,25 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
       product of these probabilities on its path.
     depth: number of levels below the root. The step runs on all of these levels
       except the last.
-    top_k: number of nodes per level that get children, and of children of each.
+    top_k: number of nodes per level that get children, and number of children
+      of each such node.
     num_nodes: number N of nodes of the returned tree, including the root.
 
   Returns:
-    Three values. First, the batched `Draft`. Second, `[B, N]` int32, the index
-    of each node in the sequence of nodes that the draft model read; it is
-    arbitrary for the root and for nodes that the model did not read. Third, the
-    last carry.
+    `(draft, slots, carry)`: the batched `Draft`, the slots of its nodes, and
+    the carry after the last step. `slots`, `[B, N]` int32, is the index of each
+    node in the sequence of nodes that the draft model read. It is arbitrary for
+    the root and for nodes that the model did not read.
   """
   chex.assert_rank([logits, roots], [2, 1])
   batch, vocab_size = logits.shape
 
   def children(logits, values):
-    """Returns the most likely children of F nodes, `top_k` each.
+    """Returns the `top_k` most likely children of each of F nodes.
 
     Returns:
-      Tokens and values of the children, `[B, F * top_k]` each. The value of a
-      child is the sum of the log probabilities on the path to it.
+      Tokens and values of the children, both `[B, F * top_k]`. The value of a
+      child is the sum of the log probabilities on its path.
     """
     probs, tokens = jax.lax.top_k(transform(logits), top_k)
     values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
@@ -184,7 +186,7 @@ def _best(frontier, tokens, values, first):
   Args:
     frontier: the K nodes of this level that have children, for B rows.
     tokens: token ids `[B, K * K]` of their children.
-    values: log probabilities of the paths to the children, `[B, K * K]`.
+    values: log probabilities of the children's paths, `[B, K * K]`.
     first: index of the first child among all generated nodes.
   """
   top_k = frontier.tokens.shape[1]
@@ -205,19 +207,19 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   Args:
     root: last committed token.
     tokens: token ids of all M generated nodes except the root, `[M]`.
-    values: log probabilities of the paths to these nodes, `[M]`.
+    values: log probabilities of the paths of these nodes, `[M]`.
     parents: indices of the parents of these nodes, `[M]`; 0 is the root.
     fed: indices of the nodes that the draft model read, in order.
-    num_nodes: number N of nodes of the draft tree.
+    num_nodes: number N of nodes of the draft tree, including the root.
     vocab_size: number of tokens of the vocabulary.
 
   Returns:
-    The `Draft` of N nodes, and `[N]` int32, the position of each node in `fed`.
+    The `Draft` of N nodes, and the position of each node in `fed`, `[N]` int32.
   """
-  # The selected nodes must form a tree, so the parent of a selected node must
-  # be selected as well. It is: a parent has a lower index than its children and
-  # a value that is not smaller, and `jax.lax.top_k` prefers the lower index
-  # among equal values.
+  # The selected nodes must form a tree, so `top_k` must select the parent of
+  # every selected node. This holds because the value of a parent is at least
+  # that of its children, and its index is lower. Among equal values,
+  # `jax.lax.top_k` prefers the lower index.
   values, best = jax.lax.top_k(values, num_nodes - 1)
   order = jnp.argsort(best)
   values, best = values[order], best[order]
@@ -227,8 +229,8 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
   # `one_hot` returns finite probabilities even if the draft model's logits are
-  # NaN. So NaN is copied from `values` to `probs`: the decoding loop tests
-  # `probs` and reports the error.
+  # NaN. This line copies NaN from `values` to `probs`, because the decoding
+  # loop tests `probs` and reports the error.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
@@ -269,7 +271,7 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
   Args:
     nodes: maximum number of nodes, including the root.
     depth: number of levels below the root.
-    children: number of children of each of the `expanded` nodes of a level.
+    children: number of children of each node that gets children.
   """
   fits = (expanded for expanded in range((nodes - 1) // children, 0, -1)
           if num_nodes(depth, expanded, children) <= nodes)
@@ -278,10 +280,10 @@ def most_expanded(nodes: int, depth: int, children: int) -> int:
 
 def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
          expanded: int, children: int):
-  """Samples a draft tree for each of B batch rows.
+  """Samples a draft tree of variable shape for each of B batch rows.
 
   The tokens are sampled from the draft distributions. The draft model's
-  probabilities also determine the shape of the tree: on every level, only the
+  probabilities also determine the shape of the tree. On every level, only the
   nodes with the largest scores get children.
 
   Args:
@@ -297,7 +299,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
       product of these probabilities on its path.
     depth: number of levels below the root.
     expanded: maximum number of nodes per level that get children.
-    children: number of children of each of these nodes.
+    children: number of children of each such node.
 
   Returns:
     The batched `Draft` and the carry after the last step.

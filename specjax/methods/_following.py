@@ -1,12 +1,12 @@
-"""Adapter that keeps a drafter's cache correct when drafters are combined.
+"""Adapter that keeps a drafter's cache correct in combinations of drafters.
 
 If a drafter is used alone, each round commits a prefix of its last draft and
-one more token, so its cache is updated by removing the rejected tokens. In a
-combination of drafters this is not sufficient. A cascade removes tokens that
-its target rejects. A merge may commit the tokens of another drafter. In some
-rounds the drafter is not called.
+one more token. Removing the rejected tokens therefore updates the drafter's
+cache. In a combination of drafters this is not sufficient. A cascade removes
+tokens rejected by its target. A merge may commit the tokens of another drafter.
+In some rounds the drafter is not called.
 
-So `Following` records which tokens are in the drafter's cache. A comparison
+Therefore `Following` records the tokens in the drafter's cache. A comparison
 with the committed tokens finds the part of the cache that is still valid. The
 draft model then reads the missing tokens, `PASS` tokens per pass. Usually no
 token is missing.
@@ -33,7 +33,7 @@ from specjax.types import ModelOutput
 from specjax.types import Prompt
 from specjax.types import Verdict
 
-PASS = 4  # missing committed tokens that one pass of the draft model reads
+PASS = 4  # number of missing tokens that one pass of the draft model reads
 
 
 def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
@@ -42,12 +42,12 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
   Args:
     tokens: tokens in the drafter's cache, `[B, T]` int32 for B batch rows. T is
       at least the number of columns of `state.tokens`.
-    fed: number of tokens in the cache, `[B]` int32; later columns of `tokens`
+    fed: number of tokens in the cache, `[B]` int32. Later columns of `tokens`
       are ignored.
     state: decoding state with the committed tokens.
 
   Returns:
-    `[B]` int32.
+    Number of tokens of the prefix, `[B]` int32.
   """
   columns = state.tokens.shape[1]
   at = jnp.arange(columns, dtype=jnp.int32)
@@ -58,10 +58,10 @@ def agreed(tokens: jax.Array, fed: jax.Array, state: DecodeState) -> jax.Array:
 
 def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
               cache: Cache, since: jax.Array) -> Any:
-  """Runs the model on the committed tokens that are missing in its cache.
+  """Runs a draft model on the committed tokens missing from its cache.
 
   Args:
-    model: language model, a `Model`.
+    model: draft model.
     params: parameters of the model.
     state: decoding state of the B rows.
     cache: cache of the model with the first `since` committed tokens of every
@@ -72,9 +72,9 @@ def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
     The cache with all committed tokens except the last one, which is the root
     of the next draft.
   """
-  # `_common.catch_up` does not read the last two tokens of a sequence. Here
-  # only the last token, the root, may be missing. So `catch_up` is called with
-  # a length that is one larger.
+  # `_common.catch_up` does not read the last two tokens of a sequence, but the
+  # result here may lack only the last token, the root. A length that is larger
+  # by 1 makes `catch_up` read one more token.
   longer = state.replace(lengths=state.lengths + 1)
   cache = _common.catch_up(model, params, longer, cache, since, size=PASS)
   return cache.rollback(state.lengths - 1)
@@ -83,8 +83,8 @@ def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
 def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
   """Checks that a drafter can be combined with other drafters.
 
-  A drafter with a state, such as a cache, must implement `Drafter.follow`,
-  which adapts it to sequences that contain tokens of other drafters.
+  A drafter with a state, such as a cache, must implement `Drafter.follow`. This
+  method returns a drafter for sequences that contain tokens of other drafters.
 
   Args:
     drafter: result of `Drafter.follow`.
@@ -107,10 +107,10 @@ class Followed:
   The first axis of every leaf is the batch.
 
   Attributes:
-    tokens: tokens in the drafter's cache, `[B, C]` int32 for B rows with C
-      slots each.
-    fed: number of slots that contain a token, `[B]` int32; later slots are
-      unused.
+    tokens: tokens in the drafter's cache, `[B, C]` int32 for B rows and a
+      capacity of C tokens.
+    fed: number of tokens in the cache, `[B]` int32. Later columns of `tokens`
+      are unused.
     drafter: state of the adapted drafter, including its cache.
   """
 
@@ -123,8 +123,8 @@ class Followed:
 class Following(Drafter):
   """Adapter of a chain drafter for use in combinations with other drafters.
 
-  Before every draft, the tokens in the drafter's cache are compared with the
-  committed sequence, because other drafters also add tokens to the sequence.
+  Other drafters also add tokens to the sequence. Therefore `propose` first
+  compares the tokens in the drafter's cache with the committed sequence.
 
   Attributes:
     drafter: chain drafter that implements `catch_up`. Its draft model must run
@@ -177,7 +177,7 @@ class Following(Drafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Followed:
-    """Returns the state after the prompt was read, a `Followed`."""
+    """Returns the state after prefill."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
         tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
@@ -186,7 +186,7 @@ class Following(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Followed]:
-    """Returns draft chains, after the drafter has read missing tokens."""
+    """Runs the drafter on missing tokens, and returns draft chains."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)
@@ -202,8 +202,8 @@ class Following(Drafter):
              ) -> Followed:
     """Returns the state after the adapted drafter's `commit`.
 
-    The list of cached tokens is not changed here. Rejected tokens may remain in
-    it, because the next `propose` compares the list with the committed tokens.
+    This method does not remove rejected tokens from `drafter.tokens`, because
+    the next `propose` compares `tokens` with the committed tokens.
     """
     return drafter.replace(drafter=self.drafter.commit(
         params, drafter.drafter, draft, verdict, target_output, count))

@@ -1,20 +1,22 @@
-"""Draft trees of fixed shape, whose tokens are sampled level by level.
+"""Draft trees of fixed shape, sampled level by level.
 
 `grow` samples such a tree. It runs the draft model through a *step*, a function
-that computes logits for the S nodes of one level in B batch rows:
+that computes logits for S nodes of one level in B batch rows:
 
   step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
     -> (logits [B, S, V] of the token after each node, carry)
 
 `depths` is 0 for the children of the root. `ancestors` is an attention mask
-over the T nodes that the steps have read so far; the S nodes of this level are
-the last of them. `above` is the index of each node's parent among the nodes of
-the previous step, and 0 for the children of the root. If the draft network
-passes features from parents to children, as EAGLE does, the carry contains the
-parents' features, and `above` selects them. If the draft model is a language
-model, the carry is its cache, and `above` is ignored (`_common.model_step`).
+over the T nodes that this and all earlier steps read. The S nodes of this level
+are the last of the T nodes. `above` is the index of each node's parent among
+the nodes of the previous step, and 0 for the children of the root.
 
-`iid`, `without_replacement`, `top_k` and `hybrid` are the methods to choose the
+If the draft network passes features from parents to children, as EAGLE does,
+the carry contains the parents' features, and `above` selects them. If the draft
+model is a language model, the carry is its cache, and the step ignores `above`
+(`_common.model_step`).
+
+The functions `iid`, `without_replacement`, `top_k` and `hybrid` choose the
 children of a node.
 """
 
@@ -39,15 +41,15 @@ from specjax.types import DecodeState
 
 
 class Level(NamedTuple):
-  """The S nodes of one depth of a breadth-first tree that have children.
+  """The S nodes with children on one level of a breadth-first tree.
 
   Attributes:
     nodes: indices `[S]` of the nodes in the tree.
     counts: number of children of each node, S numbers.
-    first: index of the first child in the tree. The other children of the level
-      have the indices after it.
-    ancestors: attention mask `[S, T]` bool. T counts the nodes with children on
-      this and all earlier levels, this level last. The root is not among them,
+    first: index of the first child in the tree. The other children of these
+      nodes have the next indices.
+    ancestors: attention mask `[S, T]` bool over the T nodes with children on
+      all levels up to this one; this level is last. The root is excluded,
       because it is a committed token.
     above: index `[S]` of each node's parent in `nodes` of the previous level.
   """
@@ -66,7 +68,7 @@ class Level(NamedTuple):
 
 @functools.cache
 def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
-  """Returns the levels of a tree that have children, beginning with the root.
+  """Returns all levels with children of a tree, beginning with the root.
 
   Args:
     parents: parent index of each node in breadth-first order; -1 for the root.
@@ -96,7 +98,8 @@ class StaticTree(Drafter):
   Subclasses are frozen dataclasses with three fields: `parents`, the parent
   index of each node in breadth-first order; `proposal`, the sampling method of
   children, a key of `DRAWS`; and `transform`, the transform from logits to
-  draft probabilities, or None for the target's.
+  draft probabilities. If `transform` is None, `bind` uses the target's
+  transform.
   """
 
   conditional = True
@@ -131,18 +134,18 @@ class StaticTree(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
-    """Returns the drafter with its transform, see `_common.with_transform`.
+    """Returns a copy with the transform set by `_common.with_transform`.
 
     Raises:
-      ValueError: siblings must differ, but a node has more children than the
-        vocabulary has tokens.
+      ValueError: siblings must be distinct tokens, but a node has more children
+        than the vocabulary has tokens.
     """
     if not self.iid:
       _common.check_siblings(self._most_children, target)
     return _common.with_transform(self, transform)
 
   def draw(self, step, carry, logits, uniforms, state: DecodeState):
-    """Samples a tree per row, at the row's temperature; see `grow`."""
+    """Samples one tree per row with `grow`, at the temperature of the row."""
     return grow(step, carry, logits, uniforms, self.parents, drawer(
         self.proposal, self.transform, state.temperature))
 
@@ -158,7 +161,8 @@ def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:
 
   Returns:
     Position of each node in the block, `[N]` int32, and the size of the block.
-    The root and the leaves are not in the block; their entry is 0.
+    The position of the root and the leaves is 0, although the block does not
+    contain them.
   """
   fed = [node for level in levels(parents)[1:] for node in level.nodes]
   slots = np.zeros(len(parents), np.int32)
@@ -171,7 +175,7 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
   Args:
     step: function that runs the draft model on the nodes of a level, see the
-      docstring of `_trees`.
+      docstring of this module.
     carry: initial carry of the step, such as a cache with all committed tokens.
     logits: draft model's logits `[B, V]` of the token after the root.
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
@@ -205,7 +209,9 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
 
 
 def iid(logits, counts, uniforms, transform):
-  """Samples the children of n nodes independently; siblings may be equal.
+  """Samples the children of n nodes independently.
+
+  Siblings may be equal.
 
   Args:
     logits: draft model's logits `[n, V]` of the token after each node.
@@ -227,11 +233,11 @@ def without_replacement(logits, counts, uniforms, transform):
   """Samples distinct children of a node, one after another.
 
   Arguments and results are those of `iid`. A child's distribution is the draft
-  distribution after its parent without the tokens of earlier siblings,
-  renormalised, as in RSD (Jeon et al. 2024, arXiv:2402.14160) and Sequoia (Chen
-  et al. 2024, arXiv:2402.12374). RSD adds Gumbel noise to all logits and takes
-  the top k. This function inverts the CDF once per child. The resulting
-  distribution is the same, and the function needs fewer random numbers.
+  distribution after its parent, with the tokens of earlier siblings removed and
+  the rest renormalised. RSD (Jeon et al. 2024, arXiv:2402.14160) and Sequoia
+  (Chen et al. 2024, arXiv:2402.12374) use the same distribution. RSD adds
+  Gumbel noise to all logits and takes the top k. This function inverts the CDF
+  once per child instead, because this needs fewer random numbers.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -254,9 +260,9 @@ def without_replacement(logits, counts, uniforms, transform):
 
 
 def top_k(logits, counts, uniforms, transform):
-  """Returns the most likely tokens as children; their `probs` are one-hot.
+  """Returns the most likely tokens as children, with one-hot `probs`.
 
-  Arguments and results are those of `iid`; `uniforms` is not used.
+  Arguments and results are those of `iid`. The function ignores `uniforms`.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -265,9 +271,9 @@ def top_k(logits, counts, uniforms, transform):
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
-  # `jax.lax.top_k` also returns tokens if the logits are NaN. The one-hot
-  # probabilities would hide this error. So they are replaced by NaN, which the
-  # decoding loop reports.
+  # `jax.lax.top_k` also returns tokens if the logits are NaN. Finite one-hot
+  # probabilities would hide this error. The probabilities are therefore set to
+  # NaN, and the decoding loop reports the error.
   finite = jnp.isfinite(best[:, :1])[nodes]
   return tokens, jnp.where(finite, probs, jnp.nan)
 
@@ -276,12 +282,13 @@ def hybrid(logits, counts, uniforms, transform):
   """Returns the most likely tokens and one sampled token as children.
 
   These are the "greedy" drafts of Hu et al. 2025 (arXiv:2502.18779). Arguments
-  and results are those of `iid`. Of the K children of a node, K - 1 are the set
-  S of the most likely tokens. The remaining child is sampled from q', the draft
-  distribution restricted to the tokens outside of S and renormalised. It is
-  the first child. If p is the target's distribution, a child is accepted with
-  probability at most p(S) + sum_{x not in S} min(p(x), q'(x)), and an optimal
-  verification rule attains this bound.
+  and results are those of `iid`. If a node has K children, the first child is
+  sampled, and the other K - 1 children are the set S of the most likely tokens.
+  The first child is sampled from q', the draft distribution restricted to the
+  tokens outside of S and renormalised. If p is the target's distribution, a
+  child is accepted with probability at most
+  p(S) + sum_{x not in S} min(p(x), q'(x)). An optimal verification rule attains
+  this bound.
   """
   chex.assert_rank(logits, 2)
   chex.assert_axis_dimension(logits, 0, len(counts))
@@ -302,7 +309,7 @@ _drawn = jax.vmap(inverse_cdf)
 
 
 def _parents(counts):
-  """Returns `[M]`, the index of each child's parent among the n nodes.
+  """Returns the index of each child's parent among the n nodes, `[M]`.
 
   Args:
     counts: number of children of each node, n numbers with sum M.
@@ -311,7 +318,7 @@ def _parents(counts):
 
 
 def _first_children(counts):
-  """Returns `[n]`, the index of each node's first child among all M children.
+  """Returns the index of each node's first child among all M children, `[n]`.
 
   Args:
     counts: number of children of each node, n numbers with sum M.
@@ -320,7 +327,7 @@ def _first_children(counts):
 
 
 def _ranks(counts):
-  """Returns `[M]`, the number of earlier siblings of each of the M children.
+  """Returns the number of earlier siblings of each of the M children, `[M]`.
 
   Args:
     counts: number of children of each node, n numbers with sum M.
@@ -329,19 +336,19 @@ def _ranks(counts):
 
 
 def allowed(logits: jax.Array, transform: LogitsTransform) -> jax.Array:
-  """Returns `logits [..., V]` with -inf at `transform.banned`."""
+  """Returns `logits [..., V]` with -inf at the tokens `transform.banned`."""
   if not transform.banned:
     return logits
   return logits.at[..., np.array(transform.banned)].set(-jnp.inf)
 
 
 def _law(weights, otherwise):
-  """Returns `[n, V]` distributions proportional to the rows of `weights`.
+  """Returns distributions `[n, V]` proportional to the rows of `weights`.
 
   Args:
-    weights: weights `[n, V]`, not negative.
-    otherwise: tokens `[n]`. A row whose sum is 0, up to rounding, becomes the
-      one-hot distribution of its token.
+    weights: nonnegative weights `[n, V]`.
+    otherwise: token of each row, `[n]`. If the sum of a row is 0 up to
+      rounding, the row's distribution is one-hot at this token.
   """
   total = jnp.sum(weights, axis=-1, keepdims=True)
   empty = total <= smallest_mass(weights.dtype)
@@ -374,7 +381,8 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
   Returns:
     Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
     probs [B, M, V])` that samples the M children of n nodes per row. `counts`
-    are the numbers of children of the nodes. See `iid` for one row.
+    contains the number of children of each node. `iid` describes the arguments
+    for one row.
   """
   def draw(logits, counts, uniforms):
     one = lambda logits, uniforms, temperature: DRAWS[proposal](

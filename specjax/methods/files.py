@@ -1,7 +1,7 @@
-"""Saves and loads trained draft heads, and checks that they fit their target.
+"""Functions that save and load trained draft heads.
 
 Heads are networks that draft from the target's hidden states, for example
-Medusa heads or an EAGLE layer.
+Medusa heads or an EAGLE layer. The loader checks that the heads fit the target.
 """
 
 from collections.abc import Mapping
@@ -35,18 +35,18 @@ def save_heads(directory: str | os.PathLike[str], heads: Heads, params: Params,
                ) -> None:
   """Writes the configuration and the parameters of draft heads to two files.
 
-  The configuration is stored in `heads.json`, the parameters are stored in
-  `heads.safetensors`. Each file is written atomically.
+  The file `heads.json` contains the configuration, and `heads.safetensors`
+  contains the parameters. Each file is written atomically.
 
   Args:
-    directory: output directory, created if needed; it may also contain the
+    directory: output directory, created if needed. It may also contain the
       target's checkpoint.
     heads: draft heads of any class in `METHODS`.
-    params: parameters of the heads, a nested dictionary. The keys on the path
-      to an array, joined by dots, are its name in the file.
-    target: target model of the heads. Its width, vocabulary size and number of
-      layers are stored, and are compared when the heads are loaded.
-    dtype: dtype of the stored weights; None: unchanged.
+    params: parameters of the heads, a nested dictionary. The name of an array
+      in the file consists of the keys on the path to the array, joined by dots.
+    target: target model of the heads. `heads.json` also contains the target's
+      width, vocabulary size and number of layers. `load_heads` compares them.
+    dtype: dtype of the stored weights. None means the dtype of the parameters.
 
   Raises:
     ValueError: `dtype` cannot store the weights, or a leaf is not an array.
@@ -73,7 +73,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   Args:
     directory: directory with `heads.json` and `heads.safetensors`.
     target: target model.
-    dtype: dtype of the loaded parameters; None is `default_dtype()`.
+    dtype: dtype of the loaded parameters. None means `default_dtype()`.
     kinds: classes of heads that the directory may contain.
 
   Returns:
@@ -82,7 +82,7 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   Raises:
     ValueError: a file is missing or damaged, the configuration does not match
       the weights, or the heads were trained for a target of another width,
-      vocabulary or depth.
+      vocabulary size or number of layers.
   """
   directory = pathlib.Path(directory)
   config_path, weights_path = directory / _CONFIG, directory / _WEIGHTS

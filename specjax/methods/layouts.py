@@ -1,8 +1,8 @@
 """Helpers that read and write the files of published drafters.
 
-A layout is the file format of one project, for example the names of the tensors
-and the configuration keys of an EAGLE-3 drafter of SpecForge. `Layout` is its
-record, and `Found` contains the opened files of one drafter.
+A layout is the file format of one project, for example the tensor names and
+configuration keys of SpecForge's EAGLE-3 drafters. A `Layout` object describes
+one layout. A `Found` object contains the opened files of one drafter.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from specjax.models.transformer import Transformer
 
 # Supported architectures of a drafter's transformer layers.
 _LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-# Configuration keys that training tools write and that drafting does not need.
+# Keys that training tools write to the configuration. Drafting ignores them.
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha
     decoder_sparse_step draft_num_hidden_layers embed_requires_grad
@@ -37,9 +37,10 @@ _NOTES = """
     step_loss_decay target_model_name_or_path target_model_type
     target_vocab_size ttt_length
 """.split()
-DEPTH = 5  # draft length if the drafter's configuration does not contain one
+DEPTH = 5  # default draft length, for configurations without a draft length
 # Copies of the target's final norm and LM head in a drafter's files. Training
-# tools need them. They are not loaded, because drafting uses the target's.
+# tools need these copies. specjax does not load them, because drafting uses the
+# target's own parameters.
 OF_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")
 WEIGHTS = "model.safetensors"
 _NEAR = dict(rtol=2.0**-7, atol=1e-4)  # tolerance for rounding to bfloat16
@@ -50,15 +51,16 @@ class Found:
   """Opened files of a published drafter, and the drafter's target.
 
   Attributes:
-    source: directory of the files, named in error messages.
+    source: directory of the files, for error messages.
     config: contents of the drafter's config.json.
     tensors: tensors of the drafter by name.
     target: target model.
-    target_params: parameters of the target, or None.
+    target_params: parameters of the target. If they are None, copies of the
+      target's matrices in the files are not compared with them.
     layout: name of the file layout, a key of `published.LAYOUTS`.
-    used: names of tensors that are accepted although they do not become
-      parameters of the drafter, such as a map of token ids. Any other unused
-      tensor is an error.
+    used: names of tensors that do not become parameters of the drafter but are
+      not an error, such as a map of token ids. Any other unused tensor is an
+      error.
   """
 
   source: str
@@ -72,14 +74,19 @@ class Found:
   def keys(self, outer: Keys | None = None, place: str = "") -> Keys:
     """Returns a reader of the configuration, or of a nested part of it.
 
-    The reader supplies the defaults of the architecture for missing keys. Sizes
-    of the target that the configuration contains are checked.
+    For missing keys, the reader returns the defaults of the architecture. This
+    method also compares sizes of the target in the configuration with those of
+    `target`.
 
     Args:
       outer: reader of the configuration that contains the nested part; None for
-        the configuration itself. Some files have keys of the part on this outer
-        level, so a key is searched on both levels.
+        the configuration itself. The returned reader searches both levels for a
+        key, because some files store keys of the nested part on the outer
+        level.
       place: key of the nested part in `outer`.
+
+    Raises:
+      ValueError: a size of the target differs.
     """
     config = self.config if outer is None else outer.mapping(place)
     model_type = config.get("model_type")
@@ -88,8 +95,9 @@ class Found:
     keys = Keys(config, f"the configuration of {self.source}",
                 known.defaults if known else {}, place=place, outer=outer)
     keys.ignore(*_NOTES, "tie_word_embeddings")
-    # Both levels may have the key model_type. On the outer level it names the
-    # drafter's project; only the nested one names an architecture.
+    # Both levels may have the key model_type. The outer key names the drafter's
+    # project, and the nested key names an architecture. Only the nested value
+    # is used.
     if outer is not None:
       keys.trust("model_type", model_type)
     for name, size in (("num_target_layers", self.target.config.layers),
@@ -103,8 +111,8 @@ class Found:
     Args:
       keys: reader of the drafter's configuration.
       layers: number of layers for which the files have tensors. It replaces the
-        number in the configuration, because some files have the target's number
-        there. None: the number in the configuration is used.
+        number in the configuration, because some configurations contain the
+        target's number of layers. None means the number in the configuration.
 
     Raises:
       ValueError: the layers are of an unsupported kind, or the drafter was made
@@ -118,8 +126,9 @@ class Found:
     if layers is not None:
       _trust_layers(keys, layers)
     if not keys("use_sliding_window"):
-      # The window size is a copy of the target's value. It is read only to mark
-      # the key as known, because unknown keys raise an error.
+      # Without use_sliding_window, the window size is an unused copy of the
+      # target's value. This call only marks the key as known, because unknown
+      # keys raise an error.
       keys("sliding_window")
     fields = ARCHITECTURES[model_type].read(keys)
     config = TransformerConfig(**fields)
@@ -133,7 +142,7 @@ class Found:
     fields.pop("windows", None)
     # A drafter's configuration may have a shorter context length than its
     # target. Without RoPE scaling, rotary embeddings are defined at every
-    # position, so the target's length is used if it is longer.
+    # position. Therefore the longer of the two context lengths is valid.
     if config.rope_scaling is None:
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
@@ -143,8 +152,7 @@ class Found:
   def _check_dense(self) -> None:
     """Raises `ValueError` if the drafter has layers of an unsupported kind.
 
-    Mixtures of experts and latent attention (MLA) are recognised by the names
-    of their tensors.
+    The tensor names reveal a mixture of experts or latent attention (MLA).
     """
     for part, kind in (("mlp.experts.", "a mixture of experts"),
                        ("mlp.gate.", "a mixture of experts"),
@@ -155,10 +163,10 @@ class Found:
                     "support; take a drafter with dense layers")
 
   def check_target(self, keys: Keys) -> None:
-    """Checks that a copy of the target's configuration fits the target.
+    """Checks the drafter's copy of the target's configuration.
 
     Args:
-      keys: reader of the copy, which is stored with the drafter.
+      keys: reader of this copy.
 
     Raises:
       ValueError: the architecture is not supported, or the copy has another
@@ -167,10 +175,13 @@ class Found:
     self.check_sizes(keys.choice("model_type", ARCHITECTURES).read(keys))
 
   def check_sizes(self, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if layers, width or vocab_size are not the target's.
+    """Raises `ValueError` if a size differs from the target's.
+
+    The sizes are the number of layers, the width and the vocabulary size.
 
     Args:
-      fields: fields of a `TransformerConfig`.
+      fields: fields of a `TransformerConfig`, with the keys `layers`, `width`
+        and `vocab_size`.
     """
     for name in ("layers", "width", "vocab_size"):
       self.check(name, fields[name], getattr(self.target.config, name))
@@ -188,7 +199,7 @@ class Found:
                 "for which the drafter was made")
 
   def fail(self, what: str) -> None:
-    """Raises a `ValueError` with the message "{directory name} {what}"."""
+    """Raises a `ValueError` with the message "{source} {what}"."""
     raise ValueError(f"{self.source} {what}")
 
   def count(self, pattern: str) -> int:
@@ -204,7 +215,10 @@ class Found:
         re.match(pattern, name) for name in self.tensors) if match), default=-1)
 
   def columns(self, name: str) -> int:
-    """Returns the size of the last axis of a tensor that must exist."""
+    """Returns the size of a tensor's last axis.
+
+    Raises `ValueError` if the tensor is missing.
+    """
     return self.shape(name)[-1]
 
   def shape(self, name: str) -> tuple[int, ...]:
@@ -220,16 +234,16 @@ class Found:
     """Returns True if the drafter has a matrix that differs from the target's.
 
     The result is False if the tensor is missing, or equals the target's matrix
-    up to rounding. If `target_params` is None, an existing tensor is assumed to
-    differ.
+    up to rounding. If `target_params` is None, the result is True for every
+    tensor that exists.
 
     Args:
       name: name of the drafter's tensor.
       part: matrix of the target, "embedding" or "head" (the LM head).
-      ids: token ids of the tensor's rows, for a reduced vocabulary; (): all
-        tokens in order.
-      more: number of additional rows at the end of the tensor, which are not
-        compared.
+      ids: token ids of the tensor's rows, for a reduced vocabulary. () means
+        all tokens in order.
+      more: number of additional rows at the end of the tensor. These rows are
+        not compared.
     """
     if name not in self.tensors:
       return False
@@ -249,16 +263,16 @@ class Found:
 
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
-    """Marks a tensor as a copy of the target's matrix, which is not loaded.
+    """Marks a tensor as a copy of the target's matrix, to be skipped.
 
-    If `target_params` is None, the tensor is not compared.
+    If `target_params` is None, the tensor is not compared with the matrix.
 
     Args:
       name: name of the drafter's tensor.
       part: matrix of the target, "embedding" or "head" (the LM head).
-      ids: token ids of the tensor's rows; (): all tokens in order.
-      more: number of additional rows at the end of the tensor, which are not
-        compared.
+      ids: token ids of the tensor's rows. () means all tokens in order.
+      more: number of additional rows at the end of the tensor. These rows are
+        not compared.
 
     Raises:
       ValueError: the tensor differs from the target's matrix.
@@ -273,8 +287,8 @@ class Found:
 def _trust_layers(keys: Keys, layers: int) -> None:
   """Sets the number of layers in a drafter's configuration.
 
-  If the configuration lists a type per layer and all types are equal, the list
-  is changed to this length.
+  If the configuration has a list with the type of each layer, and all types are
+  equal, the list also gets this length.
 
   Args:
     keys: reader of the configuration.
@@ -302,24 +316,24 @@ class Writer:
   """Conversion of draft heads to a file layout of inference servers.
 
   A writer does not check that the layout can store every field of the heads.
-  `export_drafter` makes this check: it converts the written configuration back
-  to heads, and raises an error if a field differs.
+  `export_drafter` makes this check: it reads the heads back from the written
+  configuration, and raises an error if a field differs.
 
   Attributes:
     config: function `heads -> dict` that returns the contents of config.json.
-      Its argument is the result of `form`.
-    form: function `heads -> heads` that returns the heads with the fields that
-      the layout stores. Fields that are not stored get their defaults.
+      Its argument is the result of the function `form`.
+    form: function `heads -> heads` that returns the heads as read from the
+      written files. Fields not stored in the layout have their defaults.
     params: function `(form, heads, params, target_params) -> params` that
-      converts the parameters of `heads` to those of `form`, the result of the
-      function `form`.
+      converts the parameters of `heads` to those of its argument `form`, the
+      result of the function `form`.
     ids: function `heads -> ids` that returns the token ids of a reduced draft
       vocabulary, or () for the target's complete vocabulary.
     input_size: function `heads -> int` that returns the size of the tensor
       `t2d`, a mask of the target's tokens that are in the draft vocabulary.
-    stores_head: True if the layout stores the LM head of a reduced vocabulary
-      although it is a part of the target's head, because vLLM can share only a
-      complete head.
+    stores_head: True if the layout stores the LM head of a reduced vocabulary,
+      although this head consists of rows of the target's head. vLLM needs the
+      copy, because it can share only a complete head.
   """
 
   config: Callable[[Any], dict[str, Any]]
@@ -338,22 +352,23 @@ class Layout:
     kind: name of the class of draft heads, for example "eagle3".
     read: function that returns the heads' configuration from the opened files.
     names: table from parameters to names of tensors.
-    write: conversion of heads to this layout. None: specjax only reads it.
-    sizes: function `(heads, target) -> dict` with the numbers that replace the
-      words in braces in `names`, such as the `{first}` of a layer number.
+    write: conversion of heads to this layout. None means that specjax cannot
+      write this layout.
+    sizes: function `(heads, target) -> dict` that returns the numbers for the
+      placeholders in `names`, such as `{first}` for the first layer's number.
     file: name of the file with the weights.
     algorithm: value of the key `speculators_model_type` in configurations of
-      this layout; "": the key does not exist.
+      this layout. "" means that the key does not exist.
     architectures: possible first entries of the configuration's list
       `architectures`.
     sign: regular expression. If it matches the start of a tensor name, the
       files have this layout.
     prefix: prefix of the drafter's tensor names, if the target is in the same
-      files. Tensors without the prefix belong to the target. `names` has the
-      names without the prefix.
+      files. Tensors without the prefix belong to the target. `names` contains
+      the names without the prefix.
     within: regular expression for the start of the drafter's tensor names, if
       the target is in the same files. Other tensors belong to the target.
-      `names` has the complete names.
+      `names` contains the complete names.
   """
 
   kind: str
@@ -399,7 +414,7 @@ def check_target(found: Found, heads: Any) -> None:
     heads: heads with the fields `width` and `vocab_size`.
 
   Raises:
-    ValueError: a size differs.
+    ValueError: the width or the vocabulary size differs.
   """
   found.check("width", heads.width, found.target.config.width)
   found.check("vocab_size", heads.vocab_size, found.target.vocab_size)
@@ -455,12 +470,11 @@ def _stored_ids(found: Found) -> np.ndarray:
   if "t2d" not in found.tensors:
     return ids
   known = found.tensors["t2d"].read()
-  # Usually `t2d` is a mask over the target's tokens. In one project it has the
-  # token's row number in `d2t` instead, or -1 for a token outside of the draft
-  # vocabulary.
+  # Usually `t2d` is a mask over the target's tokens. One project stores row
+  # numbers of `d2t` instead, and -1 for tokens outside of the draft vocabulary.
   known = np.flatnonzero(known >= 0 if (known < 0).any() else known)
-  # `d2t` stores each id minus its row number, but some tools store the ids
-  # themselves. `t2d` shows which of the two is the case.
+  # `d2t` usually stores each id minus its row number, but some tools store the
+  # ids themselves. In both cases `known` contains the ids.
   if not (np.array_equal(known, ids) or np.array_equal(known, offsets)):
     found.fail("has tensors d2t and t2d with different tokens; download it "
                "again")
@@ -470,8 +484,9 @@ def _stored_ids(found: Found) -> np.ndarray:
 def _check_complete(found: Found) -> None:
   """Checks that a drafter with a complete vocabulary uses the target's ids.
 
-  The tensor `d2t`, which maps draft ids to target ids, must be the identity if
-  it exists. It is stored either as ids or as ids minus row numbers (all 0).
+  The tensor `d2t` maps draft ids to target ids. If the tensor exists, this map
+  must be the identity. The tensor contains either the ids or the ids minus row
+  numbers (all 0).
 
   Raises:
     ValueError: `d2t` is not the identity.
@@ -487,7 +502,7 @@ def _check_complete(found: Found) -> None:
 def num_steps(keys: Keys) -> int:
   """Returns the draft length in a configuration of the project speculators.
 
-  The result is `DEPTH` if the configuration does not contain a draft length.
+  If the configuration does not contain a draft length, the result is `DEPTH`.
   """
   name = "proposal_methods"
   methods = keys.mapping("speculators_config").get(name) or [{}]
@@ -514,9 +529,9 @@ def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
 
 def speculators_keys(heads: Heads, algorithm: str, architecture: str,
                      layers: dict[str, Any], **keys: Any) -> dict[str, Any]:
-  """Returns a drafter's config.json for the project speculators.
+  """Returns the contents of a drafter's config.json in speculators' format.
 
-  The entries about the target are not included.
+  Entries about the target are not included.
 
   Args:
     heads: draft heads.
@@ -537,10 +552,10 @@ def speculators_keys(heads: Heads, algorithm: str, architecture: str,
 NAME_THEM = ("put their numbers into its config.json as "
              "eagle_aux_hidden_state_layer_ids, in which i is the state that "
              "layer i reads")
-# Configuration keys that list the hidden states of the target that a drafter
-# reads: (True if the key is in a nested part of the file, name, offset).
-# Projects number hidden states differently. A listed number plus the offset is
-# the number of the layer whose input is the hidden state.
+# Configuration keys with the numbers of the target's hidden states that a
+# drafter reads: (True if the key is in a nested part of the file, name,
+# offset). Projects number hidden states differently. A number in the file plus
+# the offset is the number of the layer whose input is the hidden state.
 _TAPS = ((True, "eagle_aux_hidden_state_layer_ids", 1),
          (True, "target_layer_ids", 1),
          (False, "eagle_aux_hidden_state_layer_ids", 0),
@@ -554,7 +569,7 @@ def named_taps(found: Found, keys: Keys, inner: Keys, place: str
 
   Number i is the input of layer i of the target, as in vLLM and speculators.
   SpecForge, SGLang and DeepSpec give the same hidden state the number i - 1,
-  because it is the output of layer i - 1. Such numbers are converted.
+  because it is the output of layer i - 1. This function converts such numbers.
 
   Args:
     found: opened files of the drafter.
@@ -563,10 +578,12 @@ def named_taps(found: Found, keys: Keys, inner: Keys, place: str
     place: key of the nested part.
 
   Returns:
-    The numbers in the order of the configuration; None if it has no list.
+    The numbers in the order of the configuration. None if the configuration has
+    no list of hidden states.
 
   Raises:
-    ValueError: the configuration has several lists that differ.
+    ValueError: the configuration has several lists, and they differ both before
+      and after conversion.
   """
   given = {}
   for within, name, shift in _TAPS:
@@ -590,9 +607,9 @@ def check_taps(found: Found, taps: Sequence[int], normed: bool = False) -> None:
 
   Args:
     found: opened files of the drafter, and its target.
-    taps: numbers of hidden states; i is the input of layer i, and the number of
-      layers is the output of the last layer.
-    normed: True if the drafter reads the output of the last layer after the
+    taps: numbers of hidden states. Number i is the input of layer i. The
+      largest number, the number of layers, is the output of the last layer.
+    normed: True if the drafter was trained on the last layer's output after the
       final norm. specjax has this output only before the norm.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Protocol of draft heads, a base class, and checks of their sizes.
+"""Protocol and base class of draft heads, and checks of sizes.
 
 Draft heads are networks that predict tokens from the target's hidden states,
 for example Medusa heads or an EAGLE layer.
@@ -27,15 +27,15 @@ Params = Mapping[str, Any]
 
 @runtime_checkable
 class Heads(Protocol):
-  """Networks that draft from a target's hidden states, trained per target.
+  """Networks that draft from the hidden states of a particular target.
 
   Implementations are frozen dataclasses that contain sizes and no parameters.
   Their fields can be stored as JSON.
 
   Attributes:
     kind: name of the class in files, for example "medusa".
-    num_forecasts: number K of draft tokens, the maximum draft length. They
-      follow the next token, which the target predicts.
+    num_forecasts: number K of draft tokens, the maximum draft length. The draft
+      tokens follow the next token, which the target predicts.
   """
 
   kind: ClassVar[str]
@@ -51,7 +51,7 @@ class Heads(Protocol):
   def init(self, key: jax.Array, target_params: Params) -> Params:
     """Returns initial float32 parameters of the heads.
 
-    Some classes initialise them with copies of the target's parameters.
+    Some classes copy them from the target's parameters.
     """
 
   def attach(self, target: Transformer, target_params: Params, params: Params
@@ -59,24 +59,23 @@ class Heads(Protocol):
     """Returns the target and the parameters for a decoder with these heads.
 
     Returns:
-      `(target, params)`. The returned target is configured to output the hidden
-      states that the heads read. `params` is a dictionary with the keys
-      "target" and "drafter".
+      `(target, params)`. The returned target outputs the hidden states that the
+      heads read. `params` is a dictionary with the keys "target" and "drafter".
     """
 
 
 def lm_head(params: Params) -> jax.Array:
   """Returns the LM head `[width, vocab_size]` of a `Transformer`.
 
-  If the parameters contain no separate LM head, it is the transposed embedding.
+  If `params` contains no LM head, the result is the transposed embedding.
   """
   return params["head"] if "head" in params else params["embedding"].T
 
 
 def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
-  """Returns the logits `[..., V]`, hidden states multiplied by an LM head.
+  """Returns the logits `[..., V]` of hidden states, with a given LM head.
 
-  Products are summed in float32, or in the dtype of `hidden` if it is wider.
+  Products are summed in float32, or in the dtype of `hidden` if that is wider.
 
   Args:
     hidden: hidden states `[..., D]` of width D.
@@ -97,8 +96,8 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 
   Args:
     logits: logits `[..., len(ids)]` of the tokens `ids`.
-    ids: token ids of the reduced vocabulary. If empty, `logits` already covers
-      all V tokens and is returned unchanged.
+    ids: token ids of the reduced vocabulary. If `ids` is empty, `logits` must
+      cover all V tokens, and the function returns `logits` unchanged.
     vocab_size: size V of the target's vocabulary.
 
   Returns:
@@ -168,7 +167,7 @@ def check_sizes_match(heads: Heads, target: Model) -> TransformerConfig:
 
 
 def check_fits(heads: Heads, target: Model) -> None:
-  """Checks that heads that read the input of the LM head fit a target.
+  """Checks that a target returns the input of the LM head, for these heads.
 
   Raises:
     ValueError: the width or the vocabulary size differs, or the target is

@@ -1,7 +1,7 @@
-"""Reads drafters that other projects published, and writes their formats.
+"""Functions that load published drafters and export drafters to their formats.
 
-A layout is the file format of one project: the names of the tensors and the
-keys of config.json.
+A layout is the file format of one project: the tensor names and the keys of
+config.json.
 """
 
 from collections.abc import Iterator
@@ -66,23 +66,23 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
       repository on the Hugging Face hub. If the drafter is stored in the
       target's files, as MTP modules are, give the directory of the target.
     target: target model.
-    target_params: parameters of the target, or None. With them, copies of the
-      target's matrices in the drafter's files are dropped, and a copy that
-      differs raises an error.
-    dtype: dtype of the parameters; None is `default_dtype()`.
-    layout: key of `LAYOUTS`; None: recognised from the files. EAGLE-3 files of
-      other tools may be recognised as SpecForge's, although the tools number
-      the target's layers differently. In this case, replace the field `taps` of
-      the returned heads, which lists the hidden states of the target that the
-      drafter reads (numbered as in `TransformerConfig.features`).
+    target_params: parameters of the target, or None. If they are given, they
+      are compared with the copies of the target's matrices in the drafter's
+      files. Equal copies are not loaded.
+    dtype: dtype of the parameters. None means `default_dtype()`.
+    layout: key of `LAYOUTS`. If it is None, the files determine the layout.
+      EAGLE-3 files of other tools may be recognised as SpecForge's, although
+      these tools number the target's layers differently. In this case, replace
+      the field `taps` of the returned heads: the numbers of the target's hidden
+      states that the drafter reads, as in `TransformerConfig.features`.
 
   Returns:
     `(heads, params)`, the configuration of the draft heads and their
     parameters.
 
   Raises:
-    ValueError: the drafter or a file is missing, a file is damaged, a key is
-      unknown, or the drafter was made for another target.
+    ValueError: the drafter or a file is missing, a file is damaged, a
+      configuration key is unknown, or the drafter was made for another target.
   """
   if not isinstance(target, Transformer):
     raise ValueError(f"the target is a {type(target).__name__}; give a "
@@ -110,7 +110,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
 
 
 def shapes(drafter: Heads, target: Transformer) -> Any:
-  """Returns the drafter's parameters as a tree of `jax.ShapeDtypeStruct`."""
+  """Returns shapes and dtypes of the parameters, as `jax.ShapeDtypeStruct`s."""
   size = target.vocab_size, target.config.width
   read = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in (
       ("embedding", size), ("head", size[::-1]))}
@@ -118,9 +118,10 @@ def shapes(drafter: Heads, target: Transformer) -> Any:
 
 
 def drafter_layout(path: str | os.PathLike[str]) -> str | None:
-  """Returns the file layout of a directory, a key of `LAYOUTS`.
+  """Returns the file layout of the drafter in a directory.
 
-  The result is None if the directory contains no drafter.
+  The result is a key of `LAYOUTS`, or None if the directory contains no
+  drafter.
   """
   directory = pathlib.Path(path)
   config_path = directory / "config.json"
@@ -171,14 +172,15 @@ def _recognised(directory: pathlib.Path, config: Mapping[str, Any],
 
 def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
          target: Transformer) -> dict[str, StoredTensor]:
-  """Returns the tensors that belong to the drafter, by name.
+  """Returns the drafter's tensors by name.
 
-  Some layouts store the drafter in the target's files. The target's tensors are
-  omitted.
+  Some layouts store the drafter in the target's files. The result does not
+  contain the target's tensors.
   """
   layers = target.config.layers
-  # A drafter stored in the target's files continues the target's layer numbers.
-  # So tensors whose layer number is not one of the target's are the drafter's.
+  # If the drafter is in the target's files, its layer numbers continue those of
+  # the target. The drafter's tensors are therefore those whose layer number the
+  # target does not have.
   within = layout.within.replace(
       "{modules}", rf"(?!({'|'.join(map(str, range(layers)))})\.)\d+")
   return {name.removeprefix(layout.prefix).removeprefix(_OLD): tensors[name]
@@ -187,8 +189,8 @@ def _own(layout: Layout, tensors: Mapping[str, StoredTensor],
 
 
 WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write)
-# A written configuration is read again and compared with the heads. These
-# fields may differ, because they have no effect on a drafter.
+# `_planned` reads a written configuration back and compares it with the heads.
+# These fields may differ, because they have no effect on a drafter.
 _MAY_DIFFER = {"tie_embeddings"}
 
 
@@ -196,8 +198,7 @@ class _Plan(NamedTuple):
   """Contents of the files that `export_drafter` will write in one layout.
 
   Attributes:
-    heads: draft heads with the fields that the layout stores, see
-      `Writer.form`.
+    heads: draft heads as read from the written files, see `Writer.form`.
     config: contents of config.json.
     stored: tensor names and shapes for every parameter of `heads`.
     writer: conversion of heads to the layout.
@@ -212,7 +213,7 @@ class _Plan(NamedTuple):
 def layouts_for(heads: Heads, target: Transformer) -> tuple[str, ...]:
   """Returns the names of the file layouts that can store these draft heads.
 
-  The first is the default of `export_drafter`.
+  The first of these layouts is the default of `export_drafter`.
 
   Args:
     heads: draft heads of any class.
@@ -230,13 +231,13 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
                    ) -> str:
   """Writes draft heads in a file format of inference servers such as vLLM.
 
-  `load_drafter` reads the files as well. They are written atomically.
+  `load_drafter` can also read the files. Each file is written atomically.
 
-  Some heads share a matrix with their target, for example the LM head of Medusa
-  heads, or its columns for a reduced draft vocabulary (`narrow_head`). If the
-  format does not support sharing, a copy of the matrix is written. A trained
-  embedding of the mask token is stored as an additional row after a copy of the
-  target's embeddings.
+  Some heads share a matrix with their target, for example the LM head. If the
+  draft vocabulary is reduced (`narrow_head`), the heads share only columns of
+  the LM head. If the format does not support sharing, this function writes a
+  copy of the matrix. A trained embedding of the mask token is stored as an
+  additional row after a copy of the target's embeddings.
 
   Args:
     directory: output directory, created if needed.
@@ -244,11 +245,11 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
     params: parameters of the heads.
     target: target model.
     target_params: parameters of the target.
-    dtype: dtype of the stored weights; None: unchanged.
-    layout: name in `WRITTEN`, or only the project, such as "speculators"; None:
-      the first layout that can store these heads.
-    verifier: name of the target on the Hugging Face hub, or its directory. It
-      is written only in the layouts of the project speculators, for vLLM.
+    dtype: dtype of the stored weights. None means the dtype of the parameters.
+    layout: name in `WRITTEN`, or only the name of the project, such as
+      "speculators". None means the first layout that can store these heads.
+    verifier: name of the target on the Hugging Face hub, or its directory, for
+      vLLM. Only the layouts of the project speculators store this name.
 
   Returns:
     The name of the layout.
@@ -290,12 +291,13 @@ def _chosen(layout: str | None, heads: Heads, target: Transformer
   """Returns the first suitable layout, and the contents of its files.
 
   Args:
-    layout: requested layout or project, see `export_drafter`, or None.
+    layout: requested layout or project, see `export_drafter`. None means any
+      layout.
     heads: draft heads.
     target: target model.
 
   Raises:
-    ValueError: no requested layout can store these heads.
+    ValueError: none of the requested layouts can store these heads.
   """
   candidates = _candidates(layout, heads)
   reason = ""
@@ -309,10 +311,11 @@ def _chosen(layout: str | None, heads: Heads, target: Transformer
 
 
 def _candidates(layout: str | None, heads: Heads) -> list[str]:
-  """Returns the layouts that match a request and store this class of heads.
+  """Returns the requested layouts that store this class of heads.
 
   Args:
-    layout: requested layout or project, see `export_drafter`, or None.
+    layout: requested layout or project, see `export_drafter`. None means any
+      layout.
     heads: draft heads.
   """
   selected = [name for name in WRITTEN
@@ -336,8 +339,8 @@ def _candidates(layout: str | None, heads: Heads) -> list[str]:
 def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
   """Returns the contents of the files in one layout, or an error message.
 
-  To check that the layout can store all fields of the heads, the configuration
-  is converted back to heads, and the fields are compared.
+  This function checks that the layout can store all fields of the heads: it
+  reads the heads back from the configuration, and compares the fields.
 
   Args:
     name: name of the layout.
@@ -346,7 +349,7 @@ def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
   """
   record = LAYOUTS[name]
   if record.kind != heads.kind:
-    return "it holds heads of another kind"
+    return "it stores heads of another kind"
   heads = record.write.form(heads)
   try:
     config = record.write.config(heads)
@@ -360,14 +363,15 @@ def _planned(name: str, heads: Heads, target: Transformer) -> _Plan | str:
   lost = {field.name for field in dataclasses.fields(heads)
           if getattr(back, field.name) != getattr(heads, field.name)}
   if lost - _MAY_DIFFER:
-    return f"it has no place for {', '.join(sorted(lost - _MAY_DIFFER))}"
+    return f"it cannot store {', '.join(sorted(lost - _MAY_DIFFER))}"
   return plan
 
 
 def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
-  """Returns names, shapes and dtypes of all tensors that will be written.
+  """Returns all tensors that will be written, by name.
 
-  Only the maps of token ids (`_vocabulary`) also have data.
+  Only the maps of token ids (`_vocabulary`) have data. The other tensors have
+  only a shape and a dtype.
   """
   tensors = {
       name: StoredTensor(tuple(shape), np.dtype(np.float32), load=None)
@@ -386,8 +390,8 @@ def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
             ) -> Iterator[np.ndarray]:
   """Yields the tensors in the order in which they are written.
 
-  One parameter at a time is copied from the device, so the host's memory
-  contains only one.
+  The parameters are copied from the device one after another, to save host
+  memory.
   """
   for place, x in zip(plan.stored, leaves, strict=True):
     yield from place.stored.split(plan.heads, converted(np.asarray(x), dtype))
@@ -396,10 +400,10 @@ def _arrays(plan: _Plan, leaves: Sequence[Any], dtype: np.dtype
 def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
   """Returns the tensors that describe a reduced draft vocabulary.
 
-  `d2t` ("draft to target") has, for each row of the drafter's LM head, the
-  target's token id minus the row number. `t2d` ("target to draft") is a mask
-  over the target's tokens, True for tokens in the draft vocabulary. The result
-  is {} if the drafter has the target's complete vocabulary.
+  `d2t` ("draft to target") contains a number for each row of the drafter's LM
+  head: the target's token id minus the row number. `t2d` ("target to draft") is
+  a mask over the target's tokens, True for tokens in the draft vocabulary. The
+  result is {} if the drafter has the target's complete vocabulary.
   """
   ids = np.array(plan.writer.ids(plan.heads), np.int64)
   if not ids.size:
@@ -412,7 +416,7 @@ def _vocabulary(plan: _Plan) -> dict[str, np.ndarray]:
 def _architectures(target: Transformer) -> list[str]:
   """Returns a list with the class name of the target in transformers.
 
-  The list is empty if transformers does not have the target's architecture.
+  The list is empty if transformers has no class for the target's architecture.
   """
   try:
     return [ARCHITECTURES[express(target.config)[0]].transformers]

@@ -1,7 +1,7 @@
-"""Records of drafting methods, which scripts read to train and compare them.
+"""Records of drafting methods, for scripts that train and compare methods.
 
-`Method` is the record of a method whose draft heads are trained, for example
-Medusa or EAGLE-3. `Family` lists the classes of related methods.
+`Method` is the record of a method with trained draft heads, for example Medusa
+or EAGLE-3. `Family` lists the classes of related methods.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ _BUNDLED_SIZE = 4.2e6  # parameters of the target that is bundled with specjax
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """Setting of a method. Training scripts offer it as a command-line flag.
+  """Setting of a method, a command-line flag of training scripts.
 
   Attributes:
     name: name of the flag and of the keyword argument.
-    default: default value. For bool options it may be None: the value is then
-      True if the target generates the training data, else False.
+    default: default value. The default of a bool option may be None, meaning
+      True if the target generates the training data, and False otherwise.
     help: help text of the flag, beginning with the names of the methods.
-    choices: allowed values; (): any value.
+    choices: allowed values. () allows any value.
   """
 
   name: str
@@ -61,20 +61,20 @@ MLP_WIDTH = Option(
 class LearningRate:
   """Default peak learning rate of a method, as a function of the target's size.
 
-  The rate is known for two target sizes: that of the target bundled with
-  specjax, and that of a published training recipe. Between these sizes,
-  log(rate) is interpolated linearly in log(number of parameters). Outside this
-  range the rate is constant. If no recipe is published, the rate of the bundled
-  target is used for all targets.
+  The rate is known for two target sizes: the size of the target bundled with
+  specjax, and the size of the target in a published training recipe. Between
+  these sizes, log(rate) is interpolated linearly in log(number of parameters).
+  Outside this range the rate is constant. If no recipe is published, the rate
+  of the bundled target applies to all targets.
 
   >>> LearningRate(bundled=0.006, published=0.001, size=7e9).of(135e6)
   0.0026
 
   Attributes:
     bundled: rate for the target bundled with specjax.
-    published: rate of the published recipe; None if no recipe is published.
+    published: rate of the published recipe. None if no recipe is published.
     size: number of parameters of the target in the published recipe.
-    source: publication of the recipe; "" if no recipe is published.
+    source: publication of the recipe. "" if no recipe is published.
   """
 
   bundled: float
@@ -103,7 +103,7 @@ class LearningRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-  """Record of a drafting method whose draft heads are trained, such as Medusa.
+  """Record of a drafting method with trained draft heads, such as Medusa.
 
   Attributes:
     name: name of the method in flags and files.
@@ -112,18 +112,19 @@ class Method:
     objective: function `(target, heads, **options) -> DrafterObjective` that
       returns the training loss.
     measure: function `(target, heads) -> DrafterObjective` that returns the
-      objective whose `score` evaluates predictions on held-out data.
-    chain: function `heads -> Strategy` that returns a drafter of the most
-      likely chain, with its verifier. Training uses it to measure greedy
-      decoding.
+      objective for held-out data. The method `score` of this objective
+      evaluates predictions.
+    chain: function `heads -> Strategy` that returns a strategy whose drafter
+      proposes the chain of the most likely tokens. Training measures greedy
+      decoding with this strategy.
     strategy: function `(heads, verifier, gamma, tree) -> Strategy` that returns
-      the default drafter and verifier. `verifier` is a verification rule or
-      None for the default, `gamma` is the draft length, and `tree` is a
+      the default drafter with a verifier. `verifier` is a verification rule, or
+      None for the default rule. `gamma` is the draft length. `tree` is a
       function without arguments that returns the parents of a draft tree.
     compared: function `(heads, tree) -> {name: strategies}` that returns the
       strategies for a comparison. Strategies of the same name have the same
-      drafter and differ in the verification rule; they are evaluated on drafts
-      that were generated with the first of them.
+      drafter and different verification rules. Their rules are compared on the
+      drafts of the first of these strategies.
     head_options: options that are passed to `heads.for_target`.
     options: options that are passed to `objective`.
     tunes_target: True if the target is always trained together with its heads.
@@ -151,13 +152,13 @@ class Method:
 class Family(NamedTuple):
   """Public classes and functions of a family of related drafting methods.
 
-  Each family lists them in its `__init__.py`.
+  The `__init__.py` of each family contains this record.
 
   Attributes:
     drafters: drafter classes and helpers that `specjax.drafters` exports.
     strategies: functions that `specjax.strategies` exports.
     objectives: classes of training losses that `specjax.objectives` exports.
-    methods: records of the methods of the family whose heads are trained.
+    methods: records of the family's methods with trained heads.
   """
 
   drafters: tuple[Any, ...] = ()
@@ -167,9 +168,9 @@ class Family(NamedTuple):
 
 
 def chain_of(heads: Heads, gamma: int) -> tuple[int, ...]:
-  """Returns the parent indices of a chain of draft tokens, -1 for the root.
+  """Returns the parent index of each node of a chain, -1 for the root.
 
-  The chain has `gamma` tokens, or `heads.num_forecasts` if this is less.
+  The chain has `min(gamma, heads.num_forecasts)` nodes below the root.
   """
   return tuple(range(-1, min(gamma, heads.num_forecasts)))
 
@@ -179,16 +180,17 @@ def suited(rule: Verifier, chain: Callable[[], Strategy],
            ) -> Strategy:
   """Returns a strategy whose drafts have the form that a rule requires.
 
-  Verification rules differ in the drafts that they can verify: some require a
-  chain, or siblings that are sampled independently.
+  Some verification rules require a chain, or independently sampled siblings.
+  Other rules can verify any draft.
 
   Args:
     rule: verification rule.
     chain: function that returns the strategy with a sampled chain.
     ranked: function that returns the strategy with a tree of the most likely
       tokens. It is used for rules that can verify any draft.
-    drawn: function that returns the strategy with a sampled tree. Its argument
-      is the sampling method of siblings, "iid" or "without_replacement".
+    drawn: function that returns the strategy with a sampled tree. The
+      function's argument is the sampling method of siblings, "iid" or
+      "without_replacement".
   """
   requires = rule.requires
   if "chain" in requires:

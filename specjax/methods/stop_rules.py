@@ -1,14 +1,14 @@
 """Stop rules, which end a chain of drafted tokens early.
 
-A drafter samples up to gamma tokens in a round. After (or before) each token, a
-stop rule decides whether the chain ends, for example because the draft model's
+A drafter samples up to gamma tokens in a round. For each token, a stop rule
+decides whether the chain ends, for example because the draft model's
 probability is low. Below, x_k is the k-th drafted token of a chain, k =
-1..gamma, and q_k is the draft distribution from which it is sampled. A rule is
-evaluated for k = 1, 2, ... until it ends the chain, either before or after x_k
-is sampled (`StopRule.keeps`).
+1..gamma, and q_k is the draft distribution from which x_k is sampled. The rule
+is evaluated for k = 1, 2, ... until it ends the chain. `StopRule.keeps` is True
+if the evaluation follows the sampling of x_k, and False if it precedes it.
 
-Some rules have a memory over rounds, for example an adapted threshold. It is
-updated after every round in which the chain was verified.
+Some rules have a memory over rounds, for example an adapted threshold. This
+memory is updated after every round in which the chain was verified.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ class Seen:
   Attributes:
     place: number k - 1 of drafted tokens before x_k, `[]` int32.
     probs: draft distribution q_k `[V]` from which x_k is sampled.
-    hidden: hidden state of the draft model from which q_k was computed, `[F]`.
-    token: `[]` int32; x_k if the rule is evaluated after x_k is sampled
-      (`StopRule.keeps`), else the token before x_k.
+    hidden: hidden state `[F]` of the draft model from which q_k was computed.
+    token: token id, `[]` int32: x_k if `StopRule.keeps`, otherwise the token
+      before x_k.
   """
 
   place: jax.Array
@@ -62,9 +62,10 @@ class StopRule:
   """Base class of stop rules, which end a chain of drafted tokens early.
 
   Attributes:
-    keeps: True if the rule is evaluated after a token is sampled. If it ends
-      the chain, this token is the last one. False if the rule is evaluated
-      before a token is sampled. If it ends the chain, the token is not sampled.
+    keeps: True if the rule is evaluated after a token is sampled. The token at
+      which the rule ends the chain is then the last token of the chain. False
+      if the rule is evaluated before a token is sampled. The token at which the
+      rule ends the chain is then not sampled.
     has_params: True if the rule reads `params["drafter"]["stop"]`.
   """
 
@@ -74,9 +75,9 @@ class StopRule:
   def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the number of tokens of a chain that the rule keeps, `[]` int32.
 
-    `exact.certify(stop=...)` calls a rule in this form, in which there are no
-    hidden states and no earlier rounds. The rule gets the draft distributions
-    in place of hidden states, token 0 as the root, and its initial memory.
+    `exact.certify(stop=...)` calls a rule in this form, without hidden states
+    and earlier rounds. The rule therefore gets the draft distributions in place
+    of hidden states, token 0 as the root, and its initial memory.
 
     Args:
       probs: draft distributions `[gamma, V]` along the chain.
@@ -96,12 +97,12 @@ class StopRule:
   def init(self) -> Memory:
     """Returns the memory of one sequence before the first round.
 
-    The default is (), no memory over rounds.
+    The base class returns (), because it has no memory over rounds.
     """
     return ()
 
   def start(self, state: Memory) -> Memory:
-    """Returns the memory for the decisions of one round.
+    """Returns the memory at the start of one round.
 
     Args:
       state: memory over rounds, from `init` or `commit`.
@@ -114,13 +115,14 @@ class StopRule:
     """Decides whether the chain ends at one token.
 
     Args:
-      params: parameters of the rule, or None.
+      params: parameters of the rule, or None if it has no parameters.
       seen: inputs for this token of the chain.
       memory: memory within the round, from `start` or from the call for the
         previous token.
 
     Returns:
-      `(stop, memory)`. `stop`, `[]` bool, is True if the chain ends.
+      `(stop, memory)`: `stop`, `[]` bool, is True if the chain ends; `memory`
+      is the argument for the next token.
     """
     raise NotImplementedError
 
@@ -131,8 +133,8 @@ class StopRule:
     Args:
       state: memory over rounds before this round.
       drafted: number of tokens of the chain, `[]` int32. It can be 0 only if
-        `keeps` is False, because such a rule can end a chain before its first
-        token.
+        `keeps` is False, because only then can the rule end a chain before its
+        first token.
       accepted: number of accepted tokens of the chain, `[]` int32.
       gamma: maximum draft length in this round, `[]` int32.
     """
@@ -146,7 +148,7 @@ class StopRule:
 
 
 def check_share(name: str, value: float) -> None:
-  """Raises `ValueError` unless the argument `name` has a value in [0, 1]."""
+  """Raises `ValueError` unless `value`, the argument `name`, is in [0, 1]."""
   if not 0 <= value <= 1:
     raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
@@ -164,15 +166,15 @@ def count_tokens(rule: StopRule, params: Params, probs: jax.Array,
 
   Args:
     rule: stop rule.
-    params: parameters of the rule.
+    params: parameters of the rule, or None if it has no parameters.
     probs: draft distributions `[gamma, V]` along the chain.
     hidden: hidden states `[gamma, F]` from which `probs` was computed.
     root: last token before the chain, `[]` int32.
     tokens: drafted tokens `[gamma]` int32.
-    state: memory of the rule over rounds; None: the initial memory.
+    state: memory of the rule over rounds. None means the initial memory.
 
   Returns:
-    `[]` int32.
+    Number of tokens, `[]` int32.
   """
   chex.assert_rank([probs, hidden, root, tokens], [2, 2, 0, 1])
   before = jnp.append(root, tokens[:-1]).astype(jnp.int32)
@@ -196,15 +198,15 @@ class Confidence(StopRule):
   """Stop rule that ends the chain after a token of low draft probability.
 
   Hugging Face's assisted generation tests the probability of the sampled token,
-  with threshold 0.4. Kangaroo (arXiv:2404.18911; 0.6) and SWIFT
-  (arXiv:2410.06916; 0.8) test the largest probability of the draft distribution
-  instead. At temperature 0 draft distributions are one-hot, so this rule never
-  ends a chain.
+  with threshold 0.4. Two papers test the largest probability of the draft
+  distribution instead: Kangaroo (arXiv:2404.18911) with threshold 0.6, and
+  SWIFT (arXiv:2410.06916) with threshold 0.8. At temperature 0 this rule never
+  ends a chain, because draft distributions are one-hot.
 
   Attributes:
     threshold: probability below which the chain ends, in [0, 1].
     likeliest: True to test the largest probability of the draft distribution,
-      False to test the sampled token's.
+      False to test the probability of the sampled token.
   """
 
   threshold: float = 0.4
@@ -236,24 +238,25 @@ class Adapted:
 class Adaptive(StopRule):
   """Stop rule of Draft & Verify, with a threshold that adapts to acceptance.
 
-  See Zhang et al. 2023 (arXiv:2309.08168); the defaults are those of their
+  See Zhang et al. 2023 (arXiv:2309.08168). The defaults are those of their
   code. The chain ends after a token whose draft probability is below a
-  threshold th. After each round, the moving average m of the acceptance rate
-  and the threshold are updated:
+  threshold th. Each round updates m, the moving average of the acceptance rate,
+  and then th:
 
     m <- (m + accepted / drafted) / 2,
-    th' = th + step if m < target; th if the chain had its maximum length; else
-      th - step,
+    th' = th + step if m < target,
+          th        else if the chain had its maximum length,
+          th - step otherwise,
     th <- 0.9 th + 0.1 th', clipped to [0, 1].
 
-  Without clipping, th could exceed 1, and every chain would end after one token
-  from then on. At temperature 0 draft distributions are one-hot, so this rule
-  never ends a chain.
+  The clipping is necessary because th > 1 would end every chain after its first
+  token. At temperature 0 this rule never ends a chain, because draft
+  distributions are one-hot.
 
   Attributes:
     threshold: threshold th of the first round, in [0, 1].
-    target: desired acceptance rate.
-    step: step size of the threshold in the formula for th'.
+    target: desired acceptance rate, in [0, 1].
+    step: step size of the threshold in the formula for th', in [0, 1].
   """
 
   threshold: float = 0.6
@@ -292,19 +295,19 @@ class Adaptive(StopRule):
 class Entropy(Adaptive):
   """Stop rule AdaEDL, which ends a chain where the draft entropy is high.
 
-  See Agrawal et al. 2024 (arXiv:2410.18351). If a token is sampled from the
-  draft distribution q, a lower bound of its acceptance rate is estimated as
-  1 - sqrt(factor H(q)), where H is the entropy in nats. The chain ends before
-  the token if this bound is below a threshold. The threshold is adapted as in
+  See Agrawal et al. 2024 (arXiv:2410.18351). For a token sampled from the draft
+  distribution q, the rule estimates a lower bound of the acceptance rate,
+  1 - sqrt(factor H(q)). H is the entropy in nats. The chain ends before the
+  token if this bound is below a threshold. The threshold adapts as in
   `Adaptive`. If a chain ends before its first token, the threshold falls by a
-  tenth of `step`, so that later chains have tokens again. At temperature 0 the
-  entropy is 0, so this rule never ends a chain.
+  tenth of `step`, so that later chains have tokens again. At temperature 0 this
+  rule never ends a chain, because the entropy is 0.
 
   Attributes:
     threshold: threshold of the bound in the first round, in [0, 1].
-    target: desired acceptance rate.
-    step: step size of the threshold, see `Adaptive`.
-    factor: factor of the entropy in the bound.
+    target: desired acceptance rate, in [0, 1].
+    step: step size of the threshold, in [0, 1] (see `Adaptive`).
+    factor: factor of the entropy in the bound, at least 0.
   """
 
   keeps = False
@@ -326,22 +329,23 @@ class Entropy(Adaptive):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptanceHead(StopRule):
-  """Stop rule of SpecDec++: a trained head predicts acceptance of tokens.
+  """Stop rule of SpecDec++, with a trained head that predicts acceptance.
 
   See Huang et al. 2024 (arXiv:2405.19715). The head predicts a_k, the
-  probability that drafted token k is accepted, from the hidden state from which
-  the token's draft distribution was computed. The chain ends after token k if
-  the predicted probability that a token was rejected, 1 - a_2 a_3 ... a_k, is
-  above the threshold. As in their code, the product does not contain a_1.
+  probability that drafted token k is accepted. Its input is the hidden state
+  from which the token's draft distribution was computed. The predicted
+  probability of a rejection among the first k tokens is 1 - a_2 a_3 ... a_k. As
+  in the authors' code, the product does not contain a_1. The chain ends after
+  token k if this probability is above the threshold.
 
   The head consists of `depth` residual blocks x + silu(x W + b), and a linear
   layer to the two logits of (reject, accept). `init_params` returns its initial
-  parameters, and `objectives.Acceptance` trains them;
-  `experiments/runs/stop_rules.py` is an example.
+  parameters, and `objectives.Acceptance` trains them. See
+  `experiments/runs/stop_rules.py` for an example.
 
   Attributes:
-    threshold: probability of a rejection above which the chain ends.
-    least: minimum length of a chain.
+    threshold: probability of a rejection above which the chain ends, in [0, 1].
+    least: minimum length of a chain, unless gamma is smaller.
     depth: number of residual blocks of the head.
   """
 
@@ -395,27 +399,27 @@ class AcceptanceHead(StopRule):
 class Scheduler(StopRule):
   """Stop rule of DSpark: drafts while the expected tokens per second increase.
 
-  See arXiv:2607.05147 (Algorithm 1); here it is applied to each sequence
-  separately. Let c_j be the predicted probability that drafted token j is
-  accepted if all tokens before it are accepted, and a_k = c_1 c_2 ... c_k. With
-  k drafted tokens, the expected number of tokens per second is
+  See Algorithm 1 of arXiv:2607.05147. This class applies the algorithm to each
+  sequence separately. Let c_j be the predicted probability that drafted token j
+  is accepted if all tokens before it are accepted, and a_k = c_1 c_2 ... c_k.
+  With k drafted tokens, the expected number of tokens per second is
 
     Theta_k = (1 + a_1 + ... + a_k) speeds[k].
 
   The chain ends before the first token k for which Theta_k is not above all
-  earlier values. A later value may be larger again. But later values depend on
-  the sampled token k, so if they determined whether token k is drafted, the
+  earlier values. A later value may be larger again, but it depends on the
+  sampled token k. If later values determined whether token k is drafted, the
   output would be biased (Appendix A of the paper).
 
   Attributes:
-    speeds: verifying passes per second with 0, 1, ... drafted tokens. Only the
+    speeds: target calls per second with 0, 1, ... drafted tokens. Only the
       ratios have an effect. The last value is used for all longer chains.
-    learned: True if c_k is computed by a trained layer as sigmoid((w . hidden +
-      b) / T_k), with parameters `{"kernel": w [F], "bias": b []}` for hidden
-      states of width F. False if c_k is the largest probability of the draft
+    learned: True if a trained layer computes c_k as sigmoid((w . hidden + b) /
+      T_k), with parameters `{"kernel": w [F], "bias": b []}` for hidden states
+      of width F. False if c_k is the largest probability of the draft
       distribution, which is 1 at temperature 0.
-    temperatures: temperatures T_1, T_2, ... of a learned c_k, such as
-      `training.calibration.temperatures` fits; 1 for all later tokens.
+    temperatures: temperatures T_1, T_2, ... of a learned c_k. All later
+      temperatures are 1. `training.calibration.temperatures` fits them.
   """
 
   speeds: tuple[float, ...]
@@ -449,8 +453,8 @@ class Scheduler(StopRule):
 
   def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
-    # The memory has three numbers: a_k, the sum 1 + a_1 + ... + a_k, and the
-    # largest Theta so far. These are their values for k = 0.
+    # The memory consists of a_k, the sum 1 + a_1 + ... + a_k, and the largest
+    # Theta so far. For k = 0 their values are 1, 1 and speeds[0].
     return reach, reach, reach * self.speeds[0]
 
   def stops(self, params: Params, seen: Seen, memory: Memory
@@ -470,15 +474,16 @@ class Threshold(StopRule):
   """Stop rule that ends the chain where the predicted acceptance is too low.
 
   This is the static threshold in the code of DSpark (arXiv:2607.05147). The
-  chain ends before token k if the predicted probability that the token is
-  accepted, sigmoid((w . hidden + b) / T_k), is below the threshold. `hidden` is
-  the hidden state from which the token's draft distribution was computed. The
-  parameters are `{"kernel": w [F], "bias": b []}`, as in
+  predicted acceptance probability of token k is sigmoid((w . hidden + b) /
+  T_k). `hidden` is the hidden state from which the token's draft distribution
+  was computed. The chain ends before token k if this probability is below the
+  threshold. The parameters are `{"kernel": w [F], "bias": b []}`, as in
   `Scheduler(learned=True)`.
 
   Attributes:
-    threshold: minimum predicted acceptance of a drafted token, in [0, 1].
-    temperatures: temperatures T_1, T_2, ...; 1 for all later tokens.
+    threshold: minimum predicted acceptance probability of a drafted token, in
+      [0, 1].
+    temperatures: temperatures T_1, T_2, .... All later temperatures are 1.
   """
 
   threshold: float = 0.5
@@ -504,16 +509,13 @@ def _check_temperatures(temperatures: tuple[float, ...]) -> None:
 
 def _accepted(params: Mapping[str, jax.Array], seen: Seen,
               temperatures: tuple[float, ...]) -> jax.Array:
-  """Returns a trained layer's prediction that the next token is accepted.
+  """Returns a trained layer's acceptance probability `[]` of the next token.
 
   Args:
-    params: parameters `{"kernel": w [F], "bias": b []}`.
+    params: parameters `{"kernel": w [F], "bias": b []}` of the layer.
     seen: inputs for the next token, with the hidden state `[F]`.
     temperatures: temperatures T_1, T_2, ... by which the logits of tokens 1, 2,
       ... are divided; 1 for all later tokens.
-
-  Returns:
-    Probability `[]`.
   """
   logit = seen.hidden.astype(jnp.float32) @ params["kernel"] + params["bias"]
   if temperatures:
@@ -526,17 +528,17 @@ def _accepted(params: Mapping[str, jax.Array], seen: Seen,
 class RuleState:
   """State of a stop rule with memory over rounds, for B batch rows.
 
-  In a combination of drafters, the verified draft may come from another drafter
-  than the one with this rule. The rule's memory must not be updated with such a
-  draft. So a hash of the last chain is stored and compared with that of the
-  verified draft.
+  In a combination of drafters, the verified draft may come from a drafter
+  without this rule. Such a draft must not update the rule's memory. Therefore
+  the state contains a hash of the last chain, and `update` compares this hash
+  with the hash of the verified draft.
 
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
-    room: maximum length of the last chain, `[B]` int32, which a controller may
-      change from round to round; 0 after the chain is verified.
+    room: maximum length of the last chain, `[B]` int32; 0 after the chain is
+      verified. A controller may change the maximum length in every round.
     chain: hash of the tokens of the last chain, `[B]` uint32; 0 if the chain is
-      empty.
+      empty or verified.
   """
 
   memory: Memory
@@ -571,11 +573,11 @@ def memory_of(state: Memory) -> Any:
 def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
   """Returns the state of a stop rule after chains are drafted.
 
-  The state records a hash of the chains, so that `update` can recognise them.
+  The state contains a hash of the chains, by which `update` recognises them.
 
   Args:
     state: state of the rule.
-    draft: batch of chains that the rule ended.
+    draft: batch of chains drafted with the rule.
     gamma: maximum length of a chain.
   """
   if not isinstance(state, RuleState):
@@ -607,8 +609,8 @@ def start_round(rule: StopRule, state: Memory, rows: jax.Array
     rows: `[B]` bool, True for the batch rows in which tokens are drafted.
 
   Returns:
-    `[B]` bool, True for rows whose chain continues, which is `rows`; and the
-    rule's memory within the round.
+    `(rows, memory)`. All chains continue at first, so `going` is `rows`.
+    `memory` is the rule's memory at the start of the round, leaves `[B, ...]`.
   """
   if isinstance(state, RuleState):
     return rows, jax.vmap(rule.start)(state.memory)
@@ -623,13 +625,14 @@ def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
 
   Args:
     rule: stop rule.
-    params: parameters of the rule, or None.
+    params: parameters of the rule, or None if it has no parameters.
     seen: inputs of the rule, with the batch as first axis.
-    going: `[B]` bool, True for rows whose chain has not ended before.
+    going: `[B]` bool, True for rows whose chain has not ended yet.
     memory: memory within the round, with the batch as first axis.
 
   Returns:
-    `[B]` bool, True for rows whose chain continues; and the new memory.
+    `(going, memory)`: `going` is `[B]` bool, True for rows whose chain
+    continues; `memory` is the new memory.
   """
   chex.assert_rank(going, 1)
   stop, memory = jax.vmap(rule.stops, (None, 0, 0))(params, seen, memory)
@@ -640,8 +643,9 @@ def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
            count: jax.Array) -> Any:
   """Returns the state of a stop rule after a round was verified.
 
-  The memory over rounds is updated in rows whose verified draft is the chain
-  that the rule ended, or whose chain the rule ended before its first token.
+  The memory over rounds changes in two kinds of rows: rows whose verified draft
+  is the chain drafted with this rule, and rows in which the rule ended the
+  chain before its first token.
 
   Args:
     rule: stop rule.
@@ -672,13 +676,13 @@ def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
   """Returns the parameters of the draft model and of the stop rule.
 
   Args:
-    rule: stop rule, or None.
-    params: parameters of the drafter. If the rule has parameters, they are
-      `{"model": ..., "stop": ...}`, else they are those of the draft model.
+    rule: stop rule, or None if the drafter has no stop rule.
+    params: parameters of the drafter: `{"model": ..., "stop": ...}` if the rule
+      has parameters, otherwise the parameters of the draft model.
 
   Returns:
-    `(model parameters, rule parameters)`; the latter are None if the rule has
-    no parameters.
+    `(model parameters, rule parameters)`. The rule parameters are None if there
+    is no rule, or the rule has no parameters.
 
   Raises:
     ValueError: the rule's parameters are missing.
@@ -699,12 +703,12 @@ def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
                carry: chex.ArrayTree) -> tuple[Draft, Any, Any]:
   """Samples a chain in each of B rows, until a stop rule ends it.
 
-  The loop over draft positions ends when all chains have ended or have gamma
+  The loop over draft positions ends when every chain has ended or has gamma
   tokens.
 
   Args:
     rule: stop rule.
-    params: parameters of the rule, or None.
+    params: parameters of the rule, or None if it has no parameters.
     transform: transform from logits to draft probabilities.
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state of the B rows.
@@ -716,8 +720,8 @@ def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
     carry: initial carry of `read`, such as the draft model's cache.
 
   Returns:
-    `(draft, carry, rule_state)`, the batched `Draft`, the last carry of `read`,
-    and the new state of the rule.
+    `(draft, carry, rule_state)`: the batched `Draft`, the final carry of
+    `read`, and the new state of the rule.
   """
   chex.assert_rank([uniforms, *first], 2)
   rows = state.lengths.shape[0]

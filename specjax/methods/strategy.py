@@ -1,4 +1,4 @@
-"""`Strategy`, a drafter with its verifier, and default verification rules."""
+"""`Strategy`, a pair of a drafter and a verifier, and default rules."""
 
 from typing import Any
 from typing import NamedTuple
@@ -16,8 +16,7 @@ STOP = stop_rules.Adaptive()
 
 
 class Strategy(NamedTuple):
-  """A drafter, and the verifier that decides which of its tokens are accepted.
-  """
+  """Pair of a drafter and the verifier of its drafts."""
 
   drafter: Drafter
   verifier: Verifier
@@ -26,7 +25,7 @@ class Strategy(NamedTuple):
     """Returns a decoder with this drafter and verifier.
 
     Args:
-      target: target model; its parameters are passed when decoding.
+      target: target model. Its parameters are arguments of decoding calls.
       **options: other attributes of `Decoder`, such as `transform` and `eos`.
     """
     return Decoder(target=target, drafter=self.drafter, verifier=self.verifier,

@@ -1,4 +1,4 @@
-"""Transformers, published models and their files, and models around a model."""
+"""Transformers, files of published models, and models that wrap a model."""
 
 from specjax.models import adapters
 from specjax.models import cache_views

@@ -1,13 +1,13 @@
-"""Models of other projects as a `Model`: JAX functions and Flax NNX modules.
+"""Adapters that make a JAX function or a Flax NNX module a `Model`.
 
-  CachedFunction   a function with its own cache
-  PlainFunction    a function from tokens to logits, without a cache
-  split            an NNX module as a function and its parameters
+  CachedFunction   adapter for a function with a cache
+  PlainFunction    adapter for a function from tokens to logits, without a cache
+  split            splits an NNX module into a function and its parameters
 
-Adapters hash by their fields, and functions by identity. So define each
-function once: an adapter with a new lambda is compiled again. Functions of
-`split` hash by the structure of the module, so modules of equal structure share
-compiled code.
+Two equal adapters share compiled code. Adapters are equal if their fields are
+equal, and a function is equal only to itself. Define each function once,
+because an adapter with a new lambda is compiled again. Functions of `split` are
+equal if the structures of their modules are equal.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ class Slots(Cache):
   """Cache of arrays with one slot per token of a row.
 
   Attributes:
-    arrays: tree of arrays `[B, C, ...]`.
-    lengths: `[B]` int32, number of committed tokens of each row. Later slots
-      are scratch space.
+    arrays: tree of arrays `[B, C, ...]`, for B rows of C slots.
+    lengths: `[B]` int32 number of committed tokens of each row. The slots after
+      them are scratch space.
   """
 
   arrays: Any
@@ -48,9 +48,10 @@ class Slots(Cache):
     return jax.tree.leaves(self.arrays)[0].shape[1]
 
   def commit(self, path: jax.Array, count: jax.Array) -> "Slots":
-    """Commits the first `count [B]` nodes of `path [B, T]`.
+    """Returns the cache with the first `count [B]` nodes of `path` committed.
 
-    The nodes are in the slots after the committed tokens.
+    `path [B, T]` contains indices of nodes. Node i of a row is in the i-th slot
+    after the committed tokens, counted from 0.
     """
     def move(row: jax.Array, start: jax.Array, path: jax.Array) -> jax.Array:
       return jax.lax.dynamic_update_slice_in_dim(
@@ -61,21 +62,21 @@ class Slots(Cache):
     return Slots(arrays=moved, lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "Slots":
-    """Sets the committed tokens of every row to `lengths [B]`."""
+    """Returns the cache with `lengths [B]` committed tokens per row."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "Slots":
-    """Returns a `PartitionSpec` per array; only the rows are split."""
+    """Returns a `PartitionSpec` per array. Only the row axis is split."""
     del axis
     return jax.tree.map(lambda _: PartitionSpec(rows), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedFunction(Model):
-  """Model from a function with a cache.
+  """`Model` that calls a function with a cache.
 
   The function writes the state of S new tokens to slots of the cache, and
-  attends to the slots of a mask. The adapter handles rows of different lengths,
+  attends to the slots in a mask. The adapter handles rows of different lengths,
   trees, and the commit of accepted tokens.
 
   Attributes:
@@ -85,10 +86,10 @@ class CachedFunction(Model):
       to every slot c with `mask[b, i, c]`, including its own. In a tree, the
       slot of a token differs from its position.
     empty_cache: `empty_cache(params, batch, capacity)`, returns a tree of
-      arrays `[B, C, ...]` with C = capacity.
-    vocab_size: V.
-    context_length: longest sequence of the model, in tokens. All positions are
-      below it.
+      arrays `[B, C, ...]` with B = batch and C = capacity.
+    vocab_size: vocabulary size V.
+    context_length: length of the longest sequence of the model, in tokens. All
+      positions are below this length.
   """
 
   apply: Callable[..., tuple[jax.Array, Any]]
@@ -119,10 +120,11 @@ class CachedFunction(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Slots | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`.
+    """Runs one pass, see `Model`. `hidden` of the output is empty: `[B, S, 0]`.
 
     Raises:
-      ValueError: `apply` does not return logits and a cache of equal structure.
+      ValueError: `apply` does not return a pair of logits and a cache with the
+        structure of its argument.
     """
     size = tokens.shape[1]
     past = self.init_cache(params, *tokens.shape) if cache is None else cache
@@ -130,8 +132,8 @@ class CachedFunction(Model):
       depths = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
     if ancestors is None:
       _, ancestors = topology.causal(*tokens.shape)
-    # Drafts may extend beyond the context, where positions have no meaning.
-    # These nodes are never committed, so their positions are clipped.
+    # A draft may extend beyond the longest sequence of the model. Nodes there
+    # are never committed, so their positions can be clipped.
     positions = jnp.minimum(past.lengths[:, None] + depths,
                             self.context_length - 1)
     first = past.lengths[:, None] + ancestors.shape[2] - size
@@ -149,17 +151,18 @@ class CachedFunction(Model):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainFunction(Model):
-  """Model from a function of the complete sequence.
+  """`Model` that calls a function of the complete sequence.
 
-  Only the tokens are cached. So a pass computes the complete sequence again,
-  and for a tree once per leaf. This is slow. Use it for small models and to
-  test a cache.
+  Only the tokens are cached. A pass computes the complete sequence again, and
+  for a tree once per leaf. This is slow. Use this adapter for small models, or
+  to test a cache.
 
   Attributes:
     apply: `apply(params, tokens [B, S]) -> logits [B, S, V]`. Row i of the
       logits depends only on the first i + 1 tokens.
-    vocab_size: V.
-    context_length: longest sequence of the model, in tokens; S is at most this.
+    vocab_size: vocabulary size V.
+    context_length: length of the longest sequence of the model, in tokens. S is
+      at most this length.
   """
 
   apply: Callable[[Any, jax.Array], jax.Array]
@@ -171,7 +174,7 @@ class PlainFunction(Model):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Slots:
-    """Returns the cache of `batch` empty rows, which contains tokens."""
+    """Returns a cache of token ids with `batch` empty rows."""
     del params
     return Slots(arrays=jnp.zeros((batch, capacity), jnp.int32),
                  lengths=jnp.zeros((batch,), jnp.int32))
@@ -180,7 +183,8 @@ class PlainFunction(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Slots | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`; `hidden` is empty, `[B, S, 0]`."""
+    """Runs one pass, see `Model`. `hidden` of the output is empty: `[B, S, 0]`.
+    """
     if cache is None and ancestors is None:
       return _output(self.apply(params, tokens), None)
     past = self.init_cache(params, *tokens.shape) if cache is None else cache
@@ -194,15 +198,15 @@ class PlainFunction(Model):
 
   def _logits(self, params: chex.ArrayTree, past: Slots, ancestors: jax.Array
               ) -> jax.Array:
-    """Returns the logits `[B, S, V]` of S nodes, one pass per leaf.
+    """Returns the logits `[B, S, V]` of S nodes.
 
-    Each pass computes the path to a leaf as a row, and so its ancestors too.
-    Parents precede their children, so the last remaining node is a leaf. A
-    chain takes one pass.
+    Each pass of the loop computes the path to one leaf as a sequence. The pass
+    includes all ancestors of the leaf. Parents precede their children, so the
+    last node without logits is a leaf. A chain takes one pass.
     """
     batch, size, block = ancestors.shape
-    # The depth of a node is its number of ancestors, also for nodes that
-    # earlier passes added to the block.
+    # The depth of a node is its number of ancestors. The block also contains
+    # nodes of earlier calls.
     places = past.lengths[:, None, None] + jnp.cumsum(
         ancestors, axis=2, dtype=jnp.int32) - 1
     slots = past.lengths[:, None] + jnp.arange(block)
@@ -215,13 +219,14 @@ class PlainFunction(Model):
       logits, left = carry
       leaf = size - 1 - jnp.argmax(left[:, ::-1], axis=1)
       on_path, place = ancestors[rows, leaf], places[rows, leaf]
-      # Nodes that are not on the path get an index out of range, and are
-      # dropped.
+      # Nodes not on the path get an index out of range, so that `set` drops
+      # them.
       put = jnp.where(on_path, place, past.capacity)
       sequence = past.arrays.at[rows[:, None], put].set(tokens, mode="drop")
       path_logits = self.apply(params, sequence[:, :columns])
-      # Drafts may extend beyond the context, where there are no logits. These
-      # nodes are never committed, so their positions are clipped.
+      # A draft may extend beyond the longest sequence, where there are no
+      # logits. Nodes there are never committed, so their positions can be
+      # clipped.
       here = jnp.minimum(place[:, block - size:], columns - 1)
       path_logits = jnp.take_along_axis(path_logits, here[..., None], axis=1)
       new = on_path[:, block - size:] & left
@@ -238,7 +243,10 @@ class PlainFunction(Model):
 
 @dataclasses.dataclass(frozen=True)
 class _Merged:
-  """Function `(params, *args)` that calls an NNX module of one structure."""
+  """Function `(params, *args)` that calls an NNX module with `params`.
+
+  `graphdef` is the structure of the module.
+  """
 
   graphdef: Any
 
@@ -254,20 +262,20 @@ def split(module: Any) -> tuple[Callable[..., Any], dict[Any, Any]]:
   if the module has dropout or counters.
 
   Args:
-    module: `nnx.Module` whose `__call__` has the arguments of `apply` without
-      the parameters.
+    module: `nnx.Module` with a `__call__` that has the arguments of the
+      adapter's `apply`, without `params`.
 
   Returns:
-    `(apply, params)`: `apply(params, *args)` equals `module(*args)`; `params`
+    `(apply, params)`. `apply(params, *args)` equals `module(*args)`. `params`
     is a dictionary of arrays.
   """
-  # The import is slow, and few programs need it. So it is not at the top.
+  # This import is slow and few programs need it, so it is local.
   from flax import nnx  # pylint: disable=g-import-not-at-top
   graphdef, state = nnx.split(module)
   return _Merged(graphdef), nnx.to_pure_dict(state)
 
 
 def _output(logits: jax.Array, cache: Slots | None) -> ModelOutput:
-  """Returns an output with float32 (or wider) logits and no hidden states."""
+  """Returns an output with logits of at least float32 and no hidden states."""
   wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   return ModelOutput(logits=wide, hidden=wide[..., :0], cache=cache)

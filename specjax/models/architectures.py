@@ -1,7 +1,8 @@
 """Published architectures, by the `model_type` of their configurations.
 
-The record of an architecture maps configuration keys to `TransformerConfig`,
-with the defaults of transformers, and contains the names of the tensors.
+An `Architecture` converts published configuration keys to a
+`TransformerConfig`, with the default values of transformers. It also contains
+the names of the tensors.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,12 @@ class Architecture:
     read: function from configuration keys to fields of `TransformerConfig`.
     names: table of the tensor names.
     transformers: class name in transformers.
-    prefix: optional prefix of all tensor names except the head's.
+    prefix: prefix of all tensor names except that of the head. Files may omit
+      it.
     defaults: values of keys that a configuration may omit.
-    tied: default of `tie_word_embeddings`.
-    even_width: True if transformers requires the width to be a multiple of
-      `heads`.
+    tied: default value of the key `tie_word_embeddings`.
+    even_width: True if transformers requires a width that is a multiple of the
+      number of heads.
   """
 
   read: Callable[[Keys], dict[str, Any]]
@@ -44,8 +46,8 @@ class Architecture:
 
     Args:
       keys: the published configuration. An unknown key is an error.
-      has_head: True if the file has a tensor for the LM head. Without one, the
-        embedding is the default head.
+      has_head: True if the file has a tensor for the LM head. If False, the
+        embedding is the head, unless the configuration denies it.
 
     Raises:
       ValueError: a key is missing or unknown.
@@ -58,10 +60,10 @@ class Architecture:
 
 
 def without_idle_windows(config: TransformerConfig) -> TransformerConfig:
-  """Removes attention windows of at least the context length.
+  """Returns the configuration without windows of at least the context length.
 
-  They have no effect, but cost time. They are not removed if layers with a
-  window have another rotary base.
+  Such an attention window has no effect, but costs time. All windows remain if
+  layers with a window have another rotary base.
   """
   if config.local_rope_theta is not None:
     return config
@@ -113,7 +115,7 @@ ARCHITECTURES = {
         read=settings.gemma2, names=tensor_names.GEMMA_2,
         transformers="Gemma2ForCausalLM", defaults=_GEMMA_2, tied=True,
         even_width=True),
-    # Models with images omit even these sizes in their configurations.
+    # Configurations of models with image input omit even the sizes below.
     "gemma3_text": Architecture(
         read=settings.gemma3, names=tensor_names.GEMMA_2,
         transformers="Gemma3ForCausalLM", tied=True, even_width=True,

@@ -1,12 +1,13 @@
-"""Base class of models around another model."""
+"""Base class of models that wrap another model."""
 
 from specjax.interfaces import Model
 
 
 class AroundModel(Model):
-  """Model with the vocabulary and context length of its field `model`.
+  """Model that wraps another model, its field `model`.
 
-  Subclasses are frozen dataclasses with the field `model`.
+  Both have the same vocabulary, context length and slack. Subclasses are frozen
+  dataclasses with the field `model`.
   """
 
   model: Model

@@ -1,7 +1,7 @@
-"""Views of the target's cache, with which the target drafts for itself.
+"""Views of the target's cache, for self-speculation.
 
-Passes over a short past are faster. So a model can draft for itself if its
-drafting passes read only part of its cache. A view copies some slots of the
+Attention over fewer tokens is faster. A target can therefore draft for itself
+with passes that read only part of its cache. A view copies some slots of the
 target's cache at the start of a round. No second cache is needed. The output
 distribution does not change, because verification reads the complete cache.
 
@@ -27,35 +27,42 @@ from specjax.utils import fields
 
 
 class CacheView(Protocol):
-  """Interface of views: selection of the slots that a drafting pass reads."""
+  """Interface of objects that select the slots read by drafting passes."""
 
   def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> Any:
-    """Returns a selection made after the prompts, arrays `[B, ...]`.
+    """Returns a selection of slots, made once after the prompts.
+
+    The selection is a tree of arrays `[B, ...]`.
 
     Args:
       model: model of the cache.
       params: parameters of the model.
-      root: `[B]` int32, the last token of each prompt.
-      cache: cache of the tokens before it.
+      root: `[B]` int32 last token of each prompt.
+      cache: cache of the tokens before `root`.
     """
     ...
 
   def open(self, chosen: Any, cache: KVCache) -> Any:
-    """Returns the `View` of a selection and the current cache, for a round."""
+    """Returns the `View` for one round.
+
+    Args:
+      chosen: the result of `choose`.
+      cache: the model's cache at the start of the round.
+    """
     ...
 
 
 @struct.dataclass
 class View(KVCache):
-  """Copies of some slots of a cache, plus a reserved block of drafts.
+  """Copies of some slots of a cache, and a reserved block for draft tokens.
 
-  `k` and `v` are L arrays `[B, H, F, D]`, copies of F slots. `lengths` counts
-  all committed tokens, also tokens without a copy. So positions are positions
-  in the complete sequence. `settle` drops the block and its drafts.
+  `k` and `v` are L arrays `[B, H, F, D]`, copies of F slots. `lengths` is the
+  number of all committed tokens, including those without a copy. Positions are
+  therefore positions in the complete sequence. `settle` drops the block.
 
   Attributes:
-    used: number of filled slots of each row, `[B]` int32. The filled slots are
+    used: `[B]` int32 number of filled slots of each row. The filled slots are
       the first ones.
   """
 
@@ -66,7 +73,8 @@ class View(KVCache):
     """Attends over the filled slots and the block, see `KVCache.attend`.
 
     Raises:
-      ValueError: the layer has a window, which needs the slots' positions.
+      ValueError: the layer has a window. A window requires the positions of the
+        slots, and a view does not store them.
     """
     if window:
       raise ValueError(f"layer {layer} has a window of {window} tokens, but "
@@ -85,13 +93,14 @@ class View(KVCache):
 
 @struct.dataclass
 class Chosen:
-  """Chunks of the sequence that were selected for a view.
+  """Chunks of the sequence selected for a view.
 
   Attributes:
-    chunks: `[B, L, H, K]` int32, numbers of the chunks of each layer and head,
+    chunks: `[B, L, H, K]` int32 indices of the chunks of each layer and head,
       best first.
-    count: `[B]` int32, number of valid entries among the K.
-    end: `[B]` int32, number of tokens that were in the cache at the selection.
+    count: `[B]` int32 number of valid entries among the K.
+    end: `[B]` int32 number of tokens in complete chunks of the cache at the
+      selection.
   """
 
   chunks: jax.Array
@@ -103,18 +112,19 @@ class Chosen:
 class Retrieved:
   """View of the prompt's chunks with the highest attention, and recent tokens.
 
-  Sun et al. 2024 (TriForce, arXiv:2404.11912, section 4.1). The prompt is cut
-  into chunks. Each layer and head selects the chunks whose mean key has the
-  largest product with the query of the last prompt token, averaged over query
-  heads with the same keys. The first chunk contains the attention sinks and is
-  always selected. The selection is made once per prompt. (TriForce overwrites
-  the end of the budget with new tokens. Here new tokens have the separate share
-  `recent`.)
+  Sun et al. 2024 (TriForce, arXiv:2404.11912, section 4.1). The prompt is
+  divided into chunks. Each layer and head selects the chunks with the largest
+  product of the mean key and the query of the last prompt token. The query is a
+  mean over query heads with the same keys. The first chunk is always selected,
+  because it contains the attention sinks. The selection is made once per
+  prompt. New tokens have a separate budget `recent`, whereas TriForce
+  overwrites the end of its budget with new tokens.
 
   Attributes:
     budget: number of tokens in the selected chunks.
     chunk: number of tokens per chunk.
-    recent: maximum number of tokens after the prompt; the last ones are used.
+    recent: maximum number of tokens after the chunks. If there are more, the
+      last ones are used.
   """
 
   budget: int = 1024
@@ -134,8 +144,8 @@ class Retrieved:
     Args:
       model: model of the cache.
       params: parameters of the model.
-      root: `[B]` int32, the last token.
-      cache: cache of the tokens before it.
+      root: `[B]` int32 last token of each prompt.
+      cache: cache of the tokens before `root`.
 
     Raises:
       ValueError: the cache has fewer slots than a chunk.
@@ -164,7 +174,7 @@ class Retrieved:
         count=jnp.minimum(count, most), end=count * self.chunk)
 
   def open(self, chosen: Chosen, cache: KVCache) -> View:
-    """Returns the view of the current tokens of a cache."""
+    """Returns the view of the chosen chunks and the recent tokens."""
     in_chunks = (chosen.count * self.chunk)[:, None, None, None]
     start = jnp.maximum(chosen.end, cache.lengths - self.recent)
     size = chosen.chunks.shape[3] * self.chunk
@@ -181,7 +191,8 @@ class Retrieved:
 class Recent:
   """View of the first and the last tokens, see `caches.streaming`.
 
-  The view is cut at the start of a round and grows by the drafted tokens.
+  The first and last tokens are selected at the start of a round. During the
+  round, the view grows by the draft tokens.
 
   Attributes:
     sinks: number of first tokens.
@@ -196,12 +207,12 @@ class Recent:
 
   def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> tuple[()]:
-    """Returns `()`: the view depends only on the lengths."""
+    """Returns `()`, because the view depends only on the cache's lengths."""
     del model, params, root, cache
     return ()
 
   def open(self, chosen: tuple[()], cache: KVCache) -> View:
-    """Returns the view of the current tokens of a cache."""
+    """Returns the view of the first and the last tokens of a cache."""
     del chosen
     slot = jnp.arange(self.sinks + self.window, dtype=jnp.int32)
     skipped = jnp.maximum(cache.lengths - len(slot), 0)[:, None]
@@ -211,7 +222,13 @@ class Recent:
 
 
 def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
-  """Returns the slots `source [B, L or 1, H or 1, F]` of a cache."""
+  """Returns the view with copies of the slots `source` of a cache.
+
+  Args:
+    cache: cache without a reserved block.
+    source: `[B, L or 1, H or 1, F]` indices of slots.
+    used: `[B]` number of filled slots, see `View`.
+  """
   if cache.held is not None:
     raise ValueError("the cache has a reserved block, whose tokens have no "
                      "slots; call settle before opening a view")
@@ -224,7 +241,10 @@ def _view(cache: KVCache, source: jax.Array, used: jax.Array) -> View:
 
 def _queries(model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> list[jax.Array]:
-  """Returns the queries `[B, H * G, D]` of a token in each layer."""
+  """Returns the queries `[B, H * G, D]` of the token `root` in each layer.
+
+  G is the number of query heads per key head.
+  """
   ones = jnp.ones((len(root), 1, 1), bool)
   _, seen = TransformerModule(model.config).apply(
       {"params": params}, root[:, None], jnp.zeros_like(root)[:, None], ones,

@@ -1,7 +1,7 @@
 """Checkpoints of specjax: safetensors and a JSON configuration.
 
-A checkpoint is a directory with `config.json` and `model.safetensors`. Tensor
-names are the paths in the parameter tree, joined by dots.
+A checkpoint is a directory with `config.json` and `model.safetensors`. The name
+of a tensor is its path in the parameter tree, joined by dots.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ from specjax.utils.files import write_json
 def save_model(directory: str | os.PathLike[str], model: Transformer,
                params: Mapping[str, chex.ArrayTree],
                dtype: jax.typing.DTypeLike | None = None) -> None:
-  """Writes a checkpoint; each file is replaced atomically.
+  """Writes a checkpoint. Each file is replaced atomically.
 
   Args:
-    directory: directory, created if needed.
+    directory: directory of the checkpoint, created if it does not exist.
     model: the model.
-    params: parameters of the model. If they are sharded over processes, all
+    params: parameters of the model. If `params` are sharded over processes, all
       processes must call this function.
-    dtype: dtype of the stored weights. None keeps the dtype of `params`.
+    dtype: dtype of the stored weights. None means the dtypes of `params`.
 
   Raises:
-    ValueError: weights overflow in `dtype`, or a parameter is not an array.
+    ValueError: a weight overflows in `dtype`, or a parameter is not an array.
   """
   dtype = dtype and float_dtype(dtype)
   flat = flax.traverse_util.flatten_dict(params, sep=".")
@@ -64,8 +64,8 @@ def load_model(directory: str | os.PathLike[str],
   """Reads a checkpoint.
 
   Args:
-    directory: directory of `save_model`.
-    dtype: dtype of the parameters. None is `default_dtype()`.
+    directory: directory written by `save_model`.
+    dtype: dtype of the parameters. None means `default_dtype()`.
 
   Returns:
     `(model, params)`.

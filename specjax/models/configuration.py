@@ -18,51 +18,56 @@ class TransformerConfig:
   """Sizes and variants of a decoder.
 
   Attributes:
-    vocab_size: V.
-    width: D, width of the residual stream.
-    layers: L.
+    vocab_size: vocabulary size V.
+    width: width D of the residual stream.
+    layers: number L of layers.
     heads: number of query heads.
     kv_heads: number of key-value heads, a divisor of `heads`.
-    head_dim: width of one head; its rotated part must be even.
+    head_dim: width of one head. The number of rotated dimensions must be even.
     mlp_width: inner width of the MLP.
-    context_length: longest sequence of the model, in tokens.
+    context_length: length of the longest sequence of the model, in tokens.
     rope_theta: base of the rotary frequencies.
-    rope_fraction: share of a head's dimensions that is rotated, beginning with
-      the first.
+    rope_fraction: share of the dimensions of a head that are rotated, from the
+      first dimension.
     rope_scaling: scaling of the frequencies for long sequences, or None.
-    local_rope_theta: base in layers with a window, which have no scaling then
-      (Gemma 3). None: these layers are like the others.
-    learned_positions: adds a table of `context_length` positions to the
-      embedding and rotates nothing (GPT-2).
+    local_rope_theta: base in layers with a window (Gemma 3). These layers then
+      have no scaling. None means that all layers have the same base.
+    learned_positions: if True, add a table of `context_length` positions to the
+      embedding and rotate nothing (GPT-2).
     norm: "rms", or "layer" with a bias.
-    norm_epsilon: number that is added to the mean square or the variance.
-    norm_plus_one: norms multiply by 1 + scale, instead of scale (Gemma).
-    pre_norm: normalises the inputs of attention and MLP.
-    post_norm: normalises the outputs of attention and MLP (Gemma 2, OLMo-2).
-    parallel_residual: attention and MLP read the same residual stream
+    norm_epsilon: number added to the mean square or the variance.
+    norm_plus_one: if True, norms multiply by 1 + scale instead of scale
+      (Gemma).
+    pre_norm: if True, normalise the inputs of attention and MLP.
+    post_norm: if True, normalise the outputs of attention and MLP (Gemma 2,
+      OLMo-2).
+    parallel_residual: if True, attention and MLP read the same residual stream
       (GPT-NeoX).
     qk_norm: RMSNorm of queries and keys before rotation: "head" per head (Qwen
       3), "all" over all heads (OLMo-2), or None.
-    qkv_bias: bias of query, key and value.
-    out_bias: bias of the attention output.
-    mlp_bias: biases of the MLP.
-    gated: MLP down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+    qkv_bias: True if query, key and value have biases.
+    out_bias: True if the attention output has a bias.
+    mlp_bias: True if the MLP has biases.
+    gated: if True, the MLP is down(activation(gate(x)) * up(x)). If False, it
+      is down(activation(up(x))).
     activation: "silu", "gelu" or "gelu_tanh".
-    windows: attention window of each layer in tokens, including the token
-      itself; 0 is unlimited. Empty: all layers are unlimited.
-    attention_softcap: constant c; attention scores x become c tanh(x / c)
-      (Gemma 2). None: unchanged.
-    logit_softcap: constant c; logits x become c tanh(x / c). None: unchanged.
-    query_scale: factor on attention scores; None: head_dim^(-1/2).
+    windows: attention window of each layer in tokens, including the current
+      token. 0 means no limit. An empty tuple means no limit in all layers.
+    attention_softcap: constant c. Attention scores x become c tanh(x / c)
+      (Gemma 2). None leaves x unchanged.
+    logit_softcap: constant c. Logits x become c tanh(x / c). None leaves x
+      unchanged.
+    query_scale: factor on attention scores. None means head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
-    tie_embeddings: uses the embedding table as output head.
-    features: hidden states that are concatenated into `hidden`, in this order.
-      Number i is the residual stream before layer i, from 0; `layers` is the
-      output of the last layer, before the final norm. "final" is the input of
-      the LM head. Empty: "final" only. Hugging Face's `hidden_states` and vLLM
-      use the same index; other projects call i + 1 "the output of layer i".
-    lookahead: number of look-ahead tokens, with ids V..V + lookahead - 1. They
-      are read and never predicted.
+    tie_embeddings: if True, the embedding table is also the LM head.
+    features: hidden states to concatenate into `hidden`, in this order. Integer
+      i is the residual stream before layer i, from 0. `layers` is the output of
+      the last layer, before the final norm. "final" is the input of the LM
+      head. An empty tuple means "final" only. Hugging Face's `hidden_states`
+      and vLLM use the same index. Other projects call the hidden state i + 1
+      "the output of layer i".
+    lookahead: number of look-ahead tokens, with ids V..V + lookahead - 1. These
+      tokens are inputs, and the model never predicts them.
   """
 
   vocab_size: int
@@ -109,7 +114,8 @@ class TransformerConfig:
     fields.check_fields(
         self, *sizes, more=": correct the model's configuration")
     for name in sizes:
-      object.__setattr__(self, name, int(getattr(self, name)))  # as JSON has it
+      # The same type as after reading a JSON file.
+      object.__setattr__(self, name, int(getattr(self, name)))
     self._check_choices()
     self._check_features()
     self._check_sizes()
@@ -158,5 +164,5 @@ class TransformerConfig:
     return self.heads // self.kv_heads
 
   def window(self, layer: int) -> int:
-    """Returns the attention window of a layer in tokens; 0 is unlimited."""
+    """Returns the attention window of a layer in tokens; 0 means no limit."""
     return self.windows[layer] if self.windows else 0

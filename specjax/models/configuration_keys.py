@@ -1,4 +1,4 @@
-"""Keys of a published configuration; unknown keys raise an error."""
+"""Keys of a published configuration. Unknown keys raise an error."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -34,11 +34,12 @@ _HARMLESS = frozenset("""
     unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
-# Keys that have no effect if they have this value. Other values are errors.
+# Keys with the only accepted value, which has no effect. Other values raise an
+# error.
 _PLAIN = {"is_causal": True, "attention.causal": True,
           "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
-# Synonyms. If a file uses two of them, their values must be equal.
+# Synonyms. If a file contains two names of a key, their values must be equal.
 _NAMES = (
     ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
     ("num_attention_heads", "n_head"), ("intermediate_size", "n_inner"),
@@ -49,45 +50,46 @@ _NAMES = (
     ("sliding_window_pattern", "_sliding_window_pattern"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}
-# Keys whose null means "off". Null for other keys is like a missing key.
+# For these keys, null means "off". For other keys, null means a missing key.
 _OFF_BY_NULL = ("sliding_window",)
 _ADVICE = {
     "quantization_config": "give weights that are not quantised, or a GGUF "
                            "file",
-    # These keys list layers. Without them specjax would have to guess layers.
-    "layers": "if it numbers the target's layers that a drafter reads, write "
-              "it as eagle_aux_hidden_state_layer_ids, where i is the state "
-              "that layer i reads; do not take it out",
+    # Keys with lists of layers. If a user removed such a key, a drafter would
+    # read other layers.
+    "layers": "if it lists the target's layers that a drafter reads, write it "
+              "as eagle_aux_hidden_state_layer_ids, where i is the input of "
+              "layer i; do not take it out",
 }
 _NUMBERS = re.compile(r"layers?_(ids|ind|num|to_)|aux_hidden|capture")
 
 
 class Keys:
-  """Published configuration that records which keys were read.
+  """Published configuration that records the keys read from it.
 
-  So unknown keys can be rejected after reading (`refuse_others`). A key may
-  have several names, and may be in an enclosing configuration as well. Then its
-  values must be equal.
+  After reading, `refuse_others` rejects unknown keys. A key may have several
+  names, and may also be in an enclosing configuration. All its values must then
+  be equal.
 
   Attributes:
     source: name of the configuration in errors.
     context_length: context length that the caller requires, or None.
-    asked: keys that were read, by the requested names.
+    asked: keys that were read, by the names used by the caller.
   """
 
   def __init__(self, given: Mapping[str, Any], source: str,
                defaults: Mapping[str, Any] | None = None,
                context_length: int | None = None, place: str = "",
                outer: "Keys | None" = None) -> None:
-    """Takes a configuration.
+    """Stores a configuration.
 
     Args:
-      given: keys and values.
+      given: the configuration, a mapping from keys to values.
       source: name of the configuration in errors.
-      defaults: values of keys that may be omitted.
+      defaults: values of keys that the configuration may omit.
       context_length: context length that the caller requires, or None.
       place: key of this configuration in `outer`.
-      outer: the enclosing configuration, which may have the same keys.
+      outer: the enclosing configuration, which may have the same keys, or None.
     """
     self._given, self._defaults = given, defaults or {}
     self.source = source
@@ -98,10 +100,13 @@ class Keys:
     self._place, self._outer = place, outer
 
   def __call__(self, name: str, otherwise: Any = None) -> Any:
-    """Returns a key's value, else its default, else `otherwise`.
+    """Returns the value of a key.
+
+    A missing key has its value of `defaults`, or `otherwise` if `defaults` has
+    none. A null value means `otherwise`.
 
     Raises:
-      ValueError: the file has two values for the key.
+      ValueError: the configuration has two different values for the key.
     """
     self.asked.add(name)
     values, names = self.said(name), _SYNONYMS.get(name, (name,))
@@ -117,7 +122,10 @@ class Keys:
     return otherwise if value is None else value
 
   def said(self, name: str) -> dict[str, Any]:
-    """Returns the values of a key in the file, by its names and places."""
+    """Returns all values of a key in the configuration.
+
+    The result is a dict from names, with the place as prefix, to values.
+    """
     names = _SYNONYMS.get(name, (name,))
     self._known.update(names)
     before = f"{self._place}." if self._place else ""
@@ -130,7 +138,7 @@ class Keys:
     """Returns the common value of a key.
 
     Args:
-      values: values by name or place, at least one.
+      values: values of the key by name or place, at least one.
 
     Raises:
       ValueError: the values differ.
@@ -148,14 +156,14 @@ class Keys:
              beside: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the union of several objects of the configuration.
 
-    A key with synonyms is in the result under its first name.
+    The result contains a key with synonyms under its first name.
 
     Args:
-      parts: objects by place. Null values are omitted.
-      beside: keys that may also be outside of the objects, at the top level.
+      parts: objects (JSON mappings) by place. Null values are omitted.
+      beside: keys that may also be at the top level, outside the objects.
 
     Raises:
-      ValueError: a key has two values.
+      ValueError: a key has two different values.
     """
     first = lambda name: _SYNONYMS.get(name, (name,))[0]
     found = {}
@@ -170,7 +178,7 @@ class Keys:
             if values}
 
   def ignore(self, *names: str) -> None:
-    """Accepts keys that have no effect in this configuration."""
+    """Accepts keys without reading them, because they have no effect here."""
     self._known.update(names)
 
   def trust(self, name: str, value: Any) -> None:
@@ -179,7 +187,7 @@ class Keys:
     self.said(name)
 
   def size(self, name: str, otherwise: int | None = None) -> int:
-    """Returns an integer of at least 1.
+    """Returns the value of a key, an integer of at least 1.
 
     Raises:
       ValueError: the value is missing or of another type.
@@ -191,7 +199,7 @@ class Keys:
 
   def number(self, name: str, otherwise: float | None = None, *,
              positive: bool = False) -> float:
-    """Returns a number.
+    """Returns the value of a key, a number.
 
     Raises:
       ValueError: the value is missing, of another type, or `positive` is set
@@ -203,7 +211,7 @@ class Keys:
     return value
 
   def switch(self, name: str, otherwise: bool) -> bool:
-    """Returns a boolean.
+    """Returns the value of a key, a boolean.
 
     Raises:
       ValueError: the value is of another type.
@@ -214,7 +222,7 @@ class Keys:
     return value
 
   def mapping(self, name: str) -> dict[str, Any]:
-    """Returns an object, empty if the key is missing.
+    """Returns the value of a key, an object. It is empty if the key is missing.
 
     Raises:
       ValueError: the value is of another type.
@@ -225,7 +233,9 @@ class Keys:
     return dict(value)
 
   def whole_numbers(self, name: str) -> tuple[int, ...] | None:
-    """Returns a list of integers as a tuple, None if the key is missing.
+    """Returns the value of a key, a list of integers, as a tuple.
+
+    The result is None if the key is missing.
 
     Raises:
       ValueError: the value is of another type.
@@ -236,7 +246,7 @@ class Keys:
     _needs(self.source, name, value, what)
 
   def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
-    """Returns the entry of `choices` for the value.
+    """Returns `choices[value]` for the value of a key.
 
     Raises:
       ValueError: the value is not in `choices`.
@@ -263,8 +273,8 @@ class Keys:
   def refuse_others(self) -> None:
     """Raises `ValueError` if a key was not read and may change the output.
 
-    A key with the value null, false, 0 or empty is taken to have no effect,
-    except the keys of `_PLAIN`.
+    A value that is null, false, 0 or empty is assumed to have no effect, except
+    for the keys of `_PLAIN`.
     """
     for name, value in self._given.items():
       if name in self._known or name in _HARMLESS:
@@ -279,7 +289,7 @@ class Keys:
 
 def whole_numbers(source: str, name: str, value: Any
                   ) -> tuple[int, ...] | None:
-  """Returns a list of integers as a tuple; None stays None.
+  """Returns `value`, a list of integers or None, as a tuple or None.
 
   Args:
     source: name of the configuration in errors.

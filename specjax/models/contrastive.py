@@ -1,7 +1,7 @@
 """Contrastive decoding with a strong and a weak model.
 
-Li et al. 2022 (arXiv:2210.15097); on logits, O'Brien and Lewis 2023
-(arXiv:2309.09117, section 2).
+The method is that of Li et al. 2022 (arXiv:2210.15097), applied to logits as in
+O'Brien and Lewis 2023 (arXiv:2309.09117, section 2).
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.types import ModelOutput
 
-# exp(-1e4) is 0. With a larger number, the difference to a logit would lose
-# digits.
+# Number subtracted from excluded logits. exp(-1e4) is 0. With a larger number,
+# the difference would lose digits of the logit.
 _FAR = 1e4
 
 
@@ -36,7 +36,7 @@ class ContrastiveCache(Cache):
 
   @property
   def lengths(self) -> jax.Array:
-    """Returns `[B]` int32, committed tokens of each row."""
+    """`[B]` int32 number of committed tokens of each row."""
     return self.expert.lengths
 
 
@@ -44,27 +44,27 @@ class ContrastiveCache(Cache):
 class Contrastive(Model):
   """Model that combines the logits of a strong and a weak model.
 
-  With logits e of the expert and a of the amateur, the logits are
+  e are the logits of the expert and a those of the amateur. The result is
 
     (1 + beta) e - beta a   where e >= log(alpha) + max e,
+    e - 1e4                 elsewhere.
 
-  and e - 1e4 elsewhere, so that these tokens are sampled only if constraints
-  exclude all others. If a logit of the amateur is -inf, -1e4 is used instead,
-  so that the result is finite.
+  Tokens of the second line are sampled only if constraints exclude all others.
+  Logits of the amateur below -1e4 become -1e4, so that the result is finite.
 
-  The model is used as a target. Its output then follows this distribution
-  exactly, with any lossless verifier. The amateur can also be the draft model
-  (speculative contrastive decoding, Yuan et al. 2023, arXiv:2311.08981), with a
-  separate cache.
+  Use this model as the target. With any lossless verifier, the output then
+  follows this distribution exactly. The amateur can also be the draft model
+  with a separate cache (speculative contrastive decoding, Yuan et al. 2023,
+  arXiv:2311.08981).
 
-  Parameters are `{"expert": ..., "amateur": ...}`. `hidden` of the output is
-  the expert's.
+  The parameters are `{"expert": ..., "amateur": ...}`. `hidden` of the output
+  is that of the expert.
 
   Attributes:
     expert: the strong model.
     amateur: the weak model, with the same vocabulary.
-    alpha: plausibility threshold in (0, 1]. Tokens below alpha times the
-      expert's largest probability are excluded.
+    alpha: plausibility threshold in (0, 1]. Tokens with a probability below
+      alpha times the expert's largest probability are excluded.
     beta: strength of the contrast, at least 0. With 0 the amateur has no
       effect.
 
@@ -122,7 +122,7 @@ class Contrastive(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Returns logits `[B, S, V]` after `tokens [B, S]`, from both models."""
+    """Returns the combined logits `[B, S, V]` after `tokens [B, S]`."""
     both = cache or ContrastiveCache(expert=None, amateur=None)
     expert = self.expert(
         params["expert"], tokens, depths, ancestors, both.expert)
@@ -140,6 +140,6 @@ class Contrastive(Model):
     return ModelOutput(logits=logits, hidden=expert.hidden, cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specs of both models, see `specjax.interfaces`."""
+    """Returns the partition specs of the parameters of both models."""
     return {"expert": self.expert.param_specs(axis, size),
             "amateur": self.amateur.param_specs(axis, size)}

@@ -45,20 +45,21 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
   a time.
 
   Args:
-    directory: directory, created if needed.
+    directory: directory of the files, created if it does not exist.
     model: the model. `features` of its configuration is not exported.
     params: parameters of the model.
-    tokenizer: tokenizer of the model; None: no tokenizer is written.
-    generation: sampling settings. None: greedy decoding up to the tokenizer's
-      `eos`.
-    dtype: dtype of the stored weights. None keeps the dtype of `params`.
+    tokenizer: tokenizer to write, or None.
+    generation: sampling settings to write. None means greedy decoding up to the
+      tokenizer's `eos`.
+    dtype: dtype of the stored weights. None means the dtype of the embedding in
+      `params`.
 
   Returns:
-    The architecture, such as "llama".
+    The architecture as `model_type`, such as "llama".
 
   Raises:
-    ValueError: the configuration matches no published architecture, weights
-      overflow in `dtype`, a parameter is not an array, or the directory
+    ValueError: the configuration matches no published architecture, a weight
+      overflows in `dtype`, a parameter is not an array, or the directory
       contains files of another tokenizer.
   """
   model_type, config = express(model.config)
@@ -88,7 +89,8 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
 
 def _end_ids(tokenizer: Tokenizer | None,
              generation: GenerationDefaults | None) -> dict[str, Any]:
-  """Returns the keys of the tokens that begin and end a sequence."""
+  """Returns the keys for the ids of the tokens that begin and end a sequence.
+  """
   ends = list(generation.eos) if generation else []
   if not ends and tokenizer is not None and tokenizer.eos is not None:
     ends = [tokenizer.eos]
@@ -97,7 +99,7 @@ def _end_ids(tokenizer: Tokenizer | None,
 
 
 def _sampling(generation: GenerationDefaults | None) -> dict[str, Any]:
-  """Returns the sampling keys; none for greedy decoding."""
+  """Returns the sampling keys, an empty dict for greedy decoding."""
   settings = {} if generation is None else {
       "temperature": generation.temperature, "top_k": generation.top_k,
       "top_p": generation.top_p}
@@ -106,7 +108,10 @@ def _sampling(generation: GenerationDefaults | None) -> dict[str, Any]:
 
 
 def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
-  """Returns the published architecture of a configuration, and its keys.
+  """Returns the first architecture that matches, with its published keys.
+
+  The result is `(model_type, keys)`. `features` of the configuration is
+  ignored.
 
   Raises:
     ValueError: no published architecture matches.
@@ -135,7 +140,7 @@ def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _keys(c: TransformerConfig) -> dict[str, Any]:
-  """Returns the keys of all architectures."""
+  """Returns the configuration as the keys of all architectures together."""
   activation = next(name for name in ("silu", "gelu", "gelu_pytorch_tanh")
                     if ACTIVATIONS[name] == c.activation)
   scaling = write_rope(c)
@@ -191,8 +196,8 @@ def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer,
                         else tokenizer.backend.id_to_token(token))
   content = json.loads(tokenizer.backend.to_str())
   if tokenizer.adds_bos and content.get("post_processor") is None:
-    # specjax puts bos before a text itself. In transformers, a post-processor
-    # of the tokenizer does it.
+    # specjax adds bos before a text without a post-processor. transformers
+    # requires a post-processor of the tokenizer to add bos.
     bos = name(tokenizer.bos)
     special = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = lambda place: {"Sequence": {"id": place, "type_id": 0}}

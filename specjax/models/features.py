@@ -1,10 +1,11 @@
-"""Configuration of layers that draft from the features of a target.
+"""Configuration of feature layers, which draft from hidden states of a target.
 
 A feature is one or several hidden states of the target at a position. At
-position t a feature layer reads the target's feature g_t and the next token
-x_{t+1}, and predicts x_{t+2}. Its output replaces g_{t+1}, which the target has
-not computed yet. Four families differ only in normalisation, fusion, chaining
-and output head (`FeatureConfig`):
+position t, a feature layer reads the target's feature g_t and the next token
+x_{t+1}, and predicts x_{t+2}. In the next draft step, the layer's output
+replaces g_{t+1}, because the target has not computed g_{t+1} yet. Four families
+differ only in normalisation, fusion, chaining and output head
+(`FeatureConfig`):
 
   EAGLE-1 and 2   Li et al. 2024 (arXiv:2401.15077, arXiv:2406.16858)
   EAGLE-3         Li et al. 2025 (arXiv:2503.01840)
@@ -30,7 +31,7 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
   """Raises `ValueError` unless `ids` is sorted, unique and in the vocabulary.
 
   Args:
-    ids: tokens that can be drafted; empty: all.
+    ids: tokens that can be drafted. An empty sequence means all tokens.
     vocab_size: vocabulary size of the target.
   """
   if ids and (list(ids) != sorted(set(ids)) or ids[0] < 0
@@ -43,44 +44,50 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
 class FeatureConfig(TransformerConfig):
   """Configuration of a feature layer.
 
-  Inherited fields describe its decoder layer and its norms.
+  Inherited fields describe the decoder layer and its norms.
 
   Attributes:
     layers: number of decoder layers of a module, always 1.
     target_width: width of the target's residual stream.
-    taps: hidden states of the target that are read, by the names of
+    taps: hidden states of the target that the layer reads, by the names of
       `TransformerConfig.features`.
-    forecasts: default draft length K; without `reuse` also the number of
+    forecasts: default draft length K. With `reuse=False`, also the number of
       modules.
-    entry: projects the concatenated hidden states of `taps` to the layer's
-      width (EAGLE-3's fc). Without it, a single hidden state is read unchanged.
-    entry_bias: bias of this projection.
-    entry_norm: norm before this projection. "each": a norm per hidden state
-      (fc_norm of EAGLE-3.1). "all": one norm of the concatenation
-      (norm_before_fc). None: no norm.
-    fusion: combination of the token embedding e with the feature g. "project":
-      the layer reads W [e; g] (EAGLE-1, MTP). "attention": attention reads
-      [e; g], and the residual stream is g (EAGLE-3). "none": no token is read.
-    fusion_bias: bias of W.
-    fusion_norms: normalises e and g before the fusion.
-    norm_before_residual: uses the normalised g as the residual stream, with
-      fusion "attention".
-    attention_norm: normalises the input of attention in the layer.
-    final_norm: norm before the LM head: the layer's "own", the "target"'s, or
-      None.
-    feed_normed: feeds the output after the final norm to the next draft step
-      (norm_output of EAGLE-3.1). Otherwise the output before this norm.
-    own_embedding: separate embedding table, else the target's.
-    own_head: separate LM head, else the target's.
-    narrow_head: uses the columns `ids` of the target's LM head. They are copied
-      when the layer is attached to a target, and neither trained nor stored.
-    ids: tokens that can be drafted, sorted; empty: all. They are configuration
-      because optimisers must not change them.
-    reuse: applies one module repeatedly to its own output, one position further
-      each time. Without it there are K modules: at position t, module k reads
-      token t + k and predicts token t + k + 1.
-    chained: module k reads the output of module k - 1. Otherwise all modules
-      read the target's features.
+    entry: if True, project the concatenated hidden states of `taps` to the
+      layer's width (EAGLE-3's fc). If False, the concatenation is the feature.
+    entry_bias: True if the entry projection has a bias.
+    entry_norm: norm before the entry projection. "each" is a norm per hidden
+      state (fc_norm of EAGLE-3.1). "all" is one norm of the concatenation
+      (norm_before_fc). None is no norm.
+    fusion: combination of the token embedding e with the feature g. With
+      "project" the layer reads W [e; g] (EAGLE-1, MTP). With "attention",
+      attention reads [e; g], and the residual stream is g (EAGLE-3). With
+      "none" the layer reads no token.
+    fusion_bias: True if W has a bias.
+    fusion_norms: if True, normalise e and g before the fusion.
+    norm_before_residual: if True, the normalised g is the residual stream. This
+      requires fusion "attention" and `fusion_norms`.
+    attention_norm: if True, normalise the input of attention in the layer.
+    final_norm: norm before the LM head: "own" for a separate norm, "target" for
+      the target's norm, or None.
+    feed_normed: if True, the next draft step reads the output after the final
+      norm (norm_output of EAGLE-3.1). If False, it reads the output before this
+      norm.
+    own_embedding: if True, the layer has a separate embedding table. If False,
+      it uses that of the target.
+    own_head: if True, the layer has a separate LM head. If False, it uses that
+      of the target.
+    narrow_head: if True, the LM head is the columns `ids` of the target's. The
+      columns are copied when the layer is attached to a target. They are
+      neither trained nor stored.
+    ids: sorted ids of the tokens that can be drafted. An empty tuple means all
+      tokens. `ids` is configuration and not a parameter, because optimisers
+      must not change it.
+    reuse: if True, one module is applied repeatedly to its own output, one
+      position further each time. If False, there are K modules. At position t,
+      module k reads token t + k and predicts token t + k + 1.
+    chained: if True, module k reads the output of module k - 1. If False, all
+      modules read the target's features.
   """
 
   layers: int = 1
@@ -148,7 +155,7 @@ class FeatureConfig(TransformerConfig):
                        "its own output: set chained=True or reuse=False")
 
   def _check_unused(self) -> None:
-    """Raises `ValueError` if the fusion or the entry ignores an option."""
+    """Raises `ValueError` if an option has no effect."""
     for name, read in (
         ("entry_bias", self.entry), ("fusion_bias", self.fusion == "project"),
         ("norm_before_residual",
@@ -175,7 +182,7 @@ class FeatureConfig(TransformerConfig):
       if not own:
         raise ValueError(
             f"width is {self.width} and target_width {self.target_width}, but "
-            f"{name} is {getattr(self, name)!r}, so the target's is used; a "
+            f"{name} is {getattr(self, name)!r}, which uses the target's; a "
             "layer of another width needs its own")
 
   def _check_head(self) -> None:
@@ -192,7 +199,7 @@ class FeatureConfig(TransformerConfig):
 
   @property
   def modules(self) -> int:
-    """Returns the number of decoder layers."""
+    """Returns the number of modules, each with one decoder layer."""
     return 1 if self.reuse else self.forecasts
 
   @property

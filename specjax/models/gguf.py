@@ -1,8 +1,8 @@
 """Models in GGUF files, the format of llama.cpp.
 
-Metadata is translated to the keys of a Hugging Face configuration, so that both
-formats use one description of each architecture. The package `gguf` dequantises
-tensors.
+The metadata of a file is translated to the keys of a Hugging Face
+configuration. Both formats then use one description of each architecture. The
+package `gguf` dequantises tensors.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,9 @@ _RENAMED = {
         "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"},
     "gpt_neox": {"rope_theta": "rotary_emb_base"},
 }
-# Number of layers of models whose queries are scaled by the width per head,
-# instead of head_dim. The file has no key for this property. So, like
-# llama.cpp, specjax recognises such models by their number of layers.
+# Most models scale queries by head_dim, but some scale them by width / heads.
+# Files have no key for this property. Like llama.cpp, specjax recognises the
+# models that use width / heads by their number of layers.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 # Control tokens that always end a sequence in llama.cpp.
 _ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|im_end|>",
@@ -81,9 +81,9 @@ class GGUFFile:
   """Header of a GGUF file.
 
   Attributes:
-    model_type: Hugging Face's name of the architecture.
+    model_type: `model_type` of the architecture in Hugging Face configurations.
     table: names of the tensors.
-    config: keys of the Hugging Face configuration.
+    config: metadata as keys of a Hugging Face configuration.
     metadata: metadata of the file.
     tensors: tensors of the parameters, by name.
   """
@@ -105,7 +105,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
   try:
     import gguf
   except ImportError:
-    raise ValueError(f"{path} needs the package gguf to be read: pip install "
+    raise ValueError(f"reading {path} requires the package gguf: pip install "
                      "'specjax[gguf]'") from None
   path = pathlib.Path(path)
   check_downloaded(path)
@@ -114,7 +114,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
              for name, header in headers.items()}
   kind = metadata.get("general.architecture")
   if kind not in _TYPES:
-    raise ValueError(f"{path} is of the architecture {kind!r}; specjax reads "
+    raise ValueError(f"{path} has the architecture {kind!r}; specjax reads "
                      f"GGUF files of {', '.join(_TYPES)}")
   model_type, table = _TYPES[kind]
   config = _config(str(path), kind, model_type, metadata, tensors)
@@ -141,12 +141,12 @@ def ends(metadata: Mapping[str, Any], control: Mapping[int, str]
 
 
 class _Type(NamedTuple):
-  """Storage type of tensors.
+  """Storage type of tensors. Weights are stored in blocks of equal size.
 
   Attributes:
     numbers: number of weights in a block.
     size: number of bytes of a block.
-    dequantized: function from the bytes `[1, N]` of blocks to their weights.
+    dequantized: function from the bytes `[1, N]` of blocks to the weights.
   """
 
   numbers: int
@@ -155,7 +155,10 @@ class _Type(NamedTuple):
 
 
 def _type(gguf: types.ModuleType, path: pathlib.Path, number: int) -> _Type:
-  """Returns a storage type that the package `gguf` dequantises."""
+  """Returns the storage type `number`.
+
+  Raises `ValueError` if the package `gguf` cannot dequantise this type.
+  """
   try:
     kind = gguf.GGMLQuantizationType(number)
   except ValueError:
@@ -175,7 +178,7 @@ def _type(gguf: types.ModuleType, path: pathlib.Path, number: int) -> _Type:
 
 
 class _Rows(NamedTuple):
-  """Rows of a tensor that are dequantised when they are sliced."""
+  """Rows of a tensor. A slice of rows is dequantised when it is read."""
 
   data: np.ndarray
   shape: tuple[int, ...]
@@ -183,8 +186,8 @@ class _Rows(NamedTuple):
 
   def __getitem__(self, rows: slice) -> np.ndarray:
     data = self.data[rows]
-    # The package dequantises 16 rows at a time, which is slow. So all blocks
-    # are passed as one row.
+    # The package processes 16 rows at a time, which is slow for many rows.
+    # Passing all blocks as one row is faster.
     return self.type.dequantized(data.reshape(1, -1)).reshape(
         len(data), *self.shape[1:])
 
@@ -203,7 +206,7 @@ def _stored(path: pathlib.Path, header: gguf_headers.TensorHeader, kind: _Type
 def _config(source: str, kind: str, model_type: str,
             metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
             ) -> dict[str, Any]:
-  """Returns the keys of a Hugging Face configuration."""
+  """Returns the metadata as keys of a Hugging Face configuration."""
   given = {name.removeprefix(kind + "."): value
            for name, value in metadata.items() if name.startswith(kind + ".")}
   if metadata.get("split.count", 1) > 1:
@@ -222,7 +225,7 @@ def _config(source: str, kind: str, model_type: str,
   config |= _rotated_share(keys, model_type, head_dim)
   config |= _rope_scaling(keys, tensors)
   for name in ("rope.scaling.finetuned", "tensor_data_layout"):
-    keys(name)  # accepted, because it only describes the file's conversion
+    keys(name)  # accepts the key, which only describes the file's conversion
   keys.refuse_others()
   config["tie_word_embeddings"] = "output.weight" not in tensors
   renamed = _RENAMED.get(model_type, {})
@@ -230,9 +233,10 @@ def _config(source: str, kind: str, model_type: str,
 
 
 def _add_window(config: dict[str, Any], keys: Keys, layers: int) -> None:
-  """Adds the window that the first files of Phi-3 mini and medium lack.
+  """Adds the attention window to `config` for the first Phi-3 files.
 
-  llama.cpp adds the same window when it reads such a file.
+  The first files of Phi-3 mini and medium lack the key. llama.cpp adds the same
+  window to such files.
   """
   if layers in (32, 40) and keys.size("context_length") == 4096:
     config.setdefault("sliding_window", 2047)
@@ -240,7 +244,7 @@ def _add_window(config: dict[str, Any], keys: Keys, layers: int) -> None:
 
 def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,
                   layers: int) -> int:
-  """Returns the width of a head; adds it and the query scale to `config`."""
+  """Returns the width of a head, and adds the query scale to `config`."""
   heads = keys.size("attention.head_count")
   width = keys.size("embedding_length")
   head_dim = config.get("head_dim") or width // heads
@@ -254,7 +258,9 @@ def _add_head_dim(config: dict[str, Any], keys: Keys, model_type: str,
 
 def _biases(model_type: str, tensors: Mapping[str, StoredTensor]
             ) -> dict[str, bool]:
-  """Returns the keys about biases. GGUF files have no keys, only the tensors.
+  """Returns the configuration keys of biases.
+
+  GGUF files have no such keys. The presence of a bias tensor determines a key.
   """
   biases = {}
   if "blk.0.attn_q.bias" in tensors and model_type != "qwen2":
@@ -265,7 +271,7 @@ def _biases(model_type: str, tensors: Mapping[str, StoredTensor]
 
 
 def _layer_types(keys: Keys, layers: int) -> dict[str, Any]:
-  """Returns the key of the layers that have a window."""
+  """Returns the configuration key of the layers with an attention window."""
   pattern = keys("attention.sliding_window_pattern")
   if not pattern:
     return {}
@@ -277,7 +283,7 @@ def _layer_types(keys: Keys, layers: int) -> dict[str, Any]:
 
 def _rotated_share(keys: Keys, model_type: str, head_dim: int
                    ) -> dict[str, Any]:
-  """Returns the key of the rotated share of a head."""
+  """Returns the configuration key of the rotated share of a head."""
   fraction = keys("rope.dimension_count", head_dim) / head_dim
   names = {"gpt_neox": "rotary_pct", "phi3": "partial_rotary_factor"}
   if model_type in names:
@@ -289,13 +295,13 @@ def _rotated_share(keys: Keys, model_type: str, head_dim: int
 
 def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
                   ) -> dict[str, Any]:
-  """Returns the keys of rope scaling."""
+  """Returns the configuration keys of rope scaling."""
   length = keys.size("context_length")
   all_lengths, short, long = (
       tensors[name].read().tolist() if name in tensors else None
       for name in _FACTORS)
-  # Each branch reads only the keys that it uses. So a key that has no meaning
-  # for its type of scaling raises an error later.
+  # Each branch reads only the keys that it uses. A key with no meaning for the
+  # type of scaling therefore raises an error in `refuse_others`.
   if all_lengths:  # a tensor with divisors of the frequencies (Llama 3)
     _scaling_type(keys, "none", "linear")
     return dict(rope_scaling=dict(
@@ -323,7 +329,10 @@ def _rope_scaling(keys: Keys, tensors: Mapping[str, StoredTensor]
 
 
 def _scaling_type(keys: Keys, *expected: str) -> str:
-  """Returns the type of rope scaling; raises unless it is expected."""
+  """Returns the type of rope scaling.
+
+  Raises `ValueError` unless the type is in `expected`.
+  """
   kind = keys("rope.scaling.type", "linear")  # llama.cpp has the same default
   if kind not in expected:
     keys.refuse("rope.scaling.type", kind)

@@ -1,8 +1,8 @@
 """Headers of GGUF files: metadata, and the locations of the tensors.
 
-The package `gguf` can also read headers, but makes several arrays for every
-string of the vocabulary. That takes longer than dequantising a model of 0.5
-billion parameters.
+The package `gguf` can also read headers, but creates several arrays for every
+string of the vocabulary. For a model of 0.5 billion parameters, this takes
+longer than dequantising the model.
 """
 
 import mmap
@@ -23,7 +23,7 @@ class TensorHeader(NamedTuple):
   Attributes:
     shape: sizes of the axes, the innermost axis last.
     kind: number of the storage type (`gguf.GGMLQuantizationType`).
-    offset: first byte in the file.
+    offset: position of the tensor's first byte in the file.
   """
 
   shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class TensorHeader(NamedTuple):
 
 
 def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
-  """Returns the metadata by key and the tensors by name.
+  """Returns `(metadata, tensors)`: values by key, and headers by tensor name.
 
   Raises:
     ValueError: the file is truncated, or is not a little-endian GGUF file of
@@ -48,14 +48,14 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
 
 
 class _Reader:
-  """Reads values one after another."""
+  """Reads successive values of a file. `position` is the next byte."""
 
   def __init__(self, data: mmap.mmap) -> None:
     self.position = 0
     self._data = data
 
   def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-    """Reads `count` numbers with a format code of `struct`."""
+    """Returns the next `count` numbers. `code` is a format code of `struct`."""
     form = struct.Struct(f"<{count}{code}")
     values = form.unpack_from(self._data, self.position)
     self.position += form.size

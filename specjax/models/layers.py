@@ -1,7 +1,6 @@
 """Parts of a decoder layer in Flax Linen, configured by `TransformerConfig`.
 
-`Transformer` stacks them. Layers that draft from features (`models.features`)
-use the same parts.
+`Transformer` and feature layers (`models.features`) use these parts.
 """
 
 import math
@@ -28,11 +27,10 @@ _ACTIVATIONS = {
 
 
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Returns the product `[B, S, ...]` of `[B, S, D]` and `[D, ...]`.
+  """Returns the product `[B, S, ...]` of `x [B, S, D]` and `kernel [D, ...]`.
 
-  Sums are in float32 or wider. On a CPU, XLA's bfloat16 product of one row
-  takes four times as long as the product of two rows. So a single row is
-  duplicated.
+  Sums are in float32 or wider. A single bfloat16 row is duplicated on a CPU,
+  because XLA takes four times as long for one row as for two rows.
   """
   if isinstance(kernel, QuantizedMatrix):
     return kernel.product(x)
@@ -49,18 +47,18 @@ def parameter(module: nn.Module, name: str, initial: Any,
               shape: tuple[int, ...]) -> Any:
   """Returns a parameter of a module, created in float32 if it does not exist.
 
-  Call it in a compact method. It replaces `module.param`, which traces the
-  initialiser in every pass to check the shape; that takes an eighth of the
-  tracing time of a round.
+  Call this function in a compact method, instead of `module.param`.
+  `module.param` traces the initialiser in every pass to check the shape. This
+  takes an eighth of the tracing time of a round.
 
   Args:
     module: calling module.
     name: name of the parameter.
     initial: initialiser.
-    shape: shape that the configuration requires.
+    shape: shape required by the configuration.
 
   Returns:
-    An array, or an object that replaces it (`QuantizedMatrix`).
+    An array, or an object in its place (`QuantizedMatrix`).
 
   Raises:
     ValueError: the existing parameter has another shape.
@@ -76,11 +74,13 @@ def parameter(module: nn.Module, name: str, initial: Any,
 
 
 class Linear(nn.Module):
-  """Product with a kernel `[D, *outputs]`; the bias is stored as one axis.
+  """Product with a kernel `[D, *outputs]`, plus an optional bias.
+
+  The bias is stored with one axis.
 
   Attributes:
     outputs: sizes of the output axes.
-    bias: whether to add a bias.
+    bias: if True, add a bias.
     scale: standard deviation of the initial kernel.
   """
 
@@ -104,7 +104,7 @@ class Norm(nn.Module):
   """RMSNorm or LayerNorm, computed in float32 or wider."""
 
   config: TransformerConfig
-  rms: bool = False  # True: RMSNorm, whatever `config.norm` is
+  rms: bool = False  # if True, RMSNorm for every value of `config.norm`
 
   @nn.compact
   def __call__(self, x):
@@ -124,12 +124,12 @@ class Norm(nn.Module):
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines that rotate queries and keys in a pass.
+  """Cosines and sines that rotate the queries and keys of a pass.
 
   Attributes:
-    full: `[2, B, S, half]`, table of layers without a window, see
-      `rotary.cosines_and_sines`. None: positions are not rotary.
-    local: table of layers with a window, whose base may differ.
+    full: `[2, B, S, half]` table of layers without a window, see
+      `rotary.cosines_and_sines`. None means that positions are not rotary.
+    local: table of layers with a window, possibly with another base.
   """
 
   full: jax.Array | None
@@ -138,7 +138,8 @@ class RotaryTables(NamedTuple):
   @classmethod
   def of(cls, config: TransformerConfig, positions: jax.Array,
          dtype: jax.typing.DTypeLike) -> Self:
-    """Returns the tables of `positions [B, S]`, in `dtype` or float32."""
+    """Returns the tables of `positions [B, S]`, in `dtype` or wider (float32).
+    """
     c, wide = config, jnp.promote_types(dtype, jnp.float32)
     if not c.rotated:
       return cls(None, None)
@@ -154,16 +155,16 @@ class RotaryTables(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Attention whose queries, keys and values are computed by one product.
+  """Attention with queries, keys and values computed by one product.
 
-  The kernel is `[D, K, G + 2, H]`. For each of K key-value heads it has the G
-  query heads, the key and the value, all of width H. So a mesh can split all of
+  The kernel is `[D, K, G + 2, H]`. For each of K key-value heads, it contains G
+  query heads, the key and the value, all of width H. A mesh can split all of
   them along K.
   """
 
   config: TransformerConfig
   layer: int
-  slot: int | None = None  # index of the layer in the cache; None: `layer`
+  slot: int | None = None  # index of the layer in the cache; None means `layer`
 
   @nn.compact
   def __call__(self, x, tables, ancestors, cache):
@@ -180,8 +181,8 @@ class Attention(nn.Module):
     # (`cache_views`).
     self.sow("intermediates", "query", query)
 
-    # Some caches do not have these arguments. So they are passed only if the
-    # model uses them.
+    # Some caches do not support these arguments. Pass only those that the model
+    # uses.
     options = {name: value for name, value in
                (("window", window), ("softcap", c.attention_softcap)) if value}
     if cache is None:
@@ -204,7 +205,8 @@ class Attention(nn.Module):
     if table is not None:
       query, key = rotary.rotate(query, table), rotary.rotate(key, table)
     if c.query_scale is not None:
-      # bfloat16 would round the factor. So the product is in float32 or wider.
+      # The product is in float32 or wider, because bfloat16 would round the
+      # factor.
       wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
       query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
     return query, key
@@ -217,7 +219,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-  """MLP whose gate and up are one product with a kernel `[D, 2, F]`."""
+  """MLP with inner width F.
+
+  If gated, the gate and up projections are one product with a kernel
+  `[D, 2, F]`.
+  """
 
   config: TransformerConfig
 
@@ -239,25 +245,27 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
                   cache: Cache | None, read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
-  """Applies one decoder layer; call it in a compact method.
+  """Applies one decoder layer.
 
-  The parameters belong to the calling module. Their names end in `i`.
+  Call this function in a compact method. The parameters belong to the calling
+  module. Their names end in `i`.
 
   Args:
     config: configuration of the decoder.
     i: index of the layer.
-    x: `[B, S, D]`, the residual stream before the layer.
+    x: `[B, S, D]` residual stream before the layer.
     tables: rotary tables of the positions.
     ancestors: ancestor mask, see `Cache.attend`.
-    cache: `Cache` of the decoder; None: there are no earlier tokens.
-    read: `[B, S, ...]`, input of attention, already normalised; None: the
-      residual stream after the layer's norm.
-    sublayers: sublayers to run; None: attention and MLP.
-    keep: `[2]` or `[2, B]`, factors on the outputs of attention and MLP; None:
-      1.
+    cache: `Cache` of the decoder. None means that there are no earlier tokens.
+    read: `[B, S, ...]` normalised input of attention. None means `x` after the
+      layer's norm.
+    sublayers: sublayers to run. None means attention and MLP.
+    keep: `[2]` or `[2, B]` factors on the outputs of attention and MLP. None
+      means 1.
 
   Returns:
-    The stream after the layer, and the cache with its keys and values.
+    `(x, cache)`: the residual stream after the layer, and the cache with the
+    layer's keys and values.
   """
   c, out, new = config, 0, 0  # a skipped sublayer adds 0 to the stream
   both = sublayers or Sublayers.between(i, i + 1)
@@ -286,6 +294,6 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
 
 def logits(x: jax.Array, head: jax.Array, config: TransformerConfig
            ) -> jax.Array:
-  """Returns logits `[B, S, V]` of `x [B, S, D]` with a head `[D, V]`."""
+  """Returns the logits `[B, S, V]` of `x [B, S, D]` and a `head [D, V]`."""
   raw, cap = product(x, head), config.logit_softcap
   return cap * jnp.tanh(raw / cap) if cap else raw

@@ -1,4 +1,4 @@
-"""Search for a model's files, and their tensors by name."""
+"""Search for the files of a model, and access to their tensors by name."""
 
 from collections.abc import Mapping
 import importlib.util
@@ -26,8 +26,9 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
   """Returns the directory or the GGUF file of a model.
 
   Args:
-    name: path or name of the model.
-    weights: False to download a model's other files only.
+    name: path of the model, or name of a model of a package or of the Hugging
+      Face hub.
+    weights: if False, a download from the hub excludes the weights.
 
   Raises:
     ValueError: the model does not exist.
@@ -50,7 +51,7 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
 
 
 def _packaged(name: str) -> pathlib.Path:
-  """Returns the GGUF file in a Python package."""
+  """Returns the GGUF file of the Python package that contains the model."""
   package, command = _PACKAGED[name]
   spec = importlib.util.find_spec(package)
   for directory in (spec and spec.submodule_search_locations) or ():
@@ -78,7 +79,7 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
 
 
 def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
-  """Returns the tensors of a safetensors file or of its shards.
+  """Returns the tensors of a directory's safetensors file or shards, by name.
 
   Raises:
     ValueError: the directory has no weights, a shard is missing, or a file is
@@ -100,7 +101,7 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  """Returns the file of every tensor, from the index of the shards."""
+  """Returns the file of every tensor, by name, from the index of the shards."""
   places = read_json(index, "download it again").get("weight_map")
   if not isinstance(places, dict) or not all(
       isinstance(file, str) for file in places.values()):
@@ -124,7 +125,7 @@ def _check_shards(directory: pathlib.Path, places: Mapping[str, str],
 
 
 def weights_file(directory: pathlib.Path) -> str:
-  """Returns the name for errors of the file that `open_directory` reads."""
+  """Returns the file that `open_directory` reads, as text for errors."""
   if not (directory / WEIGHTS).is_file():
     return str(directory / INDEX)
   if not (directory / INDEX).is_file():
@@ -142,9 +143,9 @@ def _no_weights(directory: pathlib.Path) -> str:
 
 
 def pickled(path: pathlib.Path) -> str:
-  """Returns the error for weights in a pickle file.
+  """Returns the error message for weights in a pickle file.
 
-  specjax does not read pickle files, because reading one can run code.
+  specjax does not read pickle files, because reading them can run code.
   """
   return (f"{path} is a pickle, which can run code when it is read; write it "
           f"as safetensors: transformers.AutoModelForCausalLM.from_pretrained("

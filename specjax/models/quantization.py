@@ -1,4 +1,4 @@
-"""Weight-only copies of a Transformer in 8 or 4 bits.
+"""Weight-only quantisation of a Transformer to 8 or 4 bits.
 
 Each matrix is stored as integers times scales. There is one scale per output
 channel, or one per group of inputs of each output channel. Rounding is to
@@ -6,15 +6,15 @@ nearest and symmetric (Jacob et al. 2018, arXiv:1712.05877). Groups are as in
 GPTQ (Frantar et al. 2023, arXiv:2210.17323) and AWQ (Lin et al. 2023,
 arXiv:2306.00978). Other parameters are not changed.
 
-A copy can replace the parameters in any call of a `Transformer`. As
+A quantised copy can replace the parameters in any call of a `Transformer`. As
 `params["drafter"]`, a 4-bit copy of the target is a draft model (QuantSpec,
 Tiwari et al. 2025, arXiv:2502.10424). As `params["target"]`, the copy is the
-target, and the output follows its distribution.
+target, and the output follows the copy's distribution.
 
-A matrix is *widened*, converted to floats, inside of each product. A TPU's
-compiler does that on the chip, so a pass moves a half or a quarter of the bytes
-of bfloat16 weights. XLA for CPUs would write the complete widened matrix to
-memory first. So there a pass over few tokens widens slices of the matrix that
+To widen a matrix is to convert it to floats. Each product widens its matrix. A
+TPU's compiler widens on the chip, so a pass reads a half or a quarter of the
+bytes of bfloat16 weights. XLA for CPUs would first write the complete widened
+matrix to memory. On a CPU, a pass over few tokens therefore widens slices that
 fit into a core's cache (`experiments/runs/quantized_products.py`).
 """
 
@@ -32,28 +32,32 @@ import numpy as np
 from specjax.utils import fields
 
 BITS = (8, 4)
-# Largest number of tokens of a pass in which reading the matrix takes longer
-# than the arithmetic.
+# Passes over at most this many tokens spend more time on reading the matrix
+# than on arithmetic.
 _FEW = 32
 _SLICE = 1 << 18  # bytes of a widened slice, which fits into a core's cache
-_LEAST = 8  # rows of a slice; with fewer, the start of each step costs too much
+# Smallest number of rows of a slice. With fewer rows, the fixed cost of each
+# loop step is too large.
+_LEAST = 8
 _MATRICES = {"kernel": 0, "head": 0, "embedding": 1}  # name: axis of the inputs
 
 
 @struct.dataclass
 class QuantizedMatrix:
-  """Matrix `values * scales`; each scale is repeated over its group of inputs.
+  """Matrix `values * scales`, with one scale for each group of inputs.
 
-  It can replace an array in the parameters of a `Transformer`, because it has
-  the members that the model uses: `shape`, `dtype`, `T`, rows by index, and
-  `product`.
+  A `QuantizedMatrix` can replace an array in the parameters of a `Transformer`.
+  It has the members that the model uses: `shape`, `dtype`, `T`, rows by index,
+  and `product`.
 
   Attributes:
-    values: int8 or int4 `[D, *outputs]` of a kernel, `[V, D]` of an embedding.
-    scales: scales in the dtype of the original matrix. Their shape is that of
+    values: int8 or int4 numbers, `[D, *outputs]` for a kernel or `[V, D]` for
+      an embedding.
+    scales: scales in the dtype of the original matrix. The shape is that of
       `values`, with the number of groups on the input axis.
-    axis: axis of the inputs D, 0 or 1.
-    turned: True if the matrix is the transpose, as for a tied head.
+    axis: axis of the inputs D in `values`, 0 or 1.
+    turned: True if the matrix is the transpose of `values * scales`, as for a
+      tied head.
   """
 
   values: jax.Array
@@ -79,8 +83,8 @@ class QuantizedMatrix:
     """Returns rows, or other parts, of the matrix as floats."""
     if self.turned or self.axis == 0 or isinstance(index, tuple):
       return self.widened()[index]
-    # The inputs are the last axis of an embedding, so only these rows are
-    # widened.
+    # The groups of an embedding are along its last axis. It is therefore
+    # sufficient to widen these rows.
     values, scales = self.values[index], self.scales[index]
     return _widened(values, scales, values.ndim - 1)
 
@@ -93,10 +97,13 @@ class QuantizedMatrix:
     return wide.T if self.turned else wide
 
   def product(self, x: jax.Array) -> jax.Array:
-    """Returns `[B, S, *outputs]` of `[B, S, D]`, summed in float32 or wider."""
+    """Returns the product `[B, S, *outputs]` of `x [B, S, D]` and the matrix.
+
+    Sums are in float32 or wider.
+    """
     if self.axis != int(self.turned):
-      # The scales vary along the outputs of this product, not its inputs. So
-      # they cannot be applied after the sum.
+      # Groups are along the outputs of this product, and each input has its own
+      # scale. Scales cannot be applied after the sum over inputs.
       return x @ self.widened()
     values, scales = self.values, self.scales
     if not self.turned:  # [D, outputs]
@@ -116,7 +123,10 @@ class QuantizedMatrix:
 
 
 def _product(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
-  """Returns `[n, outputs]`, `x [n, D]` times a kernel with inputs on `axis`."""
+  """Returns the product `[n, outputs]` of `x [n, D]` and a kernel.
+
+  The inputs are on `axis` of the kernel.
+  """
   return jax.lax.dot_general(
       x, kernel.astype(x.dtype), (((1,), (axis,)), ((), ())),
       preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
@@ -124,7 +134,7 @@ def _product(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
 
 def _whole(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
            ) -> jax.Array:
-  """Returns the product for many tokens, which widens the matrix once."""
+  """Returns the product for many tokens, after widening the matrix once."""
   return _product(x, _widened(values, scales, axis), axis)
 
 
@@ -146,7 +156,7 @@ def _by_groups(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 
 def _widened(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
-  """Returns integers times scales; `axis` of the scales has the groups."""
+  """Returns integers times scales. The groups are on `axis` of the scales."""
   groups, shape = scales.shape[axis], values.shape
   if groups == 1:
     return values.astype(scales.dtype) * scales
@@ -157,9 +167,9 @@ def _widened(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
 
 def _over_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
                  ) -> jax.Array:
-  """Multiplies `x` by a quantised `[D, outputs]` matrix in blocks of inputs.
+  """Returns the product of `x` and a `[D, outputs]` matrix, for CPUs.
 
-  CPUs use this form.
+  The loop is over blocks of inputs, the rows of the matrix.
   """
   groups, (width, outputs) = len(scales), values.shape
   size = _divisor(width // groups, _SLICE // (4 * outputs))
@@ -186,9 +196,9 @@ def _over_inputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
                   ) -> jax.Array:
-  """Multiplies `x` by a quantised `[V, D]` matrix in blocks of outputs.
+  """Returns the product of `x` and a transposed `[V, D]` matrix, for CPUs.
 
-  CPUs use this form.
+  The loop is over blocks of outputs, the rows of the matrix.
   """
   outputs, groups = scales.shape
   size = max(_LEAST, _SLICE // (4 * values.shape[1]))
@@ -199,8 +209,8 @@ def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
   inputs = [x[:, i::split] for i in range(split)]
 
   def put(i, out):
-    # The last block ends with the last output, so it may overlap the previous
-    # one.
+    # The last block ends with the last output. It may overlap the previous
+    # block.
     start = jnp.minimum(i * size, outputs - size)
     rows, steps = (jax.lax.dynamic_slice_in_dim(y, start, size)
                    for y in (numbers, scales.astype(x.dtype)))
@@ -216,10 +226,11 @@ def _over_outputs(x: jax.Array, values: jax.Array, scales: jax.Array, axis: int
 
 
 def _bytes(values: jax.Array, even: int = 2) -> jax.Array:
-  """Returns `values [.., n]` as int8; packs pairs of int4 if `even` divides n.
+  """Returns `values [.., n]` as int8.
 
-  XLA for CPUs unpacks int4 numbers one by one, which is slow. So pairs are
-  unpacked by shifts of bytes (`_numbers`).
+  If the values are int4 and `even` divides n, each byte contains two values.
+  `_numbers` unpacks them by shifts of bytes, because XLA for CPUs unpacks int4
+  values one by one, which is slow.
   """
   if values.dtype == jnp.int8 or values.shape[1] % even:
     return values.astype(jnp.int8)
@@ -228,10 +239,10 @@ def _bytes(values: jax.Array, even: int = 2) -> jax.Array:
 
 
 def _numbers(values: jax.Array, split: int) -> list[jax.Array]:
-  """Returns the numbers in the bytes of `_bytes`.
+  """Returns the values in a result of `_bytes`.
 
-  If a byte has `split` = 2 numbers, the result is two arrays: the numbers at
-  even and at odd indices.
+  `split` is the number of values per byte. If it is 2, the result is two
+  arrays: the values at even and at odd indices.
   """
   if split == 1:
     return [values]
@@ -239,7 +250,7 @@ def _numbers(values: jax.Array, split: int) -> list[jax.Array]:
 
 
 def _divisor(number: int, most: int) -> int:
-  """Returns the largest divisor of `number` that is at most `most`, or 1."""
+  """Returns the largest divisor of `number` up to `most`, at least 1."""
   return next(n for n in range(max(1, min(number, most)), 0, -1)
               if number % n == 0)
 
@@ -249,8 +260,8 @@ def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
   """Returns a quantised copy of a Transformer's parameters.
 
   Kernels, embedding and head are quantised. Norms, biases, learned positions
-  and look-ahead embeddings are the model's own arrays. The groups of an
-  embedding are along its width, which a tied head has as its inputs.
+  and look-ahead embeddings are not copied. The groups of an embedding are along
+  its width, because the width is the input axis of a tied head.
 
     >>> params = {"kernel": jnp.array([[0.1, -3.5], [0.7, 0.6]])}
     >>> copy = quantize(params, bits=4)["kernel"]
@@ -263,9 +274,9 @@ def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
 
   Args:
     params: parameters of a `models.Transformer`.
-    bits: number of bits of a weight, 8 or 4.
-    group: number of inputs that share a scale, a divisor of the inputs of every
-      matrix. None: one scale per output channel.
+    bits: number of bits per weight, 8 or 4.
+    group: number of inputs that share a scale. It must divide the number of
+      inputs of every matrix. None means one scale per output channel.
 
   Raises:
     ValueError: `bits` or `group` is out of range, the parameters contain no
@@ -275,7 +286,7 @@ def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
   if group is not None:
     fields.check_at_least(
-        "group", group, 1, ", or None for one scale a channel")
+        "group", group, 1, ", or None for one scale per channel")
   found = 0
 
   def one(path, x):
@@ -308,7 +319,7 @@ _is_quantized = lambda node: isinstance(node, QuantizedMatrix)
 @functools.partial(jax.jit, static_argnames=("bits", "group", "axis"))
 def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
                ) -> QuantizedMatrix:
-  """Quantises a matrix; see `quantize`.
+  """Returns a matrix as a `QuantizedMatrix`, see `quantize`.
 
   The scale of a group maps its largest absolute value to the largest integer.
   """
@@ -318,8 +329,8 @@ def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
   split = (*x.shape[:axis], groups, size // groups, *x.shape[axis + 1:])
   wide = x.astype(jnp.float32).reshape(split)
   scales = jnp.max(jnp.abs(wide), axis=axis + 1, keepdims=True) / most
-  # Products use the scales in the matrix's dtype. So the integers are computed
-  # with scales that are rounded to it.
+  # Products use scales in the matrix's dtype. The integers are therefore
+  # computed from scales rounded to this dtype.
   scales = scales.astype(x.dtype)
   steps = scales.astype(jnp.float32)
   values = jnp.where(steps > 0, wide / jnp.where(steps > 0, steps, 1), 0)
@@ -330,7 +341,7 @@ def _quantized(x: jax.Array, *, bits: int, group: int | None, axis: int
 
 
 def num_bytes(params: chex.ArrayTree) -> int:
-  """Returns the number of bytes of a tree; an int4 number has half a byte."""
+  """Returns the number of bytes of a tree. Two int4 numbers have one byte."""
   return sum(
       -(-x.size // 2) if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
       for x in jax.tree.leaves(params))

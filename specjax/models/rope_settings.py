@@ -1,8 +1,8 @@
 """Rotary positions of published configurations.
 
-The formulas are from transformers, so equal keys give equal frequencies. The
-type "dynamic" scales frequencies only for sequences beyond the model's context
-length, which specjax rejects. So "dynamic" is read as unscaled.
+The formulas are those of transformers, so equal keys give equal frequencies.
+The type "dynamic" is read as no scaling: it scales only for sequences longer
+than the context length, and specjax rejects such sequences.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,19 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def read_rope(keys: Keys, theta: str = "rope_theta",
               fraction: str | None = None) -> dict[str, Any]:
-  """Returns the fields of `TransformerConfig` about positions.
+  """Returns the fields of `TransformerConfig` for rotary positions.
 
   Args:
-    keys: keys of the configuration: `rope_parameters` (transformers 5),
-      `rope_scaling` (earlier), or both if they agree.
-    theta: name of the key of the base.
-    fraction: name of the key of the rotated share of a head, if there is one.
+    keys: the published configuration. It may contain `rope_parameters`
+      (transformers 5), `rope_scaling` (earlier versions), or both with equal
+      values.
+    theta: name of the key for the base.
+    fraction: name of the key for the rotated share of a head, or None if the
+      architecture has no such key.
 
   Raises:
     ValueError: the type of scaling or one of its keys is unknown, or a key has
-      two values.
+      two different values.
   """
   given = _merged(keys, {name: keys.mapping(name) for name in (
       "rope_parameters", "rope_scaling")}, _ORIGINAL, theta,
@@ -78,11 +80,13 @@ def read_two_ropes(keys: Keys) -> dict[str, Any]:
 
 def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
             ) -> Fields:
-  """Returns the union of several objects of rope scaling, with valid values.
+  """Returns the union of several objects of rope scaling.
+
+  Raises `ValueError` for an invalid value.
 
   Args:
-    keys: keys of the configuration.
-    parts: objects by place.
+    keys: the published configuration.
+    parts: objects of rope scaling, by their place in the configuration.
     *beside: keys that may also be at the top level of the configuration.
   """
   given = keys.merged({place: _spelled(part) for place, part in parts.items()},
@@ -101,7 +105,7 @@ def _are_positive(values: Any) -> bool:
   return isinstance(values, list) and all(map(_is_positive, values))
 
 
-# Checks of the values of rope scaling; other values must be numbers.
+# Checks of the values of rope scaling. Values of other keys must be numbers.
 _FORMS = {
     "rope_type": lambda value: isinstance(value, str),
     "short_factor": _are_positive, "long_factor": _are_positive,
@@ -110,7 +114,7 @@ _FORMS = {
 
 
 def _spelled(part: Mapping[str, Any]) -> Fields:
-  """Returns the settings with Phi-3's old names of "longrope" replaced."""
+  """Returns the settings with "longrope" instead of Phi-3's old names of it."""
   old = ("su", "yarn") if "short_factor" in part else ("su",)
   return {name: "longrope" if name in ("type", "rope_type") and value in old
           else value for name, value in part.items()}
@@ -124,9 +128,9 @@ def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
   """Returns the scaling and the context length.
 
   Args:
-    keys: keys of the configuration.
-    given: settings of rope scaling. They are removed from the dict as they are
-      read; an error is raised if any is left.
+    keys: the published configuration.
+    given: settings of rope scaling. Each setting is removed from the dict when
+      it is read. A remaining setting is an error.
   """
   kind = _kind(given)
   length = keys.size("max_position_embeddings")
@@ -141,8 +145,9 @@ def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
   for name, value in given.items():
     keys.refuse(f"{name} of rope scaling {kind}", value)
   # "longrope" has factors for short and for long sequences. Keys in the cache
-  # are rotated already, so a growing sequence cannot change its factors. With
-  # the short factors the context length is the original one.
+  # are already rotated, so the factors of a growing sequence cannot change. If
+  # the short factors are used, the context length is limited to the original
+  # length.
   return values, min(length, original) if kind == "longrope" and not long else (
       length)
 
@@ -205,7 +210,10 @@ _KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
 
 
 def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
-  """Returns `rope_scaling` of a configuration, the inverse of `read_rope`."""
+  """Returns the key `rope_scaling` for a configuration, or None.
+
+  This function is the inverse of `read_rope`.
+  """
   s = c.rope_scaling
   if s is None:
     return None

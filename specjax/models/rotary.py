@@ -17,21 +17,21 @@ class RopeScaling:
   Attributes:
     kind: "linear" divides all frequencies by `factor` (position interpolation,
       arXiv:2306.15595). "llama3" divides low frequencies, with a smooth
-      transition (Llama 3.1). "yarn" divides by a ramp over the dimensions
-      (YaRN, arXiv:2309.00071, section 3.2). "longrope" has a divisor per
-      frequency (LongRoPE, arXiv:2402.13753).
+      transition (Llama 3.1). "yarn" also divides low frequencies, with a linear
+      ramp over the dimensions (YaRN, arXiv:2309.00071, section 3.2). "longrope"
+      has a divisor per frequency (LongRoPE, arXiv:2402.13753).
     factor: ratio of the new to the original length.
-    original_length: longest sequence of the first training, in tokens, for
-      "llama3" and "yarn".
+    original_length: length of the longest sequence of the first training, in
+      tokens, for "llama3" and "yarn".
     low_frequency_factor: constant of "llama3". Frequencies with a wavelength
       above original_length / low_frequency_factor are divided by `factor`.
     high_frequency_factor: constant of "llama3". Frequencies with a wavelength
       below original_length / high_frequency_factor are not changed.
-    beta_fast: constant of "yarn". Frequencies with more rotations than this
-      over original_length are not changed.
-    beta_slow: constant of "yarn". Frequencies with fewer rotations than this
-      are divided by `factor`.
-    truncate: True if "yarn" rounds the ends of its ramp to integers.
+    beta_fast: constant of "yarn". Frequencies with more than beta_fast
+      rotations over original_length are not changed.
+    beta_slow: constant of "yarn". Frequencies with fewer than beta_slow
+      rotations over original_length are divided by `factor`.
+    truncate: if True, "yarn" rounds the ends of its ramp to integers.
     attention_factor: factor on cosines and sines.
     factors: divisor of every frequency, for "longrope".
   """
@@ -71,7 +71,7 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
     scaling: scaling of the frequencies, or None.
 
   Raises:
-    ValueError: "longrope" has another number of factors.
+    ValueError: the number of factors of "longrope" is not dims / 2.
   """
   half = dims // 2
   plain = theta ** (-np.arange(half) / half)
@@ -94,11 +94,13 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
 
 
 def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-  """Returns YaRN's ramp 1 - gamma for each frequency.
+  """Returns the ramp 1 - gamma of YaRN, for each frequency.
 
-  It is 0 where a frequency is not changed, and 1 where it is divided.
+  The ramp is 0 for an unchanged frequency and 1 for a frequency divided by
+  `factor`.
   """
-  # Index of the frequency with this number of turns over the original length.
+  # Returns the index of the frequency with this number of rotations over the
+  # original length.
   def dimension(turns: float) -> float:
     return dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (
         2 * math.log(theta))
@@ -114,30 +116,32 @@ def _yarn_ramp(dims: int, theta: float, scaling: RopeScaling) -> np.ndarray:
 def cosines_and_sines(positions: jax.Array, frequency: np.ndarray,
                       scale: float = 1.0,
                       dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-  """Returns `[2, B, S, half]`, cosines and sines of the angles.
+  """Returns the cosines and sines `[2, B, S, half]` of the rotation angles.
 
   Args:
-    positions: `[B, S]`, positions of the tokens.
-    frequency: `[half]`, see `frequencies`.
+    positions: `[B, S]` positions of the tokens.
+    frequency: `[half]` result of `frequencies`.
     scale: factor on the result.
     dtype: dtype of the result.
   """
   angle = positions[..., None].astype(dtype) * jnp.asarray(frequency, dtype)
   # XLA would fuse the cosines into every operation that reads them, and compute
-  # them again each time (5 to 8 % of a pass on a CPU). It stores the result of
-  # a product, so the factor is applied as a product with a diagonal matrix.
+  # them again each time (5 to 8 % of a pass on a CPU). XLA stores the result of
+  # a matrix product. The factor is therefore applied as a product with a
+  # diagonal matrix.
   return jnp.tensordot(jnp.stack([jnp.cos(angle), jnp.sin(angle)]),
                        scale * jnp.eye(len(frequency), dtype=dtype), 1,
                        precision=jax.lax.Precision.HIGHEST)
 
 
 def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
-  """Rotates the first dimensions of every head in pairs (i, i + half).
+  """Returns `x` with the first 2 * half dimensions of every head rotated.
+
+  Dimensions i and i + half are rotated as a pair.
 
   Args:
-    x: `[B, S, H, D]`, queries or keys.
-    table: `[2, B, S, half]`, see `cosines_and_sines`. Dimensions from 2 * half
-      are unchanged.
+    x: `[B, S, H, D]` queries or keys.
+    table: `[2, B, S, half]` result of `cosines_and_sines`.
   """
   dtype, half = table.dtype, table.shape[-1]
   cos, sin = table[:, :, :, None]

@@ -22,7 +22,7 @@ from specjax.utils.files import check_downloaded
 
 _AGAIN = ("it is truncated or no safetensors file: download it again, or write "
           "it again")
-_AT_ONCE = 1 << 16  # number of weights that are read at a time
+_AT_ONCE = 1 << 16  # number of weights read at a time
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 class Rows(Protocol):
-  """Interface of arrays that are read when sliced along the first axis."""
+  """Interface of arrays in a file. A slice along the first axis is read."""
 
   def __getitem__(self, rows: slice, /) -> np.ndarray:
     ...
@@ -43,9 +43,9 @@ class StoredTensor:
 
   Attributes:
     shape: sizes of the axes.
-    dtype: dtype of the numbers that are read.
-    load: function that opens the tensor. Slices of its result are read from the
-      file. The file is mapped into memory as long as the result exists.
+    dtype: dtype of the numbers returned by `load`.
+    load: function `() -> Rows` that opens the tensor. The file is mapped into
+      memory as long as the returned object exists.
   """
 
   shape: tuple[int, ...]
@@ -53,10 +53,10 @@ class StoredTensor:
   load: Callable[[], Rows]
 
   def read(self, dtype: np.dtype | None = None) -> np.ndarray:
-    """Returns a copy of the numbers.
+    """Returns a copy of the tensor.
 
     Args:
-      dtype: dtype of the copy. None: the dtype of the tensor.
+      dtype: dtype of the copy. None means the dtype of the tensor.
     """
     out, rows = np.empty(self.shape, dtype or self.dtype), self.load()
     if out.ndim < 2:
@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def rows_at_once(size: int) -> int:
-  """Returns the number of rows of `size` numbers that are read at a time.
+  """Returns the number of rows to read at a time, for rows of `size` numbers.
 
   Dequantising and transposing are twice as fast if the rows fit into a core's
   cache.
@@ -78,7 +78,7 @@ def rows_at_once(size: int) -> int:
 
 
 def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
-  """Returns the tensors of a safetensors file.
+  """Returns the tensors of a safetensors file, by name.
 
   Only the header is read. A tensor is mapped into memory while it is in use.
 
@@ -133,7 +133,14 @@ def _header(path: pathlib.Path, text: bytes) -> dict[str, Any]:
 
 def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
            dtype: np.dtype) -> np.ndarray:
-  """Returns an array that is mapped from a file."""
+  """Returns an array mapped from a file.
+
+  Args:
+    path: path of the file.
+    offset: position of the first byte in the file.
+    shape: shape of the array.
+    dtype: dtype of the array.
+  """
   size = math.prod(shape) * dtype.itemsize
   if not size:
     return np.zeros(shape, dtype)
@@ -142,7 +149,7 @@ def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
 
 
 def float_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
-  """Returns the dtype of weights.
+  """Returns `dtype` as a NumPy dtype of weights.
 
   Raises:
     ValueError: the dtype is not a floating-point dtype.
@@ -160,7 +167,9 @@ def float_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 
 def check_float(source: str, name: str, tensor: StoredTensor) -> None:
-  """Raises `ValueError` for integer weights, whose scales would be ignored.
+  """Raises `ValueError` for integer weights.
+
+  Integer weights are quantised, and specjax would ignore their scales.
 
   Args:
     source: name of the file in errors.
@@ -177,7 +186,7 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
 
 
 def converted(x: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
-  """Returns weights in `dtype`; None keeps their dtype.
+  """Returns the weights `x` in `dtype`. None means no conversion.
 
   Raises:
     ValueError: a weight overflows.
@@ -196,7 +205,7 @@ def converted(x: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
 def check_arrays(params: Mapping[str, chex.ArrayTree]) -> None:
   """Raises `ValueError` unless all parameters are arrays.
 
-  The matrices of `quantize`, for example, are not arrays.
+  For example, a `QuantizedMatrix` of `quantize` is not an array.
 
   Args:
     params: parameters by name.
@@ -218,8 +227,8 @@ def write_safetensors(path: str | os.PathLike[str],
 
   Args:
     path: path of the file.
-    kinds: shape and dtype of each tensor, by name.
-    arrays: tensors in the order of `kinds`, consumed one at a time.
+    kinds: `(shape, dtype)` of each tensor, by name.
+    arrays: tensors in the order of `kinds`. They are written one at a time.
   """
   codes = {np.dtype(value): key for key, value in DTYPES.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0

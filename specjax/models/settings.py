@@ -1,4 +1,7 @@
-"""Readers from published configuration keys to `TransformerConfig` fields."""
+"""Conversion of published configuration keys to `TransformerConfig` fields.
+
+There is one function per architecture.
+"""
 
 from typing import Any
 
@@ -33,18 +36,18 @@ def _biases(keys: Keys) -> Fields:
 
 
 def _windows(keys: Keys, types: list[str]) -> Fields:
-  """Returns the field with the windows of layers of the sliding type.
+  """Returns the field `windows`, for layers of types SLIDING and FULL.
 
   Args:
-    keys: keys of the configuration.
-    types: type of each layer if the configuration has no `layer_types`.
+    keys: the published configuration.
+    types: type of each layer, used if the configuration has no `layer_types`.
   """
   types = keys("layer_types", types)
   layers = keys.size("num_hidden_layers")
   if not isinstance(types, list) or len(types) != layers or any(
       kind not in (SLIDING, FULL) for kind in types):
     keys.refuse("layer_types", types)
-  keys("sliding_window")  # accepted, but not required if no layer has a window
+  keys("sliding_window")  # accepted, and required only if a layer has a window
   if SLIDING not in types:
     return {}
   size = keys.size("sliding_window")
@@ -60,7 +63,9 @@ def _same_window(keys: Keys) -> Fields:
 
 
 def _upper_windows(keys: Keys) -> Fields:
-  """Returns the field with Qwen's windows: optional, from some layer upwards.
+  """Returns the field `windows` of Qwen models.
+
+  Windows are optional. If used, all layers from `max_window_layers` have one.
   """
   layers = range(keys.size("num_hidden_layers"))
   on = keys.switch("use_sliding_window", False)
@@ -123,7 +128,7 @@ def gemma(keys: Keys) -> Fields:
 
 
 def _softcap(keys: Keys, name: str) -> float | None:
-  """Returns a number above 0, or None."""
+  """Returns the value of a key, a number above 0 or None."""
   return None if keys(name) is None else keys.number(name, positive=True)
 
 

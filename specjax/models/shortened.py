@@ -1,15 +1,17 @@
-"""Models with fewer sublayers and the same parameters.
+"""Models that skip sublayers of a `Transformer`, with the same parameters.
 
 Draft & Verify (Zhang et al. 2023, arXiv:2309.08168) and SWIFT (Xia et al. 2024,
-arXiv:2410.06916) draft with a part of the target. Parameters are shared: pass
-`params["target"]` as `params["drafter"]`.
+arXiv:2410.06916) draft with a part of the target. The parameters are shared:
+pass `params["target"]` as `params["drafter"]`.
 
-  Shortened   sublayers fixed at compile time; skipped sublayers take no time
-  Masked      sublayers selected by an array; no speedup, one program for all
+  Shortened   the sublayers are fixed at compile time; skipped sublayers take no
+              time
+  Masked      an array selects the sublayers; there is no speed-up, but one
+              compiled program for all selections
 
-Each model has its own cache. Keys and values of the target's later layers
-depend on layers that are skipped here. With the target's cache, the draft
-distribution would depend on the position where the draft began.
+These models have separate caches, because keys and values of the target's later
+layers depend on the skipped layers. With the target's cache, the draft
+distribution would depend on the position at which the draft began.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
 
-_HEAD = Sublayers.between(0, 0)
+_HEAD = Sublayers.between(0, 0)  # no sublayers: only final norm and LM head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Shortened(AroundModel):
 
   Attributes:
     model: the full model.
-    sublayers: the remaining sublayers, at least one attention.
+    sublayers: the sublayers that run, at least one attention.
   """
 
   model: Transformer
@@ -56,13 +58,12 @@ class Shortened(AroundModel):
 
   @classmethod
   def early_exit(cls, model: Transformer, layers: int) -> "Shortened":
-    """Returns the model of the first `layers` layers, final norm and LM head.
-    """
+    """Returns a model of the first `layers` layers, final norm and LM head."""
     return cls(model, Sublayers.between(0, layers))
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Cache:
-    """Returns an empty cache with only the layers whose attention runs."""
+    """Returns an empty cache, only for the layers with attention."""
     return self.model.init_cache(
         params, batch, capacity, layers=len(self.sublayers.attention))
 
@@ -70,28 +71,32 @@ class Shortened(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`; `hidden` is not normed."""
+    """Runs one pass, see `Model`. `hidden` is the state before the final norm.
+    """
     return self.model.run(
         params, self.sublayers, tokens, depths, ancestors, cache)
 
   def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
-    """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass."""
+    """Returns the logits `[B, K, V]` at positions `at [B, K]` of a pass.
+
+    `output` is the output of the pass.
+    """
     hidden = jnp.take_along_axis(output.hidden, at[..., None], axis=1)
     return self.model.run(params, _HEAD, hidden=hidden).logits
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the specs of the full model."""
+    """Returns the partition specs of the full model's parameters."""
     return self.model.param_specs(axis, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Masked(AroundModel):
-  """`Transformer` whose sublayers are switched off by an array.
+  """`Transformer` with sublayers selected by an array.
 
   Parameters are `{"model": parameters of the model, "keep": [L, 2]}`. `keep` is
-  1 for each attention and MLP that runs and 0 for the others, see `mask`. It is
-  `[L, 2, B]` if rows differ.
+  1 for an attention or MLP that runs and 0 for the others, see `mask`. Its
+  shape is `[L, 2, B]` if rows of the batch differ.
 
   Attributes:
     model: the full model.
@@ -111,19 +116,20 @@ class Masked(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`; `hidden` is not normed."""
+    """Runs one pass, see `Model`. `hidden` is the state before the final norm.
+    """
     return self.model.run(
         params["model"], Sublayers.between(0, self.model.config.layers), tokens,
         depths, ancestors, cache, keep=params["keep"])
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the specs of the full model; the mask is replicated."""
+    """Returns the partition specs of the parameters. `keep` is replicated."""
     return {"model": self.model.param_specs(axis, size),
             "keep": PartitionSpec()}
 
 
 def mask(sublayers: Sublayers, layers: int) -> jax.Array:
-  """Returns sublayers as the array `keep [layers, 2]` float32 of `Masked`."""
+  """Returns `keep [layers, 2]` float32 of `Masked` for these sublayers."""
   numbers = jnp.arange(layers)[:, None]
   runs = lambda chosen: jnp.any(
       numbers == jnp.array(chosen, jnp.int32), axis=1)
@@ -139,7 +145,10 @@ def check_whole(model: Any) -> None:
 
 
 def check_exit(exit: int, model: Any) -> None:
-  """Raises `ValueError` unless the model has a layer after the exit."""
+  """Raises `ValueError` unless `exit` is from 1 to the number of layers - 1.
+
+  `exit` is the number of layers that draft.
+  """
   check_whole(model)
   layers = model.config.layers
   if not 1 <= exit < layers:

@@ -9,11 +9,11 @@ from typing import Self
 class Sublayers:
   """Attentions and MLPs of a decoder that a pass runs.
 
-  Other sublayers are skipped and cost nothing.
+  All other sublayers are skipped and take no time.
 
   Attributes:
-    attention: layers whose attention runs, in order.
-    mlp: layers whose MLP runs.
+    attention: sorted layers whose attention runs.
+    mlp: sorted layers whose MLP runs.
     packed: True if the cache contains only the layers in `attention`, in this
       order. False if it contains all layers.
   """
@@ -29,17 +29,17 @@ class Sublayers:
 
   @classmethod
   def between(cls, first: int, last: int) -> Self:
-    """Returns both sublayers of layers `first` to `last - 1`."""
+    """Returns attention and MLP of layers `first` to `last - 1`."""
     layers = tuple(range(first, last))
     return cls(attention=layers, mlp=layers)
 
   @classmethod
   def without(cls, layers: int, attention: Iterable[int] = (),
               mlp: Iterable[int] = ()) -> Self:
-    """Returns all sublayers of `layers` layers except some.
+    """Returns all sublayers of a model except the given ones.
 
     Args:
-      layers: number of layers.
+      layers: number of layers of the model.
       attention: layers whose attention is skipped.
       mlp: layers whose MLP is skipped.
 
@@ -60,9 +60,9 @@ class Sublayers:
 
   @property
   def layers(self) -> tuple[int, ...]:
-    """Returns the layers with at least one running sublayer, in order."""
+    """Returns the sorted layers with at least one running sublayer."""
     return tuple(sorted({*self.attention, *self.mlp}))
 
   def slot(self, layer: int) -> int:
-    """Returns the index of a layer in the cache."""
+    """Returns the index of a layer in the cache, see `packed`."""
     return self.attention.index(layer) if self.packed else layer

@@ -1,9 +1,9 @@
 """Layouts of parameters in the tensors of files.
 
-A layout is a function from a parameter to numpy views of it. For each tensor of
-the file it returns the list of views that the tensor stores, one after another
-along its rows. Loading writes through these views, and export reads them. They
-also determine the shapes of the tensors.
+A layout is a function from a parameter to NumPy views of it. For each tensor of
+the file, the function returns a list of views. The tensor contains these views
+one after another along its rows. Loading writes to the views, and export reads
+them. The views also determine the shapes of the tensors.
 
 Kernels of specjax are `[D, K, G + 2, H]` (query, key and value of K key-value
 heads with G query heads each, of width H), `[D, 2, F]` (gate and up) or
@@ -71,7 +71,10 @@ def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
 
 
 def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Stores as `apart`, with rotated pairs interleaved (GGUF of Llama)."""
+  """Stores query, key and value in three tensors (GGUF of Llama).
+
+  The two dimensions of each rotated pair are adjacent.
+  """
   def pairs(part: np.ndarray) -> np.ndarray:
     halves = part.reshape(*part.shape[:2], 2, c.head_dim // 2, *part.shape[3:])
     return halves.swapaxes(2, 3)
@@ -101,10 +104,12 @@ class Stored:
   """Storage of a module's parameters in a file.
 
   Attributes:
-    names: names of the tensors without `.weight`, with `{i}` for the layer.
+    names: names of the tensors without `.weight`. `{i}` is the number of the
+      layer.
     layout: layout of the parameter in the tensors.
     inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
-    offset: number that the file adds to the parameter.
+    offset: difference of the stored number from the parameter.
+    axes: number of axes of the parameter with one tensor per index, see `Each`.
   """
 
   names: tuple[str, ...]
@@ -129,14 +134,16 @@ class Stored:
 
   def join(self, config: TransformerConfig, shape: tuple[int, ...],
            tensors: Iterable[StoredTensor], dtype: np.dtype) -> np.ndarray:
-    """Returns the parameter in `tensors`, which are read some rows at a time.
+    """Returns the parameter of `shape` and `dtype` from its `tensors`.
+
+    Large tensors are read some rows at a time.
     """
     if self.layout is as_it_is and not self.offset:
       [tensor] = tensors
       return tensor.read(dtype)
     out, matrix = np.empty(shape, dtype), len(shape) > 1
     for views, tensor in zip(self.layout(config, out), tensors):
-      # The difference is computed in float32, and then rounded once.
+      # Compute the difference in float32, so that it is rounded only once.
       if self.offset:
         rows = tensor.read(np.float32) - np.float32(self.offset)
       elif matrix and not self.inputs_first:
@@ -167,13 +174,14 @@ def _write(view: np.ndarray, rows: Rows, start: int, matrix: bool) -> int:
   """Fills a view from the rows of a tensor.
 
   Args:
-    view: array `[..., columns]` of a matrix, else an array of any shape.
+    view: array `[..., columns]` if the tensor is a matrix, or an array of any
+      shape.
     rows: rows of the tensor.
     start: first row to read.
     matrix: True if the tensor is a matrix.
 
   Returns:
-    The number of the row after the last row that was read.
+    The index of the first row that was not read.
   """
   size = math.prod(view.shape[1:])
   step = rows_at_once(size)
@@ -209,7 +217,7 @@ class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.
 
   Attributes:
-    axes: number of first axes. Their indices replace `{}` in the names.
+    axes: number of these first axes. Their indices replace `{}` in the names.
   """
 
   axes: int = 1
@@ -235,13 +243,13 @@ _TURNED = ("head", "out", "up", "down", "entry", "fc", "fusion", "gate",
 
 
 def table(names: Mapping[str, str | Stored]) -> Table:
-  """Returns a table of `Stored`, given names of tensors.
+  """Returns a table of `Stored`, by the path of the module.
 
-  Kernels of the modules `_TURNED` are stored as `[out, in]`, other parameters
-  unchanged.
+  Kernels of the modules `_TURNED` are stored as `[out, in]`. Other parameters
+  are stored unchanged.
 
   Args:
-    names: name of the tensor, or its `Stored`, by the path of the module.
+    names: name of the tensor, or a `Stored`, by the path of the module.
   """
   return {
       path: name if isinstance(name, Stored) else Stored(
@@ -254,12 +262,12 @@ def locate(table: Table, path: str, shape: tuple[int, ...],
   """Returns the `Stored` of a parameter, and the names of its tensors.
 
   Args:
-    table: `Stored` by the path of a module, in which `{i}` and `{j}` stand for
-      the first and the second number.
+    table: `Stored` by the path of a module. `{i}` and `{j}` in a path are its
+      first and second number.
     path: path of the parameter, such as "attention_3.qkv.kernel".
     shape: shape of the parameter.
-    sizes: values of other words in braces. The value of `first` is added to
-      `{i}`.
+    sizes: values of other words in braces in the names of tensors. The value of
+      `first`, if there is one, is added to `{i}`.
 
   Raises:
     KeyError: the table has no such parameter.

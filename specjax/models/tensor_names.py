@@ -1,8 +1,8 @@
 """Tables of tensor names per architecture.
 
-A table maps the path of a module of `Transformer`, with `{i}` for the layer, to
-a `Stored`. Some files of Hugging Face have a prefix (`model.`, `transformer.`,
-`gpt_neox.`) before the names. The tables omit it.
+A table maps the path of a module of `Transformer` to a `Stored`. `{i}` is the
+number of the layer. Some Hugging Face files have a prefix (`model.`,
+`transformer.`, `gpt_neox.`) before the names. The tables omit the prefix.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ def decoder_layer(layer: str, before: str = "", number: str = "{i}") -> Table:
 
   Args:
     layer: name of the layer in files, such as "layers.{i}".
-    before: beginning of the paths of the layer's parameters.
-    number: number of the layer in the paths of the layer's parameters.
+    before: prefix of the paths of the layer's modules.
+    number: number of the layer in the paths of the layer's modules.
   """
   attention, mlp = f"{before}attention_{number}", f"{before}mlp_{number}"
   parts = lambda *names: tuple(f"{layer}.{name}" for name in names)
@@ -106,8 +106,8 @@ GGUF_LLAMA = GGUF | {"attention_{i}.qkv": Stored(_BLOCK, interleaved)}
 GGUF_FUSED = GGUF | {
     "attention_{i}.qkv": Stored(("blk.{i}.attn_qkv",), stacked),
     "mlp_{i}.gate_up": Stored(("blk.{i}.ffn_up",), gate_stacked)}
-# Gemma's norms multiply by 1 + scale. GGUF files store 1 + scale, by which
-# llama.cpp multiplies.
+# Gemma's norms multiply by 1 + scale. The parameter is scale, but GGUF files
+# store 1 + scale.
 GGUF_GEMMA = {
     path: dataclasses.replace(stored, offset=1.0) if "norm" in path else stored
     for path, stored in GGUF.items()}

@@ -1,8 +1,8 @@
 """Decoder in Flax Linen for many published architectures.
 
 Differences between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
-OLMo-2 are fields of `TransformerConfig`, whose defaults are Llama's. The module
-has no state: the cache is an argument and a result of every pass.
+OLMo-2 are fields of `TransformerConfig`. The default values are those of Llama.
+The module has no state: the cache is an argument and a result of every pass.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from specjax.trees import topology
 from specjax.types import ModelOutput
 from specjax.utils.fields import check_divisible
 
-# For each matrix, the axes that a mesh splits.
+# For each matrix, one entry per axis: True if a mesh splits the axis.
 _SPLITS = {
     "embedding": (True, False), "head": (False, True),
     "qkv": (False, True, False, False),
@@ -39,10 +39,10 @@ _REPLICATED = ("scale", "bias", "positions", "lookahead")
 
 
 class TransformerModule(nn.Module):
-  """Linen module behind `Transformer`."""
+  """Linen module that implements `Transformer`."""
 
   config: TransformerConfig
-  sublayers: Sublayers | None = None  # None: all sublayers
+  sublayers: Sublayers | None = None  # None means all sublayers
 
   @nn.compact
   def __call__(self, tokens, depths=None, ancestors=None, cache=None, x=None,
@@ -80,11 +80,11 @@ class TransformerModule(nn.Module):
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
                 ) -> jax.Array:
-    """Returns `[B, S, D]`, the residual stream before the first layer."""
+    """Returns the residual stream `[B, S, D]` before the first layer."""
     c = self.config
     if c.lookahead:
-      # One table of all rows would be a copy of the large one. So look-ahead
-      # tokens have a separate table.
+      # Look-ahead tokens have a separate table. To add their rows to the large
+      # table would copy that table.
       extra = layers.parameter(
           self, "lookahead", nn.initializers.normal(0.02),
           (c.lookahead, c.width))
@@ -104,7 +104,9 @@ class TransformerModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Transformer(Model):
-  """Decoder as a `Model`, hashable by value; the parameters are an argument.
+  """Decoder as a `Model`.
+
+  The object is hashable by value and does not store the parameters.
 
   Attributes:
     config: configuration of the decoder.
@@ -134,7 +136,14 @@ class Transformer(Model):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int,
                  layers: int | None = None) -> Cache:
-    """Returns an empty cache in the dtype of the parameters."""
+    """Returns an empty cache in the dtype of the parameters.
+
+    Args:
+      params: parameters of the model.
+      batch: number of rows.
+      capacity: number of slots per row.
+      layers: number of layers in the cache. None means all layers.
+    """
     c = self.config
     return self.cache.empty(
         layers=c.layers if layers is None else layers, batch=batch,
@@ -147,8 +156,8 @@ class Transformer(Model):
                ) -> ModelOutput:
     """Runs one pass, see `Model`.
 
-    Without `depths` and `ancestors` the tokens are a chain. Without a cache
-    there are no earlier tokens.
+    If `depths` and `ancestors` are None, the tokens are a chain. If `cache` is
+    None, there are no earlier tokens.
     """
     return TransformerModule(self.config).apply(
         {"params": params}, tokens, depths, ancestors, cache)
@@ -160,35 +169,36 @@ class Transformer(Model):
           ) -> ModelOutput:
     """Runs some sublayers and skips all others.
 
-    Several such passes can form a complete one: `hidden` and `cache` of the
-    output are arguments of the next pass. Before the cache commits a block,
-    every layer must have computed its keys and values of the block.
+    Several partial passes can replace a complete pass: `hidden` and `cache` of
+    the output are arguments of the next partial pass. Before the cache commits
+    a block, every layer must have computed its keys and values of the block.
 
     Args:
       params: parameters of the full model.
-      sublayers: sublayers to run; `Sublayers.between(a, b)` for both sublayers
-        of layers a to b - 1.
-      tokens: `[B, S]` int32; None if `hidden` is given.
+      sublayers: sublayers to run, such as `Sublayers.between(a, b)` for
+        attention and MLP of layers a to b - 1.
+      tokens: `[B, S]` int32 token ids, or None with `hidden`.
       depths: depths of the tokens, see `Model`.
       ancestors: ancestor mask, see `Model`.
       cache: cache, see `Model`.
-      hidden: `[B, S, D]`, residual stream before any norm, instead of tokens.
-      keep: `[L, 2]` or `[L, 2, B]`, factors on the outputs of attention and
-        MLP. A factor of 0 skips a sublayer without saving time.
+      hidden: `[B, S, D]` residual stream before any norm, instead of `tokens`.
+      keep: `[L, 2]` or `[L, 2, B]` factors on the outputs of attention and MLP,
+        or None. A factor of 0 removes a sublayer, but saves no time.
 
     Returns:
-      `hidden [B, S, D]` is the residual stream after the last sublayer, and
-      `logits` are the final norm and the LM head applied to it.
+      Output of the pass. `hidden [B, S, D]` is the residual stream after the
+      last sublayer. `logits` are computed from it by the final norm and the LM
+      head.
     """
     return TransformerModule(self.config, sublayers).apply(
         {"params": params}, tokens, depths, ancestors, cache, hidden, keep)
 
   def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
-    """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass.
+    """Returns the logits `[B, K, V]` at positions `at [B, K]` of a pass.
 
-    Logits of other positions are not computed unless the program reads
-    `output.logits`.
+    `output` is the output of the pass. If the program does not read
+    `output.logits`, the logits of other positions are not computed.
     """
     if FINAL not in (self.config.features or (FINAL,)):
       return jnp.take_along_axis(output.logits, at[..., None], axis=1)
@@ -206,7 +216,7 @@ class Transformer(Model):
       name: entry of `config.features`.
 
     Returns:
-      `[..., D]`.
+      Hidden state `[..., D]`.
 
     Raises:
       ValueError: the model does not return this state.
@@ -221,25 +231,27 @@ class Transformer(Model):
   def param_specs(self, axis: str, size: int = 1) -> dict[str, Any]:
     """Returns the sharding of the parameters on a mesh axis (arXiv:1909.08053).
 
-    Query, key and value are split along the key-value heads, gate and up along
-    the inner width of the MLP, out and down on their input, embedding and head
-    on the vocabulary. A layer needs two all-reduces of the residual stream.
-    Norms, biases, positions and look-ahead embeddings are replicated.
+    Query, key and value are split along the key-value heads. Gate and up are
+    split along the inner width of the MLP. Out and down are split along their
+    input, and embedding and head along the vocabulary. A layer then requires
+    two all-reduces of the residual stream. Norms, biases, positions and
+    look-ahead embeddings are replicated.
 
     With fewer key-value heads than devices, every device has all keys and
-    values. Then the product that computes them is split on its input, which
-    adds one all-reduce.
+    values. The product for query, key and value is then split along its input.
+    This adds one all-reduce.
 
     Args:
       axis: name of the mesh axis.
       size: number of devices on the axis.
 
     Returns:
-      A tree of `PartitionSpec` like the parameters.
+      A tree of `PartitionSpec` with the structure of the parameters.
 
     Raises:
       ValueError: heads, mlp_width or vocab_size is not a multiple of `size`, or
-        kv_heads is neither a multiple nor a divisor.
+        kv_heads is neither a multiple nor a divisor of `size`. With fewer
+        key-value heads than devices, width must also be a multiple.
       KeyError: a parameter is unknown.
     """
     few = self.config.kv_heads < size and size % self.config.kv_heads == 0
@@ -271,6 +283,8 @@ def _spec(names: Sequence[str], axis: str, few: bool) -> PartitionSpec:
 
 
 def default_dtype() -> Any:
-  """Returns float32 on a CPU, where bfloat16 products are slow, else bfloat16.
+  """Returns float32 on a CPU and bfloat16 on other devices.
+
+  Products in bfloat16 are slow on a CPU.
   """
   return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

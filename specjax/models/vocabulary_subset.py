@@ -1,10 +1,10 @@
-"""LM head of a draft model with a subset of the vocabulary.
+"""LM head of a draft model for a subset of the vocabulary.
 
-FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). A draft model spends much of its
-time in the LM head of V columns. This head has only r columns, those of the
-most frequent tokens. The draft probability q of other tokens is 0. Drafts
-contain this q, so decoding remains lossless. If a transform bans all r tokens,
-the distribution over the other tokens is uniform.
+The method is FR-Spec (Zhao et al. 2025, arXiv:2502.14856). A draft model spends
+much of its time in the LM head of V columns. The head of this module has only
+the r columns of the most frequent tokens. The draft probability q of other
+tokens is 0. Verification uses this q, so decoding remains lossless. If a
+transform bans all r tokens, q is uniform over the other tokens.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from specjax.models.configuration import FINAL
 from specjax.models.transformer import Transformer
 from specjax.types import ModelOutput
 
-# Logit of tokens without a column. Its exp is 0. It is finite, so the softmax
-# is defined if a transform sets all other logits to -inf.
+# Logit of tokens without a column. Its exp is 0. A finite value is necessary,
+# because a transform may set all other logits to -inf.
 _NEVER = -1e30
 
 
@@ -33,12 +33,12 @@ _NEVER = -1e30
 class VocabularySubset(AroundModel):
   """`Transformer` that reads all tokens and predicts a subset.
 
-  It replaces the model in any drafter, such as
+  This class can replace the model in any drafter, for example in
   `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`. `parameters`
-  makes its parameters.
+  returns the parameters.
 
   Attributes:
-    model: complete model; it must output its final hidden state.
+    model: complete model, with the hidden state "final" in its output.
   """
 
   model: Transformer
@@ -54,12 +54,12 @@ class VocabularySubset(AroundModel):
 
   def parameters(self, params: chex.ArrayTree, ids: ArrayLike
                  ) -> dict[str, Any]:
-    """Returns the parameters with a head for some tokens.
+    """Returns parameters with an LM head for some tokens.
 
     Args:
-      params: parameters of the model. The result contains the same arrays; only
+      params: parameters of the model. The result contains the same arrays. Only
         the r columns of the head are copied.
-      ids: `[r]`, the tokens that can be predicted, without duplicates.
+      ids: `[r]` ids of the tokens that can be predicted, without duplicates.
 
     Raises:
       ValueError: `ids` is empty, has a duplicate, or exceeds the vocabulary.
@@ -91,22 +91,28 @@ class VocabularySubset(AroundModel):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Runs one pass, see `Model`; logits outside of the subset are -1e30."""
+    """Runs one pass, see `Model`. Logits outside the subset are -1e30."""
     out = self.model(params["model"], tokens, depths, ancestors, cache)
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # `logits_at` reads only the hidden states. So XLA does not compute the
-    # model's logits of all V tokens.
+    # XLA does not compute the model's logits of all V tokens, because
+    # `logits_at` reads only the hidden states.
     return out.replace(logits=self.logits_at(params, out, at))
 
   def logits_at(self, params: chex.ArrayTree, output: ModelOutput, at: jax.Array
                 ) -> jax.Array:
-    """Returns `[B, K, V]`, the logits at positions `at [B, K]` of a pass."""
+    """Returns the logits `[B, K, V]` at positions `at [B, K]` of a pass.
+
+    `output` is the output of the pass.
+    """
     small = {**params["model"], self._head: params["head"]}
     some = self.model.logits_at(small, output, at)
     return placed(some, params["ids"], self.vocab_size)
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the specs of the model; every device stores the small head."""
+    """Returns the partition specs of the parameters.
+
+    Every device stores the complete small head.
+    """
     return {"model": self.model.param_specs(axis, size),
             "head": PartitionSpec(), "ids": PartitionSpec()}
 
@@ -116,12 +122,14 @@ class VocabularySubset(AroundModel):
 
 
 def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
-  """Expands logits `[..., r]` of some tokens to logits `[..., V]` of all.
+  """Returns logits `[..., V]` of all tokens from logits of r tokens.
+
+  Tokens not in `ids` have the logit -1e30.
 
   Args:
-    some: logits of the tokens.
-    ids: `[r]`, the tokens, strictly increasing.
-    vocab_size: V. Other tokens have the logit -1e30.
+    some: `[..., r]` logits of the tokens in `ids`.
+    ids: `[r]` token ids, strictly increasing.
+    vocab_size: vocabulary size V.
   """
   none = jnp.full((*some.shape[:-1], vocab_size), _NEVER, some.dtype)
   return none.at[..., ids].set(
@@ -132,9 +140,9 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
                     ) -> np.ndarray:
   """Returns the ids of the most frequent tokens.
 
-  Zhao et al. 2025 (arXiv:2502.14856, section 3.2). Among equally frequent
-  tokens, lower ids are chosen because byte-pair encoding learns frequent tokens
-  first.
+  The method is that of Zhao et al. 2025 (arXiv:2502.14856, section 3.2). Among
+  equally frequent tokens, lower ids are chosen, because byte-pair encoding
+  learns frequent tokens first.
 
     >>> texts = [[3, 1, 3, 0], [3, 2, 0]]
     >>> counts = np.bincount(np.concatenate(texts), minlength=5)
@@ -142,12 +150,12 @@ def frequent_tokens(counts: ArrayLike, size: int, always: Sequence[int] = ()
     [0 3 4]
 
   Args:
-    counts: `[V]`, counts or shares of the tokens.
-    size: r, number of tokens to choose.
-    always: ids that are always chosen, such as the end of a sequence.
+    counts: `[V]` counts or relative frequencies of the tokens.
+    size: number r of tokens to choose.
+    always: ids that are always chosen, such as the end-of-sequence token.
 
   Returns:
-    `[r]` int32, sorted.
+    `[r]` int32 ids, sorted.
 
   Raises:
     ValueError: `counts` is not a vector of counts, an id is not a token, or

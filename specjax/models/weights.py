@@ -1,4 +1,4 @@
-"""Loader of parameters from the named tensors of a file of any format."""
+"""Loading of parameters from the named tensors of a file of any format."""
 
 from collections.abc import Collection
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class Place(NamedTuple):
   """Location of a parameter in a file.
 
   Attributes:
-    path: path of the parameter, its keys joined by dots.
+    path: keys of the parameter in its tree, joined by dots.
     shape: shape of the parameter.
-    stored: layout of the tensors.
-    names: names of the tensors.
+    stored: layout of the tensors that contain the parameter.
+    names: names of these tensors.
   """
 
   path: str
@@ -38,13 +38,13 @@ def places(template: chex.ArrayTree, table: Table | None,
   """Returns the locations of a tree's parameters, in the order of the tree.
 
   Args:
-    template: tree of dicts whose leaves have a shape.
-    table: table of tensor names, see `locate`. None: every tensor has the path
-      of its parameter as its name, as in the files of `save_model`.
-    sizes: values of the words in braces in the table's names.
+    template: tree of dicts. Each leaf has a `shape`.
+    table: table of tensor names, see `locate`. None means that the name of a
+      tensor is the path of its parameter, as in the files of `save_model`.
+    sizes: values of the words in braces in the table's names, or None.
 
   Raises:
-    ValueError: the layout has no place for a parameter.
+    ValueError: the table has no entry for a parameter.
   """
   result = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(template)[0]:
@@ -63,26 +63,28 @@ def fill(template: chex.ArrayTree, table: Table | None,
          tensors: Mapping[str, StoredTensor], dtype: np.dtype, *, source: str,
          kind: str, config: Any = None, sizes: Mapping[str, int] | None = None,
          used: Collection[str] = ()) -> Any:
-  """Returns parameters from tensors; a tensor that is not used is an error.
+  """Returns a tree of parameters, read from the tensors of a file.
 
-  Parameters are sent to the device one after another, so the host's memory
-  contains at most the largest one.
+  An unused tensor is an error. Parameters are copied to the device one at a
+  time, so the host's memory contains at most one of them.
 
   Args:
-    template: tree of the parameters' shapes, such as `jax.eval_shape` returns.
+    template: tree of the parameters' shapes, such as a result of
+      `jax.eval_shape`.
     table: table of tensor names, see `places`.
     tensors: tensors of the file, by name.
     dtype: dtype of the parameters.
     source: name of the file in errors.
     kind: name of the architecture or the layout in errors.
-    config: configuration with sizes that layouts read, such as a
+    config: configuration with the sizes that layouts require, such as a
       `TransformerConfig`.
-    sizes: values of the words in braces in the table's names.
-    used: names of further tensors that may be in the file.
+    sizes: values of the words in braces in the table's names, or None.
+    used: names of tensors that the file may contain and that are ignored.
 
   Raises:
     ValueError: a tensor is missing, unknown, of another shape or of integers,
-      or the table lacks a parameter. It is raised before tensors are read.
+      or the table lacks a parameter. Errors are raised before any tensor is
+      read.
   """
   stored = places(template, table, sizes)
   used = set(used)

@@ -8,14 +8,14 @@ compiled program. It ends after a fixed number of rounds, or as soon as a slot
 is free for a waiting request. Host code runs only between chunks.
 
 The random numbers of a row depend only on the seed of its request. So in
-float32 its sequence does not depend on other rows, its slot or its time of
-arrival. It is the output of `Decoder.generate` for this prompt alone with
-`jax.random.key(seed)`. With a controller, this holds at temperature 0 only. All
-rows of a batch have the same draft length, so above temperature 0 the sequence
-depends on the other rows. Its distribution does not.
+float32, the sequence of a row does not depend on other rows, its slot or its
+time of arrival. It equals the output of `Decoder.generate` for this prompt
+alone with `jax.random.key(seed)`. With a controller, this is true only at
+temperature 0: all rows of a batch have the same draft length, so at a higher
+temperature the sequence depends on the other rows. Its distribution does not.
 
-The package has no server. A streaming server needs a task that steps the queue
-in a thread, and a generator for each request:
+The package contains no server. A streaming server needs a task that calls
+`Queue.step` in a thread, and a generator for each request:
 
   >>> import asyncio
   >>> import jax
@@ -38,8 +38,8 @@ in a thread, and a generator for each request:
   ...     queue.cancel(number)
   ...     del streams[number]
 
-The example has three clients, one of which disconnects, and a model that is a
-table:
+The example below has three clients and a table as model. One client
+disconnects:
 
   >>> async def client(*arguments):
   ...   return [t async for tokens in answer(*arguments) for t in tokens]

@@ -1,4 +1,4 @@
-"""Compiled programs of a queue: chunks of rounds, and moved rows."""
+"""Compiled programs of a queue: chunks of rounds, and rearranging rows."""
 
 import functools
 
@@ -16,8 +16,8 @@ from specjax.types import RoundStats
 def keys(seed: jax.Array) -> jax.Array:
   """Returns `[1]`, the key of row 0 in `Decoder.prefill` with this seed.
 
-  So a request gets the random numbers that `Decoder.generate` would use for its
-  prompt alone.
+  With this key, a request has the random numbers that `Decoder.generate` uses
+  for its prompt alone.
   """
   key = jax.random.key(seed, impl="threefry2x32")
   return jax.random.fold_in(key, 0)[None]
@@ -25,9 +25,11 @@ def keys(seed: jax.Array) -> jax.Array:
 
 @jax.jit
 def moved(state: DecodeState, rows: jax.Array) -> DecodeState:
-  """Returns a state whose rows are rows of another state.
+  """Returns a state with the rows `rows` of `state`, in this order.
 
-  `rows` are indices in the other state; an index may occur several times.
+  Args:
+    state: state of the batch.
+    rows: `[R]` int32, indices of rows. An index may occur several times.
   """
   return interfaces.map_caches(
       lambda cache: cache.take_rows(rows), lambda x: x[rows], state)
@@ -41,16 +43,17 @@ def chunk(parts: rounds_lib.Round, params: chex.ArrayTree, state: DecodeState,
   """Decodes some rounds and returns the new tokens.
 
   Args:
-    parts: static parts of the rounds.
-    params: parameters of the models.
-    state: state of the batch; it is donated.
-    free: `[B]` bool, slots without a request.
-    rounds: maximum number of rounds.
-    done: number of done rows at which the chunk ends early.
-    window: number of new tokens that are returned for each row.
+    parts: `Round` or `RoundsByLength` of the decoder.
+    params: `{"target": ..., "drafter": ...}`.
+    state: state of the batch. It is donated.
+    free: `[B]` bool, True for slots without a request. They count as done rows.
+    rounds: `[]` int32, maximum number of rounds.
+    done: `[]` int32, number of done rows at which the chunk ends early.
+    window: number of new tokens to return for each row.
 
   Returns:
-    The state, and `(tokens [B, window], done [B], stats)`.
+    The state, and `(tokens [B, window], done [B], stats)`. Row b of `tokens`
+    has `stats.emitted[b]` new tokens. Later entries are arbitrary.
   """
   at = state.lengths[:, None] + jnp.arange(window, dtype=jnp.int32)
   state, stats, _ = rounds_lib.until(

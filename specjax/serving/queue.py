@@ -1,4 +1,4 @@
-"""Queue of requests that are decoded in the slots of one batch."""
+"""`Queue`, which decodes requests in the slots of one batch."""
 
 import collections
 from collections.abc import Iterable
@@ -29,16 +29,17 @@ from specjax.types import Prompt
 from specjax.types import RoundStats
 from specjax.utils import fields
 
-_SMALLEST_BUCKET = 32  # columns of a prompt
+_SMALLEST_BUCKET = 32  # minimum number of columns of a padded prompt
 
 
 class Queue:
   """Decodes requests in the slots of one batch, in order of arrival.
 
-  Every slot has room for `max_length` tokens on one device. Pages of a `Pool`
-  and meshes are not supported; use `insert` for such batches.
+  Every slot has room for `max_length` tokens on one device. Meshes and the
+  pages of a `Pool` are not supported. For a mesh use `Decoder.insert`, for a
+  `Pool` use `Pool.insert`.
 
-  `submit` and `cancel` may be called by other threads during `step`.
+  Other threads may call `submit` and `cancel` during `step`.
   """
 
   def __init__(self, decoder: Decoder, params: chex.ArrayTree, *,
@@ -51,21 +52,22 @@ class Queue:
     Args:
       decoder: decoder of all requests.
       params: `{"target": ..., "drafter": ...}`.
-      slots: batch size, or several sizes. The queue uses the smallest that fits
-        all active requests. Each size is a program. A change of size copies the
-        caches, so the memory must fit the two largest states.
+      slots: batch size, or several sizes. The queue uses the smallest size that
+        fits all requests. Each size requires a compiled program. A change of
+        size copies the caches, so the memory must fit the two largest states.
       max_length: maximum length of a prompt and its continuation. Default: the
         context length.
-      rounds: maximum number of rounds of a chunk. New requests wait until the
-        chunk ends, and tokens are streamed by chunks.
+      rounds: maximum number of rounds of a chunk. A new request waits until the
+        current chunk ends. New tokens are returned after each chunk.
       max_ends: maximum number of ids in the `eos` of a request.
-      context: context of the drafter for requests without one, a tree of arrays
-        without the batch axis.
-      controllers: one controller for each size instead of the decoder's,
-        because the costs depend on the batch size.
+      context: drafter's context for requests without a context, a tree of
+        arrays without the batch axis.
+      controllers: `{size: controller}` with one controller per batch size,
+        because costs depend on the batch size. None: the decoder's controller.
 
     Raises:
-      ValueError: a size is out of range, or the controllers do not fit.
+      ValueError: an argument is out of range, or the controllers do not fit the
+        sizes.
     """
     length = decoder.context_length if max_length is None else max_length
     sizes = np.atleast_1d(slots).tolist()
@@ -96,19 +98,20 @@ class Queue:
 
   @property
   def idle(self) -> bool:
-    """True if the queue has no request."""
+    """True if the queue has no unfinished request."""
     return not self._open
 
   @property
   def waiting(self) -> int:
-    """Number of requests without a slot."""
+    """Number of requests that wait for a slot."""
     return len(self._waiting)
 
   def submit(self, request: Request) -> int:
     """Adds a request and returns its number.
 
     Raises:
-      ValueError: a field of the request is invalid, or it cannot fit a slot.
+      ValueError: a field of the request is invalid, or the request does not fit
+        a slot.
     """
     number = next(self._numbers)
     try:
@@ -121,10 +124,13 @@ class Queue:
     return row.number
 
   def cancel(self, number: int) -> bool:
-    """Ends a request at the next step, which frees its slot.
+    """Ends a request at the next step and frees its slot.
+
+    Args:
+      number: number of the request, from `submit`.
 
     Returns:
-      True if the request was waiting or decoding.
+      True if the request is waiting or being decoded.
     """
     if number in self._open:
       self._cancelled.add(number)
@@ -134,12 +140,11 @@ class Queue:
     """Fills the free slots and decodes a chunk, if there are requests.
 
     Returns:
-      An update for every request that has new tokens or has ended.
+      One update for every request that has new tokens or has ended.
 
     Raises:
       ValueError: with `Decoder(debug=True)`, a component returned a wrong
-        value. After an error, the next step also returns the updates of this
-        one.
+        value. The updates of this step are then returned by the next step.
     """
     self._drop()
     self._resize()
@@ -157,17 +162,18 @@ class Queue:
 
   def results(self, requests: Iterable[Request] = (), *, order: str = "arrival"
               ) -> Iterator[Result]:
-    """Decodes requests to their ends, also those that were submitted before.
+    """Decodes requests until all are complete, and yields their results.
 
-    Requests that are submitted during the iteration are decoded too.
+    Requests submitted before or during the iteration are included.
 
     Args:
-      requests: any number of requests; the queue takes them when slots become
-        free soon. A refused request has a result too.
+      requests: any number of requests. The queue takes a request from the
+        iterable only when a slot will soon be free. An invalid request has a
+        result with the reason "refused".
       order: order of the results, "arrival" or "completion".
 
     Raises:
-      ValueError: the order is unknown, or `step` raises it.
+      ValueError: the order is unknown, or `step` raises a `ValueError`.
       RuntimeError: another caller of `step` has received a result.
     """
     if order not in ("arrival", "completion"):
@@ -191,14 +197,15 @@ class Queue:
 
   def _take(self, requests: Iterator[Request],
             expected: collections.deque[int]) -> dict[int, Result]:
-    """Submits requests for slots that become free soon.
+    """Submits requests until as many wait as there are slots.
 
     Args:
       requests: requests that are not submitted yet.
-      expected: numbers of the requests in order; new ones are appended.
+      expected: numbers of the requests in order of arrival. The numbers of new
+        requests are appended.
 
     Returns:
-      The results of refused requests by number.
+      `{number: result}` for refused requests.
     """
     refused = {}
     for request in itertools.islice(
@@ -235,12 +242,12 @@ class Queue:
       elif row in self._waiting:
         self._waiting.remove(row)
       else:
-        continue  # it has ended
+        continue  # the request has already ended
       self._updates.append(Update(
           number, np.zeros(0, np.int32), row.result("cancelled")))
 
   def _resize(self) -> None:
-    """Moves the rows into the smallest batch that fits all requests."""
+    """Moves the active rows to the smallest batch that fits all requests."""
     active = [slot for slot, row in enumerate(self._rows) if row is not None]
     wanted = len(active) + len(self._waiting)
     size = next((n for n in self.sizes if n >= wanted), self.sizes[-1])
@@ -253,7 +260,10 @@ class Queue:
     self._rows = [self._rows[slot] for slot in active] + empty
 
   def _insert(self, slot: int, row: Row) -> None:
-    """Prefills a slot with a prompt, padded to a power of two."""
+    """Reads the prompt of a request and puts the result into a slot.
+
+    The prompt is padded to a power of two, or to the maximum length.
+    """
     length = len(row.prompt)
     columns = min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()),
                   prefill.padded_length(self._slot.length))
@@ -264,14 +274,14 @@ class Queue:
             context=jax.tree.map(lambda x: x[None], row.context)),
         np.array([row.limit], np.int32), chunks.keys(np.uint32(row.seed)),
         row.temperature, row.eos)
-    if self._state is None:  # free slots contain copies, which can be decoded
+    if self._state is None:  # all slots start as copies of the first request
       self._state = chunks.moved(fresh, np.zeros(len(self._rows), np.int32))
     self._state = rounds_lib.insert(
         self._state, np.array([slot], np.int32), fresh)
     self._rows[slot] = row
 
   def _decode(self) -> None:
-    """Decodes a chunk and adds the updates of the rows."""
+    """Decodes a chunk and stores the updates of the rows."""
     free = np.array([row is None for row in self._rows])
     window = min(self._rounds * self._nodes, self._capacity)
     self._state, seen = chunks.chunk(
@@ -291,21 +301,21 @@ class Queue:
         self._rows[slot] = None
       if result is not None or new.size:
         self._updates.append(Update(row.number, new, result))
-    checks.raise_if_bad(stats.checks)  # after the updates, so no token is lost
+    checks.raise_if_bad(stats.checks)  # updates are stored, so none is lost
 
 
 def _programs(decoder: Decoder, sizes: tuple[int, ...],
               controllers: Mapping[int, Controller] | None
               ) -> dict[int, rounds_lib.Round]:
-  """Returns the static parts of the rounds for each batch size."""
+  """Returns the `Round` or `RoundsByLength` for each batch size."""
   if controllers is None:
     return dict.fromkeys(sizes, decoder.parts)
   if set(controllers) != set(sizes) or len(
       {(x.lengths, len(x.costs)) for x in controllers.values()}) != 1:
     raise ValueError(
-        f"controllers are for the sizes {sorted(controllers)}; there must be "
-        f"one for each of the slots {list(sizes)}, with the same lengths and "
-        "kinds of rounds")
+        f"controllers are for the sizes {sorted(controllers)}; give one for "
+        f"each of the slots {list(sizes)}, all with the same lengths and the "
+        "same number of kinds of rounds")
   return {n: dataclasses.replace(decoder, controller=controllers[n]).parts
           for n in sizes}
 

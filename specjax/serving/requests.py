@@ -22,14 +22,15 @@ class Request:
   Attributes:
     prompt: token ids, at least one.
     max_new_tokens: maximum number of generated tokens, at least 0.
-    temperature: at least 0; 0 is greedy. Default: the decoder's.
-    eos: token id that ends the sequence, or several, or () for none. Default:
-      the decoder's.
+    temperature: temperature, at least 0. 0 is greedy. Default: the decoder's
+      temperature.
+    eos: token id that ends the sequence, several ids, or () for no end token.
+      Default: the decoder's `eos`.
     seed: seed of the row's random numbers, from 0 to 2^32 - 1. Equal prompts
       with equal seeds give equal sequences. Use different seeds for independent
       samples.
-    context: context of the drafter for this row, with the structure of the
-      queue's context. Default: the queue's.
+    context: drafter's context for this row, with the structure, shapes and
+      dtypes of the queue's context. Default: the queue's context.
 
   >>> import specjax as sj
   >>> request = sj.serving.Request(prompt=[1, 2], max_new_tokens=6, seed=3)
@@ -51,10 +52,11 @@ class Result:
 
   Attributes:
     number: number of the request, from `submit`.
-    tokens: `[T]` int32, prompt and continuation; empty if it was refused.
-    reason: reason of the end: "eos", "limit", "cancelled", "failed" (non-finite
-      numbers; the tokens before are valid) or "refused".
-    error: one-line message of a failed or refused request.
+    tokens: `[T]` int32, prompt and continuation. Empty if the request was
+      refused.
+    reason: reason why the request ended: "eos", "limit", "cancelled", "failed"
+      (non-finite numbers after these tokens) or "refused" (invalid request).
+    error: one-line message of a failed or refused request, else None.
     rounds: number of rounds that decoded this row.
     accepted: number of accepted draft tokens.
   """
@@ -72,8 +74,8 @@ class Update(NamedTuple):
 
   Attributes:
     number: number of the request.
-    tokens: int32, the new tokens.
-    result: the result if the sequence has ended, else None.
+    tokens: `[T]` int32, the new tokens.
+    result: result if the request has ended, else None.
   """
 
   number: int
@@ -89,11 +91,11 @@ class Row:
     number: number of the request.
     prompt: `[T]` int32, token ids of the prompt.
     limit: length of prompt and continuation at which the row is done.
-    temperature: `[1]` float32.
-    eos: `[1, E]` int32, padded with -1.
+    temperature: `[1]` float32, temperature of the row.
+    eos: `[1, E]` int32, end tokens, padded with -1.
     seed: seed of the row's random numbers.
-    context: context of the drafter.
-    tokens: new tokens of every chunk.
+    context: drafter's context for this row.
+    tokens: list with the new tokens of every chunk.
     rounds: number of rounds that decoded this row.
     accepted: number of accepted draft tokens.
   """
@@ -110,7 +112,12 @@ class Row:
   accepted: int = 0
 
   def result(self, reason: str, error: str | None = None) -> Result:
-    """Returns the result with the tokens so far."""
+    """Returns the result with all tokens generated so far.
+
+    Args:
+      reason: see `Result`.
+      error: see `Result`.
+    """
     return Result(
         number=self.number, reason=reason, error=error, rounds=self.rounds,
         tokens=np.concatenate([self.prompt, *self.tokens]).astype(np.int32),
@@ -125,7 +132,7 @@ class Slot:
     decoder: decoder of all requests.
     length: maximum length of a prompt and its continuation.
     ends: E, maximum number of ids in the `eos` of a request.
-    context: context of the drafter for requests without one.
+    context: drafter's context for requests without a context.
   """
 
   decoder: Decoder
@@ -134,7 +141,7 @@ class Slot:
   context: Any
 
   def row(self, request: Request, number: int) -> Row:
-    """Returns the row of a request after all checks.
+    """Checks a request and returns its row.
 
     Raises:
       ValueError: a field is out of range, or the request does not fit.

@@ -1,10 +1,10 @@
-"""Fakes and assertions for tests of your own rules and drafters.
+"""Fakes and assertions for tests of new rules and drafters.
 
 `assert_lossless` proves a verification rule lossless by enumeration.
-`assert_drafter_exact` tests a drafter in the decoding loop: drafted tokens must
-follow the distributions that the drafter reports, and the output must follow
-the target. `joint_law` and `chi_square` compare samples with the exact
-distribution. The package also has small models, drafters and tokenizers.
+`assert_drafter_exact` tests a drafter in the decoding loop: draft tokens must
+follow the distributions q in the drafts, and the output must follow the target.
+`joint_law` and `chi_square` compare samples with an exact distribution. The
+package also contains small models, drafters and tokenizers.
 """
 
 from specjax.testing.drafts import assert_drafter_exact

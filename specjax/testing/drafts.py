@@ -1,8 +1,8 @@
 """Statistical test of drafters in the decoding loop: drafts and output.
 
-A *sum* is, over many tokens, the sum of a function of the token minus its
-expected value (`testing.evidence`). q is the distribution that a drafter
-reports for a drafted token.
+q is the distribution of a draft token in `Draft.probs`. The tests use sums of
+f(x) - E[f] over many tokens x, for a function f of a token. The expected value
+E[f] is known (`testing.evidence`). A large sum is evidence for an error.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ from specjax.testing import recording
 from specjax.utils import fields
 
 _TOTAL = 3e-5  # tolerance of the sum of a row of q in float32
-_FEW = 0.01  # share of drafts that may differ by rounding of sums
-# Mean number of samples per sequence in the joint test, at least. It limits the
-# number of tokens of these sequences.
+_FEW = 0.01  # share of drafts that may differ because of rounding
+# Smallest mean number of samples per possible sequence in the joint test. It
+# limits the number of tokens of these sequences.
 _TEXTS_A_CELL = 10
 _PLAIN = LogitsTransform()
 
@@ -43,15 +43,12 @@ _PLAIN = LogitsTransform()
 class DraftReport(NamedTuple):
   """Result of `assert_drafter_exact`.
 
-  A sum is, over many tokens, the sum of a function of the token minus its
-  expected value.
-
   Attributes:
-    drafts: sum over drafted tokens with the largest deviation. None: no token
-      was drafted.
-    texts: sum over generated tokens with the largest deviation.
+    drafts: largest deviation of a sum over draft tokens, see the docstring of
+      this module. None if there are no tested draft tokens.
+    texts: largest deviation of a sum over generated tokens.
     joint: p-value of the joint distribution of the first generated tokens.
-    tokens: number of tested drafted tokens.
+    tokens: number of draft tokens.
   """
 
   drafts: evidence.Deviation | None
@@ -70,35 +67,36 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
                          capacity: int = 0) -> DraftReport:
   """Tests a drafter in the decoding loop.
 
-  There are two tests. Each drafted token must be a sample of its reported row
-  of q (`Draft.probs`), given all earlier draws. The output must follow the
-  target, whose distributions come from a pass without a cache.
+  There are two main tests. Each draft token must be a sample of its row of q
+  (`Draft.probs`), given all earlier draws. The output must follow the target's
+  distributions, computed in a pass without a cache. `Nodes.deviation` lists the
+  sums and the groups of tokens. In addition, rows of q must sum to 1, the
+  drafts must have the declared capabilities, and a row must not depend on other
+  rows.
 
-  Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to
-  two eos ids. A batch has more than 128 rows and is decoded over several
-  rounds, and every call uses other random numbers. `Nodes.deviation` lists the
-  sums and the groups of tokens. Rows of q must also sum to 1, the drafts must
-  have the declared capabilities, and a row must not depend on the other rows.
+  Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to two
+  eos ids. By default, a batch has more than 128 rows. It is decoded over
+  several rounds. Every call uses other random numbers.
 
-  Use a small target, such as that of `tiny_pair`: 5 to 50 tokens and
-  distributions that are far from uniform. The drafter should often agree.
+  Use a small target, such as that of `tiny_pair`, with 5 to 50 tokens and
+  distributions far from uniform. Drafter and target should often agree.
 
   Args:
     drafter: the drafter.
-    params: `{"target": ..., "drafter": ...}`.
+    params: `{"target": ..., "drafter": ...}` parameters.
     target: target model.
-    verifier: lossless rule. None: the strongest rule of this library that is
-      exact for the drafter.
-    controller: controller of the decoder. Rows then depend on each other, and
-      that check is skipped.
+    verifier: lossless rule. None means the strongest rule of this library that
+      is lossless with the drafter.
+    controller: controller of the decoder, or None. With a controller, rows
+      depend on each other, and the check of this property is skipped.
     transform: transform of the decoder, without constraints.
-    context: function from a number of rows to the arrays `[rows, ...]` that
-      the drafter reads.
-    prompts: lists of token ids for most rows. None: random prompts. The drafter
-      must be able to draft on some of them.
+    context: function from a number of rows to the context of the drafter, a
+      tree of arrays `[rows, ...]` or None.
+    prompts: lists of token ids for most rows. The drafter must be able to draft
+      after some of them. None means random prompts.
     rows: number of rows B, at least 8. Some errors appear only above 128.
     calls: number of calls with all rows. More calls find smaller errors.
-    rounds: number of rounds of every call, even.
+    rounds: number of rounds per call, even and at least 2.
     capacity: smallest number of slots, see `Decoder.prefill`.
 
   Returns:
@@ -106,7 +104,7 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
 
   Raises:
     AssertionError: a test fails. The message names the sum, and the group of
-      rows or nodes in which it deviates most. An exact drafter fails with a
+      rows or nodes with the largest deviation. A correct drafter fails with a
       probability of at most 1e-6.
     ValueError: an argument is out of range.
 
@@ -124,8 +122,8 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
   if not fields.is_whole(rounds) or rounds < 2 or rounds % 2:
     raise ValueError(f"rounds is {rounds!r}; it must be even and at least 2")
   if transform.constraints:
-    raise ValueError("the transform has constraints; the law of a text under "
-                     "them is not known without the loop: leave them out")
+    raise ValueError("the transform has constraints; the law of a text with "
+                     "constraints is known only in the loop: leave them out")
   decoder = decoder_lib.Decoder(
       target=target, drafter=drafter, transform=transform,
       controller=controller, verifier=verifier or sound_rule(
@@ -152,7 +150,7 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
 
 
 def sound_rule(drafter: Drafter) -> Verifier:
-  """Returns the strongest rule that is exact for a drafter."""
+  """Returns the strongest rule that is lossless with a drafter."""
   declared = interfaces.capabilities(drafter)
   for rule in (verifiers.Block(), verifiers.Traversal(),
                verifiers.TargetWalk()):
@@ -164,16 +162,17 @@ def sound_rule(drafter: Drafter) -> Verifier:
 def check_drafts(name: str, declared: Collection[str],
                  found: recording.Record, *, alike: bool = True
                  ) -> evidence.Deviation | None:
-  """Tests that drafted tokens are samples of their reported distributions.
+  """Tests that draft tokens are samples of their rows of q.
 
   Args:
     name: class name of the drafter.
-    declared: declared capabilities, out of `interfaces.CAPABILITIES`.
+    declared: declared capabilities, a subset of `interfaces.CAPABILITIES`.
     found: recorded rounds.
-    alike: if True, all rows have the same context.
+    alike: True if all rows have the same context.
 
   Returns:
-    The sum with the largest deviation. None if no token was drafted.
+    The largest deviation of a sum. None if there are no draft tokens, or if the
+    drafter does not declare the capability "conditional".
 
   Raises:
     AssertionError: see `assert_drafter_exact`.
@@ -201,22 +200,22 @@ def check_texts(target: Model, params: chex.ArrayTree,
                 ) -> tuple[evidence.Deviation, float]:
   """Tests the first `count` new tokens of every row.
 
-  `count` is at most the number of recorded rounds, because each round emits at
-  least one token. Later tokens are not tested, because their presence depends
-  on acceptance and so on the tokens.
+  `count` must not exceed the number of recorded rounds, because each round
+  emits at least one token. Later tokens are not tested: their presence depends
+  on the number of accepted tokens, and so on the tokens themselves.
 
   Args:
     target: target model.
-    params: `{"target": ..., "drafter": ...}`.
+    params: `{"target": ..., "drafter": ...}` parameters.
     transform: transform of the decoder.
     found: recorded rounds.
-    count: number of new tokens of every row.
-    kinds: `[K]` integers from 0. Calls of each kind are also tested separately.
-      None: all calls are of one kind.
+    count: number of tested new tokens per row.
+    kinds: `[K]` kind of each of K calls, an integer from 0. Calls of each kind
+      are also tested separately. None means that all calls have one kind.
 
   Returns:
-    The sum with the largest deviation, and the p-value of the joint
-    distribution of the first tokens.
+    The largest deviation of a sum, and the p-value of the joint distribution of
+    the first tokens.
 
   Raises:
     AssertionError: the text does not follow the target.
@@ -265,8 +264,8 @@ def check_texts(target: Model, params: chex.ArrayTree,
 def _joint_p_value(target, params, transform, found, tokens):
   """Returns the p-value of the joint distribution of the first tokens.
 
-  It is the smallest of the p-values after the prompts `recording.TEXTS`, times
-  their number.
+  There is one p-value for each prompt of `recording.TEXTS`. The result is the
+  smallest of them times their number.
   """
   size = target.vocab_size
   step = recording.EVERY * len(recording.TEXTS)
@@ -292,7 +291,8 @@ def _joint_p_value(target, params, transform, found, tokens):
 def _laws(model, transform, count, params, tokens, starts, temperature):
   """Returns the target's distributions `[B, count, V]` of new tokens.
 
-  They come from a pass without a cache; `starts [B]` are the prompts' lengths.
+  They are computed in a pass without a cache. `starts [B]` are the lengths of
+  the prompts.
   """
   logits = model(params, tokens).logits
   at = starts[:, None] + jnp.arange(count) - 1
@@ -301,7 +301,8 @@ def _laws(model, transform, count, params, tokens, starts, temperature):
 
 
 def _check_values(name, declared, found):
-  """Refuses malformed drafts and drafts that lack a declared capability."""
+  """Raises an error for a malformed draft or one without a declared capability.
+  """
   shape = found.probs.shape
   flat = lambda x, *axes: jnp.asarray(x.reshape(-1, *axes))
   draft = checks.Draft(tokens=flat(found.tokens, shape[3]),
@@ -322,7 +323,10 @@ def _check_values(name, declared, found):
 
 
 def _check_rows_alone(decoder, params, found, ids, start, context):
-  """Compares rows with the same rows in another order and batch."""
+  """Raises an error if a row's drafts change with its place or other rows.
+
+  The same rows are decoded again in another order and batch.
+  """
   rows = np.arange(len(ids))[::-1]
   others = rows % 3 == 0
   requests = found.requests.taken(np.where(others, rows[0], rows))

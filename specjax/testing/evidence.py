@@ -1,19 +1,19 @@
 """Statistics of drawn tokens whose probabilities are known.
 
-A drafter is exact if each token X is a sample of the distribution q that the
-drafter reports. Then f(X) - E_q f has mean 0 and variance Var_q f, given all
-earlier draws, for any function f that is fixed before the draw. Sums over many
-draws are martingales with known predictable variance, for any order of the
-draws.
+A drafter is correct if each draft token X is a sample of the distribution q in
+the draft. Let f be any function fixed before the draw. Given all earlier draws,
+f(X) - E_q f then has mean 0 and variance Var_q f. Sums over many draws are
+martingales with known predictable variance, for any order of the draws.
 
 If f has a range of at most 1, then for every number t >= 0
 
   exp(t S - (e^t - 1 - t) W),   S = sum f(X) - E_q f,   W = sum Var_q f
 
 has a mean of at most 1 (Freedman 1975, "On tail probabilities for
-martingales"). So has an average over several t. By Markov's inequality the
-inverse of this average is a p-value. It is exact for any number of draws, also
-for rare tokens and deterministic distributions. A normal approximation is not.
+martingales"). The average over several t also has a mean of at most 1. By
+Markov's inequality, the inverse of this average is a p-value. In contrast to a
+normal approximation, it is valid for any number of draws, for rare tokens and
+for deterministic distributions.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Values of |t| (see the module); both signs are used. If S is d standard
+# Values of t in the formula above, for S and for -S. If S is d standard
 # deviations, the best t is d / sqrt(W). The range covers 10 to a million draws.
 _RATES = 2.0 ** np.arange(-8, 5)
 _SMALLEST_LOG = -4.0  # log-probabilities are clipped at this value
-_FEW_IDS = 8  # number of tokens that are tested individually
+_FEW_IDS = 8  # largest number of tokens tested individually
 
 
 class Functions(NamedTuple):
-  """Centred functions of n drawn tokens, with their variances.
+  """Values of F functions of n drawn tokens, with their variances.
 
   Attributes:
-    names: F descriptions of the functions.
-    centred: `[n, F]` float32, f(X) - E_q f.
-    variances: `[n, F]` float32, Var_q f.
+    names: descriptions of the F functions.
+    centred: `[n, F]` float32 values f(X) - E_q f.
+    variances: `[n, F]` float32 variances Var_q f.
   """
 
   names: tuple[str, ...]
@@ -42,18 +42,18 @@ class Functions(NamedTuple):
   variances: np.ndarray
 
   def taken(self, draws: np.ndarray) -> "Functions":
-    """Returns the functions of the draws that a mask `[n]` selects."""
+    """Returns the values for the draws selected by a mask `[n]`."""
     return Functions(self.names, self.centred[draws], self.variances[draws])
 
 
 class Deviation(NamedTuple):
-  """Sum with the largest deviation from its expectation.
+  """The sum S with the smallest p-value of all tested sums.
 
   Attributes:
-    log_p: logarithm of the p-value times the number of sums, at most 0.
+    log_p: logarithm of the p-value times the number of tested sums, at most 0.
     name: description of the function and of the group of draws.
-    total: sum S.
-    deviation: standard deviation of S, the root of W.
+    total: value of S.
+    deviation: standard deviation of S, the square root of W.
     draws: number of draws in the sum.
     tried: number of tested sums.
   """
@@ -73,7 +73,10 @@ class Deviation(NamedTuple):
 
 
 def log_p_values(totals: np.ndarray, variances: np.ndarray) -> np.ndarray:
-  """Returns the log of two-sided p-values of sums S with variances W."""
+  """Returns the logarithms of the two-sided p-values of sums.
+
+  `totals` are the sums S, and `variances` are W.
+  """
   t = _RATES.reshape(-1, *[1] * np.ndim(totals))
   bound = (np.expm1(t) - t) * variances
   both = np.concatenate([t * totals - bound, -t * totals - bound])
@@ -83,7 +86,10 @@ def log_p_values(totals: np.ndarray, variances: np.ndarray) -> np.ndarray:
 
 
 def subsets(vocab_size: int) -> dict[str, np.ndarray]:
-  """Returns sets of tokens, `[V]` bool, by name: single tokens and halves."""
+  """Returns sets of tokens, `[V]` bool, by name.
+
+  The sets are random halves of the vocabulary, and sets of one token.
+  """
   rng = np.random.default_rng(vocab_size)
   found = {f"the random half {i} of the tokens": rng.random(vocab_size) < 0.5
            for i in range(3 if vocab_size <= _FEW_IDS else 16)}
@@ -97,11 +103,11 @@ def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
   """Returns functions of single draws.
 
   Args:
-    tokens: `[n]`, drawn tokens.
-    laws: `[n, V]`, distributions of the tokens; rows sum to 1.
-    others: `[n, V]`, another distribution, known before the draw, or None.
-    ends: `[n, E]`, eos ids of the row, padded with -1.
-    letter: name of the distribution, such as "q".
+    tokens: `[n]` drawn tokens.
+    laws: `[n, V]` distributions of the tokens. Rows sum to 1.
+    others: `[n, V]` other distributions p, known before the draw, or None.
+    ends: `[n, E]` eos ids for each draw, padded with -1.
+    letter: name of the distribution `laws`, such as "q".
   """
   columns, own = [], np.arange(len(tokens))
 
@@ -132,20 +138,22 @@ def functions(tokens: np.ndarray, laws: np.ndarray, others: np.ndarray | None,
 def pairs(tokens: np.ndarray, laws: np.ndarray,
           partners: Mapping[str, np.ndarray],
           unordered: Mapping[str, np.ndarray] | None = None) -> Functions:
-  """Returns functions of two draws, which detect a shared uniform sample.
+  """Returns functions of two draws.
 
-  If two tokens were drawn with the same uniform sample, they are correlated.
+  The functions detect correlations. Two draws are correlated if they use the
+  same uniform sample.
 
   Args:
-    tokens: `[n]`, drawn tokens.
-    laws: `[n, V]`, distributions of the tokens.
-    partners: index `[n]` of an earlier draw, or -1, by name.
-    unordered: index `[n]` of another draw, earlier or later, or -1, by name.
-      Under one name a draw is the partner of at most one other draw.
+    tokens: `[n]` drawn tokens.
+    laws: `[n, V]` distributions of the tokens.
+    partners: by name, the index `[n]` of an earlier draw for each draw, or -1.
+    unordered: by name, the index `[n]` of another draw for each draw, or -1.
+      The other draw may be earlier or later. For one name, a draw is the
+      partner of at most one other draw.
   """
   own, columns = np.arange(len(tokens)), []
-  # The middle of the draw's interval in the cumulative distribution, shifted
-  # to [-1/2, 1/2], with mean 0.
+  # Middle of the drawn token's interval in the cumulative distribution, shifted
+  # to [-1/2, 1/2]. Its mean is 0.
   upto = np.cumsum(laws, axis=1)[own, tokens]
   place = upto - laws[own, tokens] / 2 - 0.5
   spread = np.maximum(1 - (laws**3).sum(1), 0) / 12
@@ -160,8 +168,9 @@ def pairs(tokens: np.ndarray, laws: np.ndarray,
         np.where(has, 4 * place * before, 0),
         np.where(has, 16 * before**2 * spread, 0)))
   for name, partner in (unordered or {}).items():
-    # A draw occurs in at most two products of at most 1/2. Either draw of a
-    # product may be the earlier one, so the variance is the sum of both cases.
+    # A draw is a factor of at most two products, each at most 1/2. Either draw
+    # of a product may be the earlier one. The variance is therefore the sum of
+    # both cases.
     has, before = partner >= 0, place[partner]
     columns.append((
         f"the product of the quantiles of x and of {name}",
@@ -179,15 +188,16 @@ def _stacked(columns):
 
 def largest(single: Functions, double: Functions,
             groups: Mapping[str, np.ndarray], crossed: int) -> Deviation:
-  """Returns the sum that deviates most, over all draws and groups of draws.
+  """Returns the largest deviation of a sum over all draws or a group of draws.
 
   Args:
     single: functions of n single draws.
-    double: functions of pairs: each of the n draws and a partner.
-    groups: `[n]` integers by name. Draws with an equal number form a group. The
-      number must be known before the draw. -1: no group.
-    crossed: number of leading entries of `groups` that are crossed with all
-      others, for the single functions.
+    double: functions of n pairs of a draw and its partner.
+    groups: by name, `[n]` integers that are known before the draw. Draws with
+      equal integers form a group. Draws with -1 are in no group.
+    crossed: number of leading entries of `groups` to combine with all later
+      entries, for the single functions. A combination contains the draws in
+      both groups.
   """
   numbers = [_compact(values) for values in groups.values()]
   numbers.append((np.zeros(len(single.centred), np.int32), np.zeros(1, int)))
@@ -223,10 +233,10 @@ def largest(single: Functions, double: Functions,
 
 
 def _compact(values):
-  """Renumbers groups from 0, without gaps; -1 is no group.
+  """Renumbers groups from 0, without gaps. -1 is unchanged.
 
   Returns:
-    The new number of each draw, and the old number of each group.
+    The new number of each draw, and the old number of each new group.
   """
   kinds = np.flatnonzero(np.bincount(values + 1)[1:])
   number = np.full(values.max(initial=0) + 2, -1, np.int32)
@@ -235,8 +245,11 @@ def _compact(values):
 
 
 def _sums(values, cell, count):
-  """Returns the sums of `values [n, F]` over every cell, `[count, F]`."""
-  import scipy.sparse  # a third of a second  # pylint: disable=g-import-not-at-top
+  """Returns the sums `[count, F]` of `values [n, F]` over the draws of a cell.
+
+  `cell [n]` is the number of each draw's cell, or `count` for no cell.
+  """
+  import scipy.sparse  # a slow import  # pylint: disable=g-import-not-at-top
   draws = len(values)
   member = scipy.sparse.csc_matrix(
       (np.ones(draws, np.float32), cell, np.arange(draws + 1)),

@@ -1,8 +1,8 @@
 """Small models, drafters and tokenizers for tests.
 
 `MarkovModel` is a language model stored as a table. `ListTokenizer` is a
-tokenizer stored as a list. `OracleDrafter` proposes given tokens. `tiny_pair`
-returns two small transformers whose distributions are far from uniform.
+tokenizer stored as a list. `OracleDrafter` proposes tokens from its parameters.
+`tiny_pair` returns two small transformers with distributions far from uniform.
 """
 
 from collections.abc import Mapping
@@ -34,18 +34,18 @@ class LengthCache(Cache):
   """Cache of a model that uses only the current token.
 
   Attributes:
-    lengths: `[B]` int32, number of committed tokens.
+    lengths: `[B]` int32 number of committed tokens of each row.
   """
 
   lengths: jax.Array
 
   def commit(self, path: jax.Array, count: jax.Array) -> "LengthCache":
-    """Counts `count [B]` nodes of `path [B, N]` as committed."""
+    """Returns the cache with `count [B]` more committed tokens."""
     del path
     return self.replace(lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "LengthCache":
-    """Sets the committed tokens of every row to `lengths [B]`."""
+    """Returns the cache with `lengths [B]` committed tokens per row."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "LengthCache":
@@ -58,8 +58,9 @@ class LengthCache(Cache):
 class MarkovModel(Model):
   """`Model` whose distribution depends only on the current token.
 
-  The parameters are a table `[V, V]`: row t has the logits of the next token
-  after t. It compiles fast, and joint distributions are products of rows.
+  The parameters are a table `[V, V]`: row t contains the logits of the token
+  after t. This model compiles fast, and joint distributions are products of
+  rows.
 
   Attributes:
     vocab_size: vocabulary size V.
@@ -75,12 +76,12 @@ class MarkovModel(Model):
 
   def init_cache(self, params: jax.Array, batch: int, capacity: int
                  ) -> LengthCache:
-    """Returns the cache of `batch` empty rows; `capacity` is not used."""
+    """Returns a cache of `batch` empty rows. `capacity` is not used."""
     del params, capacity
     return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
 
   def param_specs(self, axis: str, size: int = 1) -> PartitionSpec:
-    """Returns the spec of a table that is replicated on all devices."""
+    """Returns the partition spec of a table replicated on all devices."""
     del axis, size
     return PartitionSpec()
 
@@ -88,7 +89,10 @@ class MarkovModel(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Returns logits `[B, S, V]` after `tokens [B, S]`, also as `hidden`."""
+    """Returns the logits `[B, S, V]` after `tokens [B, S]`.
+
+    `hidden` of the output is equal to `logits`.
+    """
     del depths, ancestors
     logits = params[tokens].astype(jnp.float32)
     return ModelOutput(logits=logits, hidden=logits, cache=cache)
@@ -99,7 +103,7 @@ class ListTokenizer:
   """Tokenizer with a list of tokens and greedy longest match.
 
   Attributes:
-    tokens: bytes of every id; b"" is a special token.
+    tokens: bytes of the token of every id. b"" is a special token.
     bos: id of the first token of a sequence, or None.
     eos: id of the last token of a sequence, or None.
   """
@@ -117,7 +121,10 @@ class ListTokenizer:
     return self.tokens[token]
 
   def encode(self, text: str, bos: bool = True) -> list[int]:
-    """Returns the ids of `text`; no ids if the tokens cannot spell it."""
+    """Returns the ids of `text`, after `bos` unless `bos` is False.
+
+    If the tokens cannot spell the text, its ids are left out.
+    """
     ids = {t: i for i, t in reversed(list(enumerate(self.tokens))) if t}
     found = longest_match(text.encode(), ids, max(map(len, ids)))
     start = [self.bos] if bos and self.bos is not None else []
@@ -126,16 +133,16 @@ class ListTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleDrafter(Drafter):
-  """Proposes given tokens deterministically.
+  """Drafter that deterministically proposes the tokens in its parameters.
 
   `params["drafter"]` is `[B, T]` int32: entry t is the proposal for position t
-  of the row, the prompt included. Positions after T are padding. If the tokens
-  are the target's greedy continuation, every draft is accepted. Tests can place
-  an eos anywhere in a draft.
+  of the row. Positions include the prompt. Draft tokens from position T on are
+  padding. If the tokens are the target's greedy continuation, every draft is
+  accepted. Tests can place an eos anywhere in a draft.
 
   Attributes:
     gamma: draft length.
-    vocab_size: vocabulary size V; the decoder sets it.
+    vocab_size: vocabulary size V, set by the decoder.
   """
 
   gamma: int
@@ -157,7 +164,7 @@ class OracleDrafter(Drafter):
 
   def propose(self, params: Mapping[str, chex.ArrayTree], uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns chains of the given tokens with one-hot `probs`."""
+    """Returns chains of the proposed tokens with one-hot `probs`."""
     del uniforms
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     positions = state.lengths[:, None] + jnp.arange(self.gamma)
@@ -173,7 +180,7 @@ class TinyPair(NamedTuple):
   Attributes:
     target: target model.
     drafter: draft model.
-    params: parameters of both, `{"target": ..., "drafter": ...}`.
+    params: parameters `{"target": ..., "drafter": ...}` of both models.
   """
 
   target: Transformer
@@ -183,15 +190,17 @@ class TinyPair(NamedTuple):
 
 def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
               noise: float = 0.5, **config: Any) -> TinyPair:
-  """Returns a random pair whose distributions are far from uniform.
+  """Returns a random pair of models with distributions far from uniform.
+
+  The drafter's weights are the target's weights plus noise, rescaled.
 
   Args:
     vocab_size: vocabulary size V.
     seed: seed of the weights.
-    scale: factor of the initial matrices. At 1 the distributions are almost
-      uniform, and tests detect little.
-    noise: standard deviation of the noise that is added to the target's weights
-      to make the drafter's, divided by that of the weights. 0 makes them equal.
+    scale: factor on the initial matrices. With 1 the distributions are almost
+      uniform, and tests detect few errors.
+    noise: standard deviation of the noise divided by that of the weights. With
+      0 both models are equal.
     **config: fields of `TransformerConfig` that replace the defaults (width
       16, one layer, two heads that share one key-value head, untied).
 
@@ -202,7 +211,7 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
                mlp_width=16, context_length=512, tie_embeddings=False)
   model = Transformer(TransformerConfig(
       vocab_size=vocab_size, **{**sizes, **config}))
-  # Weights are drawn by numpy, because `model.init` would compile about a
+  # Draw the weights with NumPy, because `model.init` would compile about a
   # hundred small programs.
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
   rng = np.random.default_rng(seed)

@@ -1,4 +1,5 @@
-"""Proofs of rules, and tests of samples against their distribution."""
+"""Proofs that rules are lossless, and tests of samples against a distribution.
+"""
 
 from collections.abc import Callable
 import functools
@@ -25,7 +26,7 @@ def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
     The certificate.
 
   Raises:
-    AssertionError: the rule is not lossless; the message is the certificate.
+    AssertionError: the rule is not lossless. The message is the certificate.
   """
   certificate = exact.certify(verifier, **kwargs)
   if not certificate.lossless:
@@ -33,7 +34,7 @@ def assert_lossless(verifier: Verifier, **kwargs: Any) -> exact.Certificate:
   return certificate
 
 
-# Equal models share their program.
+# Static models: equal models share their compiled program.
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model, params, texts):
   return model(params, texts).logits
@@ -42,17 +43,17 @@ def _logits(model, params, texts):
 def joint_law(model: Model, params: chex.ArrayTree, prompt: ArrayLike,
               horizon: int, transform: Callable[[jax.Array], jax.Array]
               ) -> np.ndarray:
-  """Returns the distribution of the tokens after a prompt, `[V**horizon]`.
+  """Returns the joint distribution `[V**horizon]` of tokens after a prompt.
 
-  The passes have no cache, so that they share no code with the decoding loop.
-  Sequences are in lexicographic order.
+  Sequences are in lexicographic order. The passes have no cache, so that they
+  share no code with the decoding loop.
 
   Args:
     model: the model.
     params: parameters of the model.
     prompt: token ids of the prompt.
-    horizon: number of tokens.
-    transform: function from logits to the distribution.
+    horizon: number of tokens after the prompt.
+    transform: function from logits `[..., V]` to probabilities `[..., V]`.
   """
   size = model.vocab_size
   digits = np.indices((size,) * horizon).reshape(horizon, -1).T
@@ -64,12 +65,12 @@ def joint_law(model: Model, params: chex.ArrayTree, prompt: ArrayLike,
 
 
 def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
-  """Returns the p-value of samples under a `joint_law`.
+  """Returns the p-value of a chi-square test of samples against `joint_law`.
 
   Args:
     tokens: `[n, horizon]` sampled sequences.
-    law: `[V**horizon]` probabilities. Cells with an expected count below 10 are
-      pooled.
+    law: `[V**horizon]` probabilities of all sequences. Sequences with an
+      expected count below 10 are pooled.
     vocab_size: vocabulary size V.
 
   Raises:
@@ -88,8 +89,8 @@ def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
   if np.count_nonzero(law) == 1:
     return 1.0  # the only outcome
   if kept.sum() < 2:
-    raise ValueError(f"{len(tokens)} texts tell nothing of a law of "
+    raise ValueError(f"{len(tokens)} texts are too few to test a law of "
                      f"{np.count_nonzero(law)} outcomes; give more texts")
   statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
-  import scipy.stats  # a second long  # pylint: disable=g-import-not-at-top
+  import scipy.stats  # takes a second  # pylint: disable=g-import-not-at-top
   return float(scipy.stats.chi2.sf(statistic, kept.sum() - 1))

@@ -1,6 +1,6 @@
-"""Drafted tokens of a record, and their statistical checks.
+"""Draft tokens of a record, and statistical checks of them.
 
-q is the distribution that the drafter reports for a drafted token.
+q is the distribution of a draft token in `Draft.probs`.
 """
 
 import numpy as np
@@ -11,12 +11,13 @@ from specjax.testing import evidence
 LEVEL = 1e-6 / 4
 SAME = 1e-3  # tolerance for equal distributions in float32
 _FARTHEST = 8  # largest distance of compared nodes of a draft
-# A token whose q has a larger entry is deterministic and not in the sums.
+# A token is deterministic if the largest entry of its q is at least this value.
+# Deterministic tokens are left out of the sums.
 _CERTAIN = 1 - 1e-9
 
 
 class Nodes:
-  """Flat list of the n drafted tokens (nodes of drafts) of a record."""
+  """Flat list of the n draft tokens (nodes of drafts) of a record."""
 
   def __init__(self, found):
     self.found, there = found, found.drafted
@@ -30,7 +31,7 @@ class Nodes:
     self.sibling = self._sibling()
 
   def _sibling(self):
-    """Returns the previous drafted sibling of each node, or -1, `[n]`."""
+    """Returns the last earlier sibling `[n]` of each node, or -1."""
     parents = np.where(self.found.drafted, self.found.parents, -2)
     last = np.full(parents.shape, -1)
     for node in range(2, parents.shape[-1]):
@@ -40,15 +41,17 @@ class Nodes:
     return last[self.where]
 
   def _at(self, nodes):
-    """Returns the numbers in this list of other nodes of the same drafts.
+    """Returns the position in this list of one other node per draft, `[n]`.
 
-    `nodes [n]` are their indices in the drafts. -1: the root, or no node.
+    `nodes [n]` are the indices of these nodes in the drafts of the n tokens.
+    The result is -1 for the root and for padding.
     """
     return np.where(nodes > 0, self.index[
         self.call, self.round, self.row, np.maximum(nodes, 0)], -1)
 
   def check_possible(self, name):
-    """Refuses drafted tokens of probability 0 or nearly 0 under q."""
+    """Raises an error if draft tokens have probability 0 or almost 0 under q.
+    """
     bad = (self.tokens < 0) | (self.tokens >= self.laws.shape[1])
     if bad.any():
       raise AssertionError(
@@ -58,7 +61,10 @@ class Nodes:
                    self.row)
 
   def check_siblings(self, name):
-    """Refuses siblings with different q; for drafters that declare `iid`."""
+    """Raises an error if siblings have different q.
+
+    This check is for drafters that declare `iid`.
+    """
     before = self._at(self.sibling)
     differ = np.abs(self.laws - self.laws[before]).max(1) * (before >= 0)
     if differ.max() > SAME:
@@ -69,16 +75,17 @@ class Nodes:
           f"{differ[i]:.3g}")
 
   def check_contexts(self, name, alike):
-    """Refuses different q after equal sequences of tokens.
+    """Raises an error if q differs after equal sequences of tokens.
 
-    It is for drafters that declare `autoregressive`. If `alike` is False, only
-    nodes of the same row are compared.
+    This check is for drafters that declare `autoregressive`. If `alike` is
+    True, nodes of rows with the same temperature are compared. If it is False,
+    only nodes of the same row are compared.
     """
     found, requests = self.found, self.found.requests
     some = np.random.default_rng(0).integers(
         2**63, size=found.texts.shape[2] + found.tokens.shape[3],
         dtype=np.uint64) | np.uint64(1)
-    # Hashes of the tokens up to each position, continued along the draft.
+    # Hash of all tokens up to each position, and up to each node of a draft.
     texts = found.texts.astype(np.uint64) + np.uint64(1)
     upto = np.cumsum(texts * some[:texts.shape[2]], axis=-1, dtype=np.uint64)
     lengths = requests.lengths + np.cumsum(found.emitted, 1) - found.emitted
@@ -109,10 +116,10 @@ class Nodes:
           f"{self.round[i]}, node {self.node[i]}")
 
   def deviation(self):
-    """Returns the sum over drafted tokens with the largest deviation.
+    """Returns the largest deviation of a sum over draft tokens.
 
-    Each sum is of one function of a token, or of a token and a partner, over
-    one group of nodes (`evidence.largest`).
+    Each sum is over one group of nodes. The summands are values of one function
+    of a token, or of a token and a partner (`evidence.largest`).
     """
     found, requests = self.found, self.found.requests
     emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
@@ -130,7 +137,7 @@ class Nodes:
         "{} tokens emitted before the round": np.minimum(emitted, 9),
         "a full acceptance in the round before": once(self._full(1)),
         "a parent of {} mod 8": parent_token,
-        # These groups are intersected only with the groups above.
+        # The groups below are combined only with the groups above (`crossed`).
         "depth {}": self._depth,
         "depth 2 or more": once(self._depth >= 2),
         "a full acceptance two rounds before": once(self._full(2)),
@@ -164,7 +171,7 @@ class Nodes:
   def _in_earlier_rounds(self):
     """Returns partners in earlier rounds: the same node, or the same position.
 
-    A partner is another drafted token that may share random numbers.
+    A partner is another draft token that may use the same random numbers.
     """
     found = {}
     for back in range(1, self.found.active.shape[1]):
@@ -173,8 +180,8 @@ class Nodes:
           self.round >= back, self.index[
               self.call, self.round - back, self.row, self.node], -1)
     # In a chain, node n of this round and node n + emitted of the previous
-    # round have the same position in the sequence. If a drafter derives random
-    # keys from positions, it reuses the key of a rejected token.
+    # round have the same position in the sequence. A drafter with keys derived
+    # from positions would reuse the key of a rejected token.
     before = self.call, np.maximum(self.round - 1, 0), self.row
     node = self.node + self.found.emitted[before]
     size = self.index.shape[-1]
@@ -184,9 +191,9 @@ class Nodes:
     return found
 
   def _others_of_the_draft(self):
-    """Returns partners in the same draft except parent and last sibling.
+    """Returns partners in the same draft, except parent and last sibling.
 
-    They are grouped by the distance of the node indices.
+    There is one entry for each distance of the node indices.
     """
     found = {}
     for back in range(1, min(self.found.tokens.shape[-1] - 1, _FARTHEST + 1)):
@@ -198,7 +205,10 @@ class Nodes:
     return found
 
   def _full(self, back):
-    """Marks nodes whose row accepted a full draft `back` rounds earlier."""
+    """Returns a mask `[n]`: the row accepted a full draft `back` rounds ago.
+
+    This method also stores the depths of all nodes in `_depth`.
+    """
     depths = np.zeros(self.found.tokens.shape, np.int64)
     for node in range(1, depths.shape[-1]):
       depths[..., node] = 1 + np.take_along_axis(depths, np.maximum(
@@ -210,7 +220,7 @@ class Nodes:
         self.call, self.round - back, self.row]
 
   def _below_end(self):
-    """Marks nodes with an eos of their row above them in the draft."""
+    """Returns a mask `[n]` of nodes with an eos among their draft ancestors."""
     found = self.found
     is_end = (found.tokens[..., None] == found.requests.eos[:, None]).any(-1)
     for node in range(1, is_end.shape[-1]):
@@ -227,14 +237,17 @@ def normalised(laws):
 
 
 def numbered(there):
-  """Returns the number of each True entry of a mask; other entries are -1."""
+  """Returns an array with the True entries of a mask numbered from 0.
+
+  Other entries are -1.
+  """
   found = np.full(there.shape, -1)
   found[there] = np.arange(there.sum())
   return found
 
 
 def row_groups(requests, row):
-  """Returns groups of draws by properties of their request."""
+  """Returns groups of draws by properties of their request, by name."""
   temperature = requests.temperature[row]
   has_end = (requests.eos >= 0).any(1)[row]
   return {
@@ -249,9 +262,9 @@ def lags(index, where, row_axis):
   """Returns partners in other rows of a call and in the previous call.
 
   Args:
-    index: number of each drawn token by place, -1 if there is none.
-    where: place of each drawn token, one array `[n]` for each axis.
-    row_axis: axis of the rows.
+    index: result of `numbered` for the mask of drawn tokens.
+    where: indices of each drawn token in `index`, one array `[n]` per axis.
+    row_axis: axis of the rows in `index`.
   """
   partners = {}
   rows, row = index.shape[row_axis], where[row_axis]
@@ -266,17 +279,17 @@ def lags(index, where, row_axis):
 
 
 def check_chances(what, tokens, laws, rows):
-  """Raises `AssertionError` if tokens with too small a probability were drawn.
+  """Raises `AssertionError` if drawn tokens have too small probabilities.
 
   Args:
-    what: beginning of the error.
-    tokens: `[n]`, drawn tokens.
-    laws: `[n, V]`, their distributions.
-    rows: `[n]`, rows of the batch, for the error.
+    what: beginning of the error message.
+    tokens: `[n]` drawn tokens.
+    laws: `[n, V]` distributions of these tokens.
+    rows: `[n]` row of each token, for the error message.
   """
   chance = laws[np.arange(len(tokens)), tokens] * laws.shape[1]
   with np.errstate(divide="ignore"):
-    mean = np.mean(1 / chance)  # at most 1 on average
+    mean = np.mean(1 / chance)  # its expectation is at most 1
   if mean > 1 / LEVEL:
     i = chance.argmin()
     raise AssertionError(

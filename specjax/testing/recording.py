@@ -1,4 +1,4 @@
-"""Records drafts and output of many requests as numpy arrays."""
+"""Recording of drafts and output of many requests as NumPy arrays."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from specjax.decoding import decoder as decoder_lib
 from specjax.decoding import inputs
 from specjax.types import DecodeState
 
-# Every third row uses one of these prompts and temperatures in turn. Each gets
-# many samples, which the test of the joint distribution needs.
+# Prompts and temperatures of every third row, in turn. The test of the joint
+# distribution requires many samples after each of these prompts.
 TEXTS = (((1, 3, 0, 2), 1.0), ((4,), 0.6))
-_TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of other rows
-EVERY = 3
-_LONGEST = 32  # tokens of a prompt
-_AT_ONCE = 2  # rounds of a call of the compiled loop; divides all round numbers
+_TEMPERATURES = (0.8, 1.0, 0.8, 0.6, 0.8, 1.4, 0.8, 0.0)  # of all other rows
+EVERY = 3  # distance of the rows with entries of TEXTS
+_LONGEST = 32  # largest number of tokens of a random prompt
+_AT_ONCE = 2  # rounds per call of the compiled loop; must divide `rounds`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Requests:
 
   Attributes:
     prompts: B lists of token ids.
-    temperature: `[B]` float32, temperature of each row.
-    eos: `[B, 2]` int32, eos ids, padded with -1.
-    new: `[B]` int32, largest number of new tokens.
+    temperature: `[B]` float32 sampling temperature of each row.
+    eos: `[B, 2]` int32 eos ids of each row, padded with -1.
+    new: `[B]` int32 largest number of new tokens of each row.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -43,18 +43,18 @@ class Requests:
   def mixed(cls, vocab_size: int, rows: int, new: int,
             prompts: Sequence[Sequence[int]] | None = None,
             longest: int = _LONGEST) -> "Requests":
-    """Returns requests of all kinds.
+    """Returns a mixture of requests.
 
     Every third row uses an entry of `TEXTS` in turn, without an eos. The other
-    rows have prompts of 1 to `longest` tokens, several temperatures, and up to
-    two eos ids.
+    rows have various prompts, various temperatures and up to two eos ids.
 
     Args:
       vocab_size: vocabulary size V.
       rows: number of rows B.
-      new: largest number of new tokens. Some rows get one or two fewer.
-      prompts: prompts of the other rows, in turn. None: random prompts.
-      longest: length of the longest random prompt.
+      new: largest number of new tokens. Some rows have one or two fewer.
+      prompts: prompts of the other rows, used in turn. None means random
+        prompts of 1 to `longest` tokens.
+      longest: length of the longest random prompt, in tokens.
     """
     rng = np.random.default_rng(0)
     if prompts is None:
@@ -83,18 +83,21 @@ class Requests:
 
   @property
   def lengths(self) -> np.ndarray:
-    """Lengths of the prompts in tokens, `[B]`."""
+    """`[B]` lengths of the prompts in tokens."""
     return np.array([len(prompt) for prompt in self.prompts])
 
   def taken(self, rows: np.ndarray) -> "Requests":
-    """Returns the requests of the given rows, in this order."""
+    """Returns the requests of the rows with indices `rows`, in this order."""
     return Requests(prompts=tuple(self.prompts[row] for row in rows),
                     temperature=self.temperature[rows], eos=self.eos[rows],
                     new=self.new[rows])
 
   def prefill(self, decoder: decoder_lib.Decoder, params: chex.ArrayTree,
               **kwargs: Any) -> DecodeState:
-    """Returns the state after `Decoder.prefill`, which gets `kwargs`."""
+    """Returns the state after `Decoder.prefill` of these requests.
+
+    `kwargs` are further arguments of `Decoder.prefill`.
+    """
     return decoder.prefill(
         params, self.prompts, jax.random.key(0),
         limits=self.lengths + self.new, temperature=self.temperature,
@@ -106,15 +109,15 @@ class Record:
   """Recorded rounds: K calls, R rounds, B rows, N nodes of a draft, V tokens.
 
   Attributes:
-    requests: requests of every call.
-    active: `[K, R, B]` bool, mask of the rows that decode.
-    emitted: `[K, R, B]`, number of committed tokens.
-    accepted: `[K, R, B]`, number of accepted drafted tokens.
-    tokens: `[K, R, B, N]`, tokens of the drafts.
-    parents: `[K, R, B, N]`, parents of the drafts.
-    probs: `[K, R, B, N, V]`, distributions that the drafter reports.
-    target_probs: `[K, R, B, N, V]`, target distributions after every node.
-    texts: `[K, B, C]`, prompts and new tokens, in C slots.
+    requests: requests of each call.
+    active: `[K, R, B]` bool mask of rows that are not complete.
+    emitted: `[K, R, B]` number of emitted tokens.
+    accepted: `[K, R, B]` number of accepted draft tokens.
+    tokens: `[K, R, B, N]` tokens of the drafts.
+    parents: `[K, R, B, N]` parents of the drafts.
+    probs: `[K, R, B, N, V]` distributions q of the drafts.
+    target_probs: `[K, R, B, N, V]` target distributions after every node.
+    texts: `[K, B, C]` prompts and new tokens, in C slots.
   """
 
   requests: Requests
@@ -129,7 +132,7 @@ class Record:
 
   @property
   def drafted(self) -> np.ndarray:
-    """Mask of the drafted nodes, without padding, `[K, R, B, N]` bool."""
+    """`[K, R, B, N]` bool mask of draft tokens, without root and padding."""
     found = (self.probs.sum(-1) != 0) & self.active[..., None]
     found[..., 0] = False
     return found
@@ -140,19 +143,19 @@ def record(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
            state: DecodeState,
            prepare: Callable[[DecodeState], DecodeState] = lambda x: x
            ) -> Record:
-  """Decodes the same requests in several calls and records all rounds.
+  """Decodes the same requests in several calls and returns all rounds.
 
   Args:
     decoder: the decoder.
     params: parameters of the decoder.
     requests: requests of B rows.
-    ids: `[K, B]`, request ids of every call.
+    ids: `[K, B]` request ids of each call. They determine the random numbers.
     rounds: number of rounds R, even.
-    state: state that `requests.prefill` returned; it is copied.
-    prepare: function that changes the first state of a call.
+    state: result of `requests.prefill`. It is copied.
+    prepare: function from the first state of a call to a modified state.
 
   Raises:
-    FloatingPointError: some numbers were not finite.
+    FloatingPointError: some numbers are not finite.
   """
   calls = []
   keys = inputs.row_keys(jax.random.key(0), ids.reshape(-1), ids.size)
@@ -176,12 +179,18 @@ def record(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
 
 @jax.jit
 def _with_keys(state, keys):
-  """Returns a copy of a state with new keys; the loop donates its state."""
+  """Returns a copy of a state with new keys.
+
+  A copy is necessary, because the loop donates its state.
+  """
   return jax.tree.map(jnp.copy, state).replace(keys=keys)
 
 
 def joined(records: Sequence[Record]) -> Record:
-  """Concatenates the calls of several records of the same requests."""
+  """Returns one record with the calls of several records.
+
+  The records have the same requests.
+  """
   fields = [field.name for field in dataclasses.fields(Record)][1:]
   return Record(requests=records[0].requests, **{
       name: np.concatenate([getattr(one, name) for one in records])

@@ -1,11 +1,12 @@
 """Calibrated confidences of draft tokens by sequential temperature scaling.
 
-A confidence head predicts the probability that a draft token is accepted if the
-tokens before it were accepted. The stop rule `Scheduler` multiplies the
-predictions along a chain, and so their errors. DSpark (arXiv:2607.05147)
-divides the head's logit at every position by a temperature. The temperatures
-are fitted after training from left to right: temperature k calibrates the
-product over the first k positions, and the earlier temperatures stay fixed.
+A confidence head predicts the probability that a draft token is accepted, given
+that all earlier draft tokens are accepted. The stop rule `Scheduler` multiplies
+the predictions along a chain, so their errors accumulate. DSpark
+(arXiv:2607.05147) divides the head's logit at every position by a temperature.
+After training, the temperatures are fitted from left to right: temperature k
+calibrates the product over the first k positions, and the earlier temperatures
+remain fixed.
 """
 
 import numpy as np
@@ -22,10 +23,10 @@ def reached(logits: ArrayLike, temperatures: ArrayLike = 1.0) -> np.ndarray:
 
   Args:
     logits: `[R, K]` logits of a confidence head along R chains of K tokens.
-    temperatures: `[K]` temperatures T_i, or one for all positions.
+    temperatures: `[K]` temperatures T_i, or one temperature for all positions.
 
   Returns:
-    `[R, K]` float64, prod_{i <= k} sigmoid(logits_i / T_i).
+    `[R, K]` float64 products prod_{i <= k} sigmoid(logits_i / T_i).
   """
   scaled = np.asarray(logits, np.float64) / np.asarray(temperatures)
   return np.cumprod(np.exp(-np.logaddexp(0, -scaled)), axis=-1)
@@ -35,15 +36,16 @@ def calibration_error(predicted: ArrayLike, happened: ArrayLike,
                       bins: int = 15) -> float:
   """Returns the expected calibration error (arXiv:1706.04599, eq. 3).
 
-  Predictions are grouped in bins of equal width. The error is the mean distance
-  between a bin's mean prediction and mean outcome, weighted by its size.
+  Predictions are grouped in bins of equal width. The error of a bin is the
+  distance between its mean prediction and its mean outcome. The result is the
+  mean of these errors, weighted by the sizes of the bins.
 
   >>> calibration_error([0.75, 0.75], [1, 0])
   0.25
 
   Args:
-    predicted: `[R]` probabilities.
-    happened: `[R]` outcomes, 0 or 1, or their probabilities.
+    predicted: `[R]` predicted probabilities.
+    happened: `[R]` outcomes 0 or 1, or the probabilities of outcome 1.
     bins: number of bins.
   """
   predicted, happened = (np.asarray(x, np.float64).ravel()
@@ -68,18 +70,20 @@ def temperatures(logits: ArrayLike, accepted: ArrayLike,
 
   Args:
     logits: `[R, K]` logits of a confidence head along R chains of K tokens.
-    accepted: `[R, K]` acceptance of each token if the tokens before it were
-      accepted: outcomes 0 or 1, or the probabilities 1 - TV(q_k, p_k), with the
-      total variation distance TV of the draft and the target distribution.
+    accepted: `[R, K]` acceptance of each token, given that the earlier tokens
+      are accepted. Values are outcomes 0 or 1, or probabilities
+      1 - TV(q_k, p_k), with the total variation distance TV of the draft and
+      the target distribution.
     grid: candidate temperatures.
     bins: number of bins of the calibration error, which is minimised.
 
   Returns:
-    K temperatures. Among temperatures of equal error, the nearest to 1.
+    K temperatures. Among temperatures with equal error, the one nearest to 1 is
+    chosen.
 
   Raises:
-    ValueError: shapes differ, or `grid` is empty or has values that are not
-      positive.
+    ValueError: shapes differ, or `grid` is empty or contains a value that is
+      not positive and finite.
   """
   logits, accepted = (np.asarray(x, np.float64) for x in (logits, accepted))
   if logits.shape != accepted.shape or logits.ndim != 2:

@@ -1,7 +1,7 @@
 """Checkpoints of a training run, in orbax's format.
 
-Orbax writes a checkpoint atomically. A checkpoint can be read on another mesh
-than the mesh that wrote it.
+Orbax writes a checkpoint atomically. A checkpoint can be read on a mesh that
+differs from the mesh of the writer.
 """
 
 from typing import Any
@@ -12,11 +12,14 @@ import orbax.checkpoint as ocp
 
 from specjax.utils import processes
 
-_NOTES = "notes"  # state of the log, in a checkpoint's metadata
+_NOTES = "notes"  # key of the `notes` of `save` in a checkpoint's metadata
 
 
 class Manager(ocp.CheckpointManager):
-  """Orbax's manager without its handling of SIGTERM; `Trainer` handles it."""
+  """Orbax's manager without the handling of SIGTERM.
+
+  `Trainer` handles SIGTERM.
+  """
 
   def reached_preemption(self, step: int) -> bool:
     return False
@@ -24,19 +27,19 @@ class Manager(ocp.CheckpointManager):
 
 def newest(manager: ocp.CheckpointManager, like: chex.ArrayTree, most: int
            ) -> tuple[Any, Any]:
-  """Returns the newest checkpoint.
+  """Returns the newest checkpoint up to a step.
 
   Args:
-    manager: manager of the run's checkpoints; there is at least one.
-    like: `jax.ShapeDtypeStruct`s of the state, with their shardings.
-    most: last step that may be read.
+    manager: manager of the run's checkpoints. At least one checkpoint exists.
+    like: tree of `jax.ShapeDtypeStruct` like the state, with shardings.
+    most: latest step of a checkpoint to read.
 
   Returns:
-    `(state, notes)`, as they were passed to `save`.
+    `(state, notes)`, the arguments of `save`.
 
   Raises:
-    ValueError: the newest checkpoint cannot be read, or all checkpoints are of
-      later steps than `most`.
+    ValueError: the checkpoint cannot be read, or all checkpoints are of later
+      steps than `most`.
   """
   saved = processes.by_the_first(lambda: sorted(manager.all_steps()))
   step = max((step for step in saved if step <= most), default=None)
@@ -63,9 +66,9 @@ def save(manager: ocp.CheckpointManager, step: int, state: chex.ArrayTree,
 
   Args:
     manager: manager of the run's checkpoints.
-    step: number of steps taken.
+    step: number of training steps taken so far.
     state: tree of arrays, on one device or on a mesh.
-    notes: a JSON value that `newest` returns with the state.
+    notes: JSON value that `newest` returns with the state.
 
   Raises:
     OSError: this checkpoint or the previous one cannot be written.

@@ -1,10 +1,11 @@
 """Divergences of a drafter's distribution q from the target's p, by token.
 
-Each function takes the logits `[..., V]` of p and of q and returns `[...]`, in
-nats if it has a logarithm. The docstrings give gradients with respect to the
-logits of q. In them, s(v) is -1 if q(v) < p(v), else 0. The acceptance rate of
-a draft token is alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), with the total
-variation distance TV (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6).
+The arguments of each function are the logits `[..., V]` of p and of q. The
+result `[...]` is in nats if the formula contains a logarithm. The docstrings
+include the gradient with respect to the logits of q. In these gradients, s(v)
+is -1 if q(v) < p(v), and 0 if not. The acceptance rate of a draft token is
+alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), with the total variation distance
+TV (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6).
 
 >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))
 >>> {name: round(float(f(p, q)), 3) for name, f in DIVERGENCES.items()}
@@ -21,21 +22,25 @@ import jax.numpy as jnp
 
 Divergence = Callable[[jax.Array, jax.Array], jax.Array]
 
-_LEAST = 1e-5  # least value of alpha in `lk_alpha`, whose logarithm is finite
+_LEAST = 1e-5  # lower limit of alpha in `lk_alpha`, so that log alpha is finite
 _ETA = 3.0  # constant of `lk_hybrid`
 
 
 def forward_kl(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns KL(p || q); gradient q - p.
+  """Returns KL(p || q).
 
-  DistillSpec, Zhou et al. 2023 (arXiv:2310.08461).
+  The gradient is q - p. DistillSpec (Zhou et al. 2023, arXiv:2310.08461) uses
+  this divergence.
   """
   log_p, log_q = _logs(p_logits, logits)
   return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def reverse_kl(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns KL(q || p); gradient q (log(q / p) - KL(q || p)). DistillSpec."""
+  """Returns KL(q || p).
+
+  The gradient is q (log(q / p) - KL(q || p)). DistillSpec uses this divergence.
+  """
   log_p, log_q = _logs(p_logits, logits)
   return jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
 
@@ -43,7 +48,8 @@ def reverse_kl(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 def jensen_shannon(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
   """Returns KL(p || m) / 2 + KL(q || m) / 2 with m = (p + q) / 2.
 
-  Gradient q (log(q / m) - KL(q || m)) / 2. DistillSpec.
+  The gradient is q (log(q / m) - KL(q || m)) / 2. DistillSpec uses this
+  divergence.
   """
   log_p, log_q = _logs(p_logits, logits)
   log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
@@ -54,7 +60,7 @@ def jensen_shannon(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 def likeliest(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
   """Returns -log q(argmax p), for drafts at temperature 0.
 
-  Gradient q - onehot(argmax p).
+  The gradient is q - onehot(argmax p).
   """
   chex.assert_equal_shape([p_logits, logits])
   best = jnp.argmax(p_logits, axis=-1)[..., None]
@@ -63,9 +69,9 @@ def likeliest(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def total_variation(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
-  """Returns 1 - alpha = 1 - sum_v min(p, q); gradient q (s - E_q s).
+  """Returns TV(p, q) = 1 - alpha = 1 - sum_v min(p(v), q(v)).
 
-  The gradient nearly vanishes if p and q hardly overlap.
+  The gradient is q (s - E_q s). It is almost 0 if p and q hardly overlap.
   """
   log_p, log_q = _logs(p_logits, logits)
   return 1 - jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
@@ -74,7 +80,7 @@ def total_variation(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
 def lk_alpha(p_logits: jax.Array, logits: jax.Array) -> jax.Array:
   """Returns -log alpha (arXiv:2602.23881).
 
-  Its gradient is the gradient of `total_variation`, divided by alpha.
+  The gradient is that of `total_variation`, divided by alpha.
   """
   return -jnp.log(jnp.maximum(1 - total_variation(p_logits, logits), _LEAST))
 

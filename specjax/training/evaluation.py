@@ -1,7 +1,7 @@
 """Evaluation on held-out text, during and after a training run.
 
-Each function returns a `Measure`, which maps parameters to numbers by name, for
-`Trainer.evaluate`.
+Functions such as `bits_per_byte` return a `Measure` for `Trainer.evaluate`. A
+`Measure` is a function from parameters to a dict of numbers.
 """
 
 from collections.abc import Callable
@@ -28,20 +28,19 @@ from specjax.training.objective import Objective
 from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
-_BATCH = 8
+_BATCH = 8  # windows per pass of `bits_per_byte`
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 
 
 def remembered(measure: Measure, names: Sequence[str]) -> Measure:
-  """Returns `measure` with a memory of its last arguments and result.
+  """Returns `measure` with a cache of its last result.
 
-  A run evaluates its final parameters twice. The memory avoids the second
-  evaluation. Parameters that are spread over several processes are measured
-  every time.
+  A run evaluates its final parameters twice. The cache avoids the second
+  evaluation. Parameters sharded over several processes are not cached.
 
   Args:
-    measure: function of named parameters.
-    names: names of the parameters that change in the run.
+    measure: function of parameters by name.
+    names: names of the parameters that change during the run.
   """
   last: dict[str, dict[str, Any]] = {}
 
@@ -77,11 +76,12 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
     model: the model, called without a cache.
     tokens: `[T]` held-out tokens.
     num_bytes: number of bytes of the text.
-    length: number of tokens predicted in a window.
-    stride: distance of windows, from 1 to `length`.
+    length: number of predicted tokens per window.
+    stride: distance between the starts of windows, from 1 to `length` tokens.
 
   Returns:
-    `params -> {"bits_per_byte", "held_out_loss"}`, the loss in nats per token.
+    Function `params -> {"bits_per_byte": value, "held_out_loss": value}`, with
+    the loss in nats per token.
   """
   if not 1 <= stride <= length:
     raise ValueError(f"stride is {stride}; it must be in [1, {length}], the "
@@ -120,18 +120,18 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
                   batch_size: int = 2, seed: int = 0) -> Measure:
   """Returns a function that computes the training loss of held-out rows.
 
-  If the loss depends on the progress of the run, the progress is 1, the end of
-  the run. All tokens have weight 1.
+  A loss that depends on the progress of the run is computed for progress 1, the
+  end of the run. All tokens have weight 1.
 
   Args:
     objective: training objective.
     tokens: `[R, S + 1]` int32 rows.
-    batch_size: number of rows in a pass.
-    seed: seed of the objective's random choices, the same at every call.
+    batch_size: number of rows per pass.
+    seed: seed of the objective's random numbers, the same for every call.
 
   Returns:
-    `params -> {"held_out_loss": value}`, for all parameters in
-    `objective.needs`.
+    Function `params -> {"held_out_loss": value}`. `params` must contain all
+    names in `objective.needs`.
   """
   tokens = np.asarray(tokens, np.int32)
 
@@ -156,24 +156,26 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
 
   The block efficiency is 1 + E[tau], with the number tau of accepted tokens in
   a round. In each round, tau is replaced by its expectation given the draft
-  (Rao-Blackwell). Rows that have ended are not included.
+  (Rao-Blackwell). Rounds of completed rows are excluded.
 
   Args:
     decoder: the decoder, with drafter, verifier and transform.
     prompts: sequences of token ids.
-    rounds: number of rounds of every prompt, or fewer if the context ends.
-    seed: seed of the sampling, the same at every call.
+    rounds: largest number of rounds per prompt. A row has fewer rounds if its
+      context is full.
+    seed: seed of the sampling, the same for every call.
 
   Returns:
-    `{"target", "drafter"} -> {"block_efficiency": value}`, with the bounds of
-    the 95 % interval over prompts as "block_efficiency/low" and
-    "block_efficiency/high" if there are enough prompts. The function raises a
-    `ValueError` if no prompt is shorter than the context.
+    Function of `{"target": ..., "drafter": ...}`. Its result has the key
+    "block_efficiency". If there are enough prompts, the result also has the
+    ends of the 95 % interval over prompts, as "block_efficiency/low" and
+    "block_efficiency/high". The function raises `ValueError` if no prompt is
+    shorter than the context.
   """
   longest = max(map(len, prompts))
-  # The cache has a slot for every token up to the limit. A published model's
-  # complete context would take gigabytes. So the limit is the largest number of
-  # tokens that the rounds can produce.
+  # The cache has a slot for every token up to the limit. The complete context
+  # of a published model would take gigabytes. The limit is therefore the
+  # largest number of tokens that the rounds can emit.
   limit = min(decoder.context_length, longest + rounds * decoder.num_nodes)
 
   def evaluate(params: Mapping[str, chex.ArrayTree]) -> dict[str, float]:
@@ -206,7 +208,7 @@ def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
 
 def interval(measured: Mapping[str, float], name: str,
              less: float = 0.0) -> Estimate:
-  """Returns a measured value with its interval, minus a constant.
+  """Returns the estimate `name` of a result, minus a constant.
 
   >>> interval({"x": 2.0, "x/low": 1.5, "x/high": 2.5}, "x", less=1).value
   1.0
@@ -214,7 +216,8 @@ def interval(measured: Mapping[str, float], name: str,
   Args:
     measured: result of a `Measure`.
     name: name of a value with an interval, such as "block_efficiency".
-    less: constant; 1 turns a block efficiency into an acceptance length.
+    less: constant to subtract. 1 converts a block efficiency to an acceptance
+      length.
   """
   nan = float("nan")
   return Estimate(*(measured.get(key, nan) - less for key in (
@@ -226,39 +229,45 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   seed: int = 0) -> Measure:
   """Returns a function that measures the heads of a drafter on held-out rows.
 
-  The target reads the rows and generates nothing. The prediction of head k, its
-  most likely token, is correct if the target has the same most likely token at
-  that position. In results whose names begin with `data_`, it is correct if it
-  is the row's token.
+  The target reads the rows and generates nothing. The correct token at a
+  position is the target's most likely token. In results with names that begin
+  with `data_`, it is the row's token.
 
-  A block efficiency is 1 + the mean number of accepted tokens, with every
-  position of the rows as the start of a round. The token of head k is accepted
-  only if the tokens of all earlier heads are. For `greedy_block_efficiency`, a
-  token is accepted if it is correct. For `sampled_block_efficiency`
-  (temperature 1), it is accepted with the probability sum_v min(p, q), where p
-  and q are the target's and the head's distributions. The intervals treat every
-  row as one observation.
+  A block efficiency is 1 + the mean number of accepted tokens. Every position
+  of the rows is the start of a round. The token of head k is accepted only if
+  the tokens of all earlier heads are accepted. The further condition depends on
+  the name:
+
+  * `greedy_block_efficiency`, `data_block_efficiency`: a head's most likely
+    token is accepted if it is the correct token.
+  * `sampled_block_efficiency` (temperature 1): a head's token is accepted with
+    probability sum_v min(p(v), q(v)). p and q are the distributions of the
+    target and of the head.
+
+  Intervals treat every row as one observation.
 
   Args:
     objective: the drafter's objective, with its target.
     tokens: `[R, S + 1]` held-out rows.
-    batch_size: number of rows in a call, which bounds the memory.
+    batch_size: number of rows per call. It limits the memory.
     top: largest j of the top-j accuracies.
-    first: the first position that counts.
-    seed: seed of the positions, for objectives that draw them.
+    first: first position that is measured.
+    seed: seed of the positions, for objectives that draw positions.
 
   Returns:
-    `{"target", "drafter"} -> {name: value}`. For k = 0..K and j = 1..top:
-    `head_<k>/loss` (cross-entropy of the row's token in nats),
-    `head_<k>/top_<j>` and `head_<k>/data_top_<j>` (fractions of the positions
-    where the correct token is among the j most likely). Also
-    `greedy_block_efficiency`, `sampled_block_efficiency` and
-    `data_block_efficiency` with intervals as in `block_efficiency`. Head 0 is
-    the target's LM head. `by_head` collects the values of one name.
+    Function of `{"target": ..., "drafter": ...}`. Head 0 is the target's LM
+    head. The result has, for k = 0..K and j = 1..top:
 
-    With `by_row=True` the function also returns "by_row": the number `[R]` of
-    accepted tokens in every row for each block efficiency, and the number `[R]`
-    of rounds as "positions".
+    * `head_<k>/loss`: cross-entropy of the row's token in nats;
+    * `head_<k>/top_<j>`, `head_<k>/data_top_<j>`: fraction of the positions
+      where the correct token is among the head's j most likely tokens.
+
+    `by_head` collects these values as lists. The result also has the three
+    block efficiencies above, with intervals as in `block_efficiency`.
+
+    With `by_row=True` the result also has "by_row": for each block efficiency
+    the number `[R]` of accepted tokens in every row, and as "positions" the
+    number `[R]` of rounds in every row.
   """
   tokens = np.asarray(tokens, np.int32)
   key = jax.random.key(seed)
@@ -288,8 +297,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                         *(part for _, part in parts))
     if not sums["counts"].all():
       raise ValueError(f"first is {first}, but rows of {tokens.shape[1]} "
-                       "tokens have no position from there on that can be "
-                       "measured; give a smaller value")
+                       "tokens have no measurable position from there on; give "
+                       "a smaller value")
     values = _means(sums, rows)
     return {**values, "by_row": rows} if by_row else values
 
@@ -297,7 +306,10 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
 
 
 def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the accepted tokens `[B]` by block efficiency, and the positions.
+  """Returns the sums `[B]` over the positions of each row, by name.
+
+  For each block efficiency, the sum is the number of accepted tokens.
+  "positions" is the number of measured positions.
 
   Args:
     heads: outcomes of all heads, see `_outcomes`.
@@ -340,8 +352,9 @@ def by_head(measured: Mapping[str, float], name: str
   [2.0, 3.0]
 
   Args:
-    measured: result of `head_accuracy`.
-    name: "loss" for a list `[K + 1]`, "top" or "data_top" for `[K + 1][top]`.
+    measured: result of the function returned by `head_accuracy`.
+    name: "loss" for a list `[K + 1]`, or "top" or "data_top" for a list
+      `[K + 1][top]`.
   """
   heads = range(sum(key.endswith("/loss") for key in measured))
   if name == "loss":
@@ -356,8 +369,9 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
               ) -> dict[str, jax.Array]:
   """Returns the outcomes of one head at every position.
 
-  They are its cross-entropy in nats, the ranks of the correct tokens, the
-  overlap sum_v min(p, q) with the target, and the mask of measured positions.
+  The outcomes are the head's cross-entropy in nats ("nats"), the ranks of the
+  two correct tokens ("data_rank", "target_rank"), the overlap sum_v min(p, q)
+  with the target ("overlap"), and the mask of measured positions ("counts").
 
   Args:
     rows: `[B, S + 1]` tokens.
@@ -381,7 +395,7 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
 
 
 def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Returns the rank of labels among all tokens; the argmax has rank 0.
+  """Returns the rank of each label among all tokens. The argmax has rank 0.
 
   >>> rank(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).tolist()
   [1]
@@ -400,10 +414,11 @@ def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _sums(outcomes: Mapping[str, jax.Array], top: int) -> dict[str, jax.Array]:
-  """Sums outcomes `[K, B, P]` over the masked positions.
+  """Returns the sums of outcomes `[K, B, P]` over the measured positions.
 
   Returns:
-    Sums `[K]` of losses and counts, and `[K, top]` of hits by rank.
+    Sums `[K]` of losses and positions, and `[K, top]` numbers of correct tokens
+    among the j most likely.
   """
   counts = outcomes["counts"]
   hits = lambda rank: jnp.sum(

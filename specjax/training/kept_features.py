@@ -1,8 +1,8 @@
-"""Features of a frozen target, stored in memory for rows that are read again.
+"""Features of a frozen target, cached in memory as float16.
 
-A pass of the target is more expensive than a training step of the layer that
-reads its features. So the features of a row are stored as float16 after the
-target's first pass over it.
+A target's pass over a row is more expensive than a training step of a feature
+layer. The features of a row are therefore computed once and stored for later
+epochs.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from specjax.training.distillation import RowBatches
 class KeptFeatures:
   """Shuffled batches of rows with their features.
 
-  The features of a row depend only on the row. So batches are a function of the
-  step, as `Trainer` requires. A resumed run computes the features again.
+  The features of a row depend only on the row. A batch is therefore a function
+  of the step, as `Trainer` requires. A resumed run computes the features again.
 
   >>> rows = np.array([[0, 1], [2, 3]], np.int32)
   >>> kept = KeptFeatures(rows, batch_size=2, pass_rows=1,
@@ -30,10 +30,10 @@ class KeptFeatures:
 
   Attributes:
     rows: `[R, S + 1]` int32 rows.
-    batch_size: B, number of rows in a batch.
+    batch_size: number B of rows in a batch.
     read: function that computes features, `rows [P, S + 1] ->
       {name: [P, ...]}`.
-    pass_rows: number P of rows in a call of `read`.
+    pass_rows: number P of rows per call of `read`.
     seed: seed of the shuffle.
   """
 
@@ -46,7 +46,7 @@ class KeptFeatures:
       default_factory=dict, repr=False)
 
   def batch(self, step: int) -> dict[str, np.ndarray]:
-    """Returns `tokens [B, S + 1]` and the features of each row.
+    """Returns a batch: `tokens [B, S + 1]`, and the features by name.
 
     Args:
       step: number of the training step.

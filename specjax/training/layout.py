@@ -1,7 +1,7 @@
 """Placement of a training run on a mesh of devices.
 
-This module only assigns shardings to arrays. From them, XLA's partitioner
-(GSPMD) derives the parallel program of the unchanged training step.
+This module only assigns shardings to arrays. XLA's partitioner (GSPMD) uses the
+shardings to parallelise the unchanged training step.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ Tree = chex.ArrayTree
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Shardings of rows and state; hashable, so it can be static in `jit`.
+  """Shardings of the rows of a batch and of the run's state.
+
+  The object is hashable and can be a static argument of `jit`.
 
   Attributes:
     mesh: the devices.
@@ -42,22 +44,23 @@ class Layout:
     return self.data_axis if self.data_axis in self.mesh.shape else None
 
   def pin(self, state: Tree) -> Tree:
-    """Constrains the state, in a compiled program, to its shardings."""
+    """Returns `state` with a constraint to its shardings, in a jitted function.
+    """
     return jax.lax.with_sharding_constraint(
         state, jax.tree.unflatten(jax.tree.structure(state), self.state))
 
   def pin_parts(self, parts: Tree) -> Tree:
-    """Constrains the sharding of a batch that was cut into parts.
+    """Returns the parts of a batch, constrained to be sharded along their rows.
 
     Args:
-      parts: arrays `[A, R, ...]` of A parts with R rows each, which are split.
+      parts: arrays `[A, R, ...]` of A parts with R rows each.
     """
     return jax.lax.with_sharding_constraint(parts, jax.tree.map(
         lambda x: NamedSharding(self.mesh, PartitionSpec(
             None, *[self._rows] * (x.ndim > 1))), parts))
 
   def batch(self, batch: Tree) -> Tree:
-    """Places a numpy batch on the mesh.
+    """Returns a NumPy batch as arrays on the mesh.
 
     Each process copies only the rows of its own devices.
     """
@@ -68,34 +71,36 @@ class Layout:
 
 
 def of_params(mesh: Mesh, params: Mapping[str, Tree], specs: Specs) -> Tree:
-  """Returns the `NamedSharding`s of named parameters.
+  """Returns the tree of `NamedSharding` of named parameters.
 
   Args:
     mesh: the devices.
     params: trees of parameters by name.
-    specs: `PartitionSpec`s by name. Parameters without specs are replicated.
+    specs: trees of `PartitionSpec` by name. Parameters without specs are
+      replicated.
 
   Raises:
-    ValueError: a size is not a multiple of its mesh axis.
+    ValueError: the size of an array axis is not a multiple of the size of its
+      mesh axis.
   """
   shardings = {name: named(mesh, specs.get(name, PartitionSpec()), tree)
                for name, tree in params.items()}
   # `shard_shape` raises an error if a size is not a multiple of its mesh axis.
-  # The call here raises it before compilation.
+  # The error must be raised before compilation.
   jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), params,
                shardings)
   return shardings
 
 
 def of_state(mesh: Mesh, state: Tree, params: Tree) -> Tree:
-  """Returns the `NamedSharding`s of a `TrainState`.
+  """Returns the tree of `NamedSharding` of a `TrainState`.
 
   Moments of the optimiser have the shardings of their parameters.
 
   Args:
     mesh: the devices.
     state: `TrainState` of arrays or shapes.
-    params: `of_params` of its parameters.
+    params: result of `of_params` for the state's parameters.
   """
   places = {
       path: (x.shape, sharding) for (path, x), sharding in zip(

@@ -1,10 +1,12 @@
 """Training loop: a compiled step, exact resume, metrics on disk.
 
+The loop minimises an objective:
+
   objective(trainable, frozen, batch, key) -> (loss, metrics)
 
-Parameters are a dictionary of named trees, such as {"target", "drafter"}, as
-for a `Decoder`. A run trains some of the trees. The others are arguments of the
-compiled step, but not results, so they cannot change.
+As for a `Decoder`, parameters are a dictionary of named trees, such as
+`{"target": ..., "drafter": ...}`. A run trains some of these trees. The others
+are frozen: they are arguments of the compiled step but not results.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from specjax.utils import fields
 from specjax.utils import processes
 
 _CHECK_EVERY = 10  # steps between checks of the loss
-_DIVERGED = 10  # limit of the loss as a multiple of max(first loss, 1)
+_DIVERGED = 10  # the limit of the loss is _DIVERGED * max(|first loss|, 1)
 _FIX = ("earlier checkpoints are unchanged: give a smaller learning rate and "
         "another directory")
 _Tree = chex.ArrayTree
@@ -45,7 +47,7 @@ class TrainState:
   """Complete state of a run.
 
   Attributes:
-    step: `[]` int32 number of steps taken.
+    step: `[]` int32 number of steps taken so far.
     params: trainable parameters.
     opt_state: state of the optax optimiser.
   """
@@ -59,16 +61,17 @@ class TrainState:
 class Trainer:
   """Trains parameters on batches that are a pure function of the step.
 
-  A run that is killed and started again with the same arguments continues
-  from its last checkpoint and ends with bit-identical parameters. SIGTERM and
-  Ctrl-C end it after the current step, with a checkpoint. If `steps` is less
-  than the number of steps taken, the run ends at the newest checkpoint at or
-  before `steps`.
+  A killed run continues from its last checkpoint if it is started again with
+  the same arguments. The final parameters are bit-identical to those of an
+  uninterrupted run. SIGTERM and Ctrl-C end a run after the current step, with a
+  checkpoint. If `steps` is less than the number of steps already taken, the
+  result is the newest checkpoint at or before `steps`.
 
-  A mesh may belong to one process or to several (`utils.processes`), which
-  share `directory`. Every process makes the complete batch and copies the rows
-  of its devices. The result differs from a run on one device only in the
-  rounding of float32 sums. SIGTERM to one process stops all of them.
+  The devices of a mesh may belong to several processes (`utils.processes`). All
+  processes use the same `directory`. Every process computes the complete batch
+  and copies the rows of its devices. The result differs from a run on one
+  device only in the rounding of float32 sums. SIGTERM to one process stops all
+  processes.
 
   >>> import tempfile
   >>> objective = lambda trainable, frozen, batch, key: (
@@ -82,37 +85,40 @@ class Trainer:
   3.0
 
   Attributes:
-    objective: an `Objective`, or a function with the same arguments. Metrics
-      with a slash in their names are not printed.
-    optimizer: an optax transformation of the trainable parameters.
+    objective: `Objective`, or a function with the same arguments. Metrics with
+      a slash in their names are not printed.
+    optimizer: optax transformation of the trainable parameters.
     batch: function `step -> batch`. A batch is a tree of arrays with rows on
-      the first axis; scalars in it are shared by all rows.
+      the first axis, and of scalars shared by all rows.
     steps: length of the run in steps.
     directory: directory of checkpoints, `metrics.csv` and TensorBoard events.
-    evaluate: function `params -> {name: value}` of all parameters, called every
-      `evaluate_every` steps and at the end.
-    evaluate_every: number of steps between evaluations; 0 evaluates only at the
+    evaluate: function `params -> {name: value}` of all parameters, or None. It
+      is called every `evaluate_every` steps and at the end.
+    evaluate_every: number of steps between evaluations. 0 means only at the
       end.
-    saved_dtype: dtype in which the trained parameters will be saved after the
-      run. For evaluations they are rounded to it. None does not round.
-    evaluated: function `(step, trained parameters, values)`, called by all
-      processes after the values of an evaluation are on disk.
+    saved_dtype: dtype in which the caller will save the trained parameters.
+      Evaluations use parameters rounded to this dtype. None means no rounding.
+    evaluated: function `(step, trained parameters, values)`, or None. All
+      processes call it after the values of an evaluation are written to disk.
     checkpoint_every: number of steps between checkpoints.
-    keep_checkpoints: number of checkpoints on disk; older ones are deleted. It
-      is at least 2, because the newest may be damaged.
-    tokens_per_step: number of tokens in a step, for the throughput.
+    keep_checkpoints: number of checkpoints on disk, at least 2 because the
+      newest may be damaged. Older checkpoints are deleted.
+    tokens_per_step: number of tokens per step, for the reported throughput. 0
+      means unknown.
     log: settings of the log.
-    accumulate: number of equal parts of a batch. Their gradients are computed
-      one after another and averaged, so a step needs the memory of one part.
+    accumulate: number of equal parts of a batch. The gradients of the parts are
+      computed one after another and averaged. A step then requires the memory
+      of one part.
     compute_dtype: dtype of all parameters in the objective and in `evaluate`.
-      Trained parameters are updated and saved in their own dtype. None is
-      `default_dtype()`.
-    seed: seed of the objective's keys, one for each step.
-    mesh: mesh of devices; None is the default device.
-    param_shardings: `PartitionSpec`s by name of trainable or frozen parameters,
-      such as `{"target": model.param_specs("model", 4)}`. Others are
-      replicated.
-    data_axis: mesh axis that splits the rows, if the mesh has it.
+      Trained parameters are updated and saved in their original dtypes. None
+      means `default_dtype()`.
+    seed: seed of the objective's keys. Each step has a different key.
+    mesh: mesh of devices. None means the default device.
+    param_shardings: trees of `PartitionSpec` by name of trainable or frozen
+      parameters, such as `{"target": model.param_specs("model", 4)}`. All other
+      parameters are replicated.
+    data_axis: mesh axis that splits the rows of a batch. Rows are replicated if
+      the mesh has no such axis.
   """
 
   objective: Objective
@@ -158,19 +164,19 @@ class Trainer:
     """Trains to the end, from `trainable` or from the last checkpoint.
 
     Args:
-      trainable: trees of parameters to train, usually float32.
-      frozen: trees of other parameters that the objective needs.
+      trainable: trees of parameters to train, by name, usually float32.
+      frozen: trees of the objective's other parameters, by name, or None.
 
     Returns:
       The trained parameters.
 
     Raises:
       ValueError: the newest checkpoint in `directory` is damaged or has other
-        parameters, or all checkpoints are of later steps. Or the mesh does not
-        divide the parameters, or `param_shardings` has an unknown name.
-      FloatingPointError: parameters or loss became NaN or infinite, or the loss
-        exceeds ten times the first loss. That step is not saved.
-      processes.Stopped: SIGTERM or Ctrl-C was received; the last step is saved.
+        parameters; all checkpoints are of later steps; an array cannot be split
+        evenly over the mesh; or `param_shardings` has an unknown name.
+      FloatingPointError: parameters or loss are NaN or infinite, or the loss
+        exceeds 10 * max(|first loss|, 1). This step is not saved.
+      processes.Stopped: SIGTERM or Ctrl-C was received. The last step is saved.
     """
     self._check_names({**trainable, **(frozen or {})})
     with processes.listening():
@@ -197,12 +203,12 @@ class Trainer:
       losses, taken = None, processes.by_the_first(manager.latest_step)
       if taken is not None:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        del state  # frees memory: the device may have no room for two states
+        del state  # frees memory, because two states may not fit on the device
         state, losses = checkpoints.newest(manager, like, self.steps)
       start = int(state.step)
       if start == self.steps or taken is not None and taken > self.steps:
-        # The log is not opened, because that would delete rows of later steps,
-        # and a longer run may continue from them.
+        # The log is not opened, because this would delete rows of later steps.
+        # A longer run may continue from these rows.
         return state.params
       progress = stack.enter_context(Progress.over(
           directory, start, self.steps, self.tokens_per_step, self.log, losses))
@@ -212,8 +218,7 @@ class Trainer:
              layout: layout_lib.Layout | None, dtype: jnp.dtype,
              manager: checkpoints.Manager, progress: Progress
              ) -> dict[str, _Tree]:
-    """Takes the remaining steps, starting at `state`; returns the parameters.
-    """
+    """Returns the parameters after all remaining steps from `state`."""
     step_once = functools.partial(
         train_step, key=jax.random.key(self.seed), objective=self.objective,
         optimizer=self.optimizer, accumulate=self.accumulate, dtype=dtype,
@@ -251,7 +256,9 @@ class Trainer:
     return self.evaluate is not None and self._is_due(done, self.evaluate_every)
 
   def _is_due(self, done: int, every: int) -> bool:
-    """Returns True every `every` steps, and at the end; `every` 0: at the end.
+    """Returns True every `every` steps and at the end of the run.
+
+    If `every` is 0, the result is True only at the end.
     """
     return done == self.steps or every > 0 and done % every == 0
 
@@ -287,8 +294,8 @@ class Trainer:
                         opt_state=self.optimizer.init(params))
 
     if self.mesh is None:
-      # The step donates its state, whose arrays become invalid. So the state
-      # has copies of the caller's parameters.
+      # The state contains copies of the caller's parameters, because the step
+      # donates the state and its arrays become invalid.
       return first(jax.tree.map(jnp.copy, trainable)), None
     places = layout_lib.of_params(
         self.mesh, trainable, self.param_shardings or {})
@@ -300,9 +307,9 @@ class Trainer:
         self.mesh, self.data_axis, tuple(jax.tree.leaves(shardings)))
 
 
-# The step is a function of the module, so trainers with equal objective and
-# optimiser share its compiled program. The state is donated, so parameters and
-# moments are updated in place.
+# The step is a function of the module and not a method. Trainers with equal
+# objective and optimiser therefore share its compiled program. The state is
+# donated, so that parameters and moments are updated in place.
 @functools.partial(
     jax.jit, donate_argnames="state",
     static_argnames=("objective", "optimizer", "accumulate", "dtype", "layout"))
@@ -312,20 +319,20 @@ def train_step(state: TrainState, frozen: Mapping[str, _Tree],
                accumulate: int, dtype: jax.typing.DTypeLike,
                layout: layout_lib.Layout | None = None
                ) -> tuple[TrainState, Loss]:
-  """Takes one step of a `Trainer`; returns `(state, (loss, metrics))`.
+  """Returns `(state, (loss, metrics))` after one step of a `Trainer`.
 
   The metrics include the norm of the gradient as `gradient_norm`.
 
   Args:
-    state: the state before the step, which is donated.
-    frozen: frozen parameters.
+    state: state before the step. It is donated.
+    frozen: trees of frozen parameters, by name.
     batch: batch of the step.
-    key: PRNG key of the run; the key of the step is derived from it.
+    key: PRNG key of the run. The key of the step is derived from it.
     objective: objective of the `Trainer`.
     optimizer: optax transformation of the `Trainer`.
     accumulate: number of parts of a batch.
     dtype: the `compute_dtype` of the `Trainer`.
-    layout: layout of the run on a mesh.
+    layout: layout of the run on a mesh, or None.
   """
   def loss(trainable: Mapping[str, _Tree], batch: Mapping[str, jax.Array],
            key: jax.Array) -> Loss:
@@ -350,7 +357,8 @@ def _averaged(grad: Callable[..., tuple[Loss, _Tree]], accumulate: int,
               ) -> tuple[Loss, _Tree]:
   """Returns `((loss, metrics), gradients)`, averaged over parts of a batch.
 
-  In the average, a part's weight is the sum of the weights of its tokens.
+  The weight of a part in the average is the sum of the weights of its tokens.
+  Parts have equal weights if the batch has no token weights.
   """
   if accumulate == 1:
     return grad(trainable, batch, key)
@@ -400,7 +408,7 @@ def _all_finite(params: _Tree) -> jax.Array:
 
 
 def cast(tree: chex.ArrayTree, dtype: jax.typing.DTypeLike) -> Any:
-  """Casts the floating-point leaves of a tree.
+  """Returns a tree with the floating-point leaves cast to `dtype`.
 
   >>> cast({"x": jnp.zeros(2), "n": jnp.int32(3)}, jnp.bfloat16)["x"].dtype
   dtype(bfloat16)

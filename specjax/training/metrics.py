@@ -20,9 +20,9 @@ _HEADER = ["step", "name", "value"]
 
 
 class MetricsLog:
-  """Log that appends to `metrics.csv` (step, name, value) and TensorBoard.
+  """Log of a run in `metrics.csv` (step, name, value) and TensorBoard events.
 
-  A line on stderr names the files.
+  The constructor prints the paths of the files on stderr.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -33,10 +33,10 @@ class MetricsLog:
   [(10, 2.5)]
 
   Args:
-    directory: directory of the files; created if needed.
-    start: number of steps taken before. Rows of later steps are dropped,
-      because they will be written again.
-    wandb: project of Weights & Biases that also gets the values, or None.
+    directory: directory of the files, created if it does not exist.
+    start: number of steps already taken. Rows of later steps are deleted,
+      because the run will write them again.
+    wandb: Weights & Biases project to which the values are also sent, or None.
 
   Raises:
     ValueError: the directory's `metrics.csv` has other columns, or Weights &
@@ -73,7 +73,7 @@ class MetricsLog:
     """Appends the values of a step.
 
     Args:
-      step: number of steps taken.
+      step: number of steps taken so far.
       row: values by name.
     """
     with naming(self._file.name):
@@ -97,7 +97,7 @@ class MetricsLog:
 
 
 def _wandb_run(directory: pathlib.Path, project: str) -> Any:
-  """Starts or continues the directory's run in Weights & Biases."""
+  """Returns the directory's run in Weights & Biases, started or resumed."""
   import wandb  # pylint: disable=g-import-not-at-top
   path = directory / "wandb_id"
   if not path.exists():
@@ -120,7 +120,7 @@ def read(directory: pathlib.Path, name: str, steps: int | None = None
   Args:
     directory: the run's directory.
     name: name of the metric.
-    steps: the last step to read; None reads all.
+    steps: last step to read. None means all steps.
   """
   return [(step, float(value))
           for step, row_name, value in _rows(pathlib.Path(directory) / _FILE)
@@ -129,7 +129,7 @@ def read(directory: pathlib.Path, name: str, steps: int | None = None
 
 def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
           ) -> tuple[int, float]:
-  """Returns the number of tokens and the minutes of a run's first steps.
+  """Returns `(tokens, minutes)` of the first steps of a run.
 
   Args:
     directory: the run's directory.
@@ -144,7 +144,7 @@ def spent(directory: pathlib.Path, tokens_per_step: int, steps: int
 
 
 def _rows(path: pathlib.Path) -> list[tuple[int, str, str]]:
-  """Returns the complete rows of a file; the last one may be incomplete."""
+  """Returns the complete rows of a file. An incomplete last row is left out."""
   try:
     with open(path, newline="", encoding="utf-8") as f:
       header, *rows = csv.reader(f)

@@ -16,7 +16,7 @@ from specjax.training.objective import weights_of
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Returns -log softmax(logits)[label] in nats.
+  """Returns the cross-entropy -log softmax(logits)[label] in nats.
 
   >>> import jax.numpy as jnp
   >>> float(cross_entropy(jnp.zeros((1, 1)), jnp.array([0]))[0])
@@ -27,7 +27,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     labels: `[...]` token ids.
 
   Returns:
-    `[...]` nats.
+    `[...]` cross-entropy of each label.
   """
   chex.assert_equal_shape_prefix([logits, labels], labels.ndim)
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -56,9 +56,9 @@ class NextToken:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss for `tokens [B, S + 1]`, and no metrics.
+    """Returns the loss for `tokens [B, S + 1]`, and an empty dict of metrics.
 
-    The parameters of the model are named "target".
+    The name of the model's parameters is "target".
     """
     del key
     check_batch(batch)

@@ -1,4 +1,4 @@
-"""Interface between objectives and the training loop."""
+"""Interface of training objectives, as used by the training loop."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -16,16 +16,18 @@ from specjax.models.transformer import Transformer
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
 Loss = tuple[jax.Array, dict[str, jax.Array]]
-# `(k, logits [B, P, V], positions [B, P]) -> tree`, called for k = 1..K.
+# Function `(k, logits [B, P, V], positions [B, P]) -> tree` for heads k = 1..K.
 Score = Callable[[jax.Array, jax.Array, jax.Array], Any]
 
 
 @runtime_checkable
 class Objective(Protocol):
-  """A training objective. It is pure and hashable, such as a frozen dataclass.
+  """Interface of training objectives.
+
+  An objective is pure and hashable, such as a frozen dataclass.
 
   Attributes:
-    needs: names of the parameters that it reads, such as "target".
+    needs: names of the parameters that the objective reads, such as "target".
   """
 
   @property
@@ -34,26 +36,26 @@ class Objective(Protocol):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns `(loss [], metrics)`; the loss is a mean over predictions.
+    """Returns `(loss [], metrics)`. The loss is a mean over predictions.
 
     Args:
-      trainable: trees of parameters that get a gradient, by name.
-      frozen: trees of parameters that get none, by name.
-      batch: arrays by name. `tokens [B, S + 1]` int32 are the rows, of which
-        the model reads the first S tokens. `progress []` float32 is the
-        fraction of the run's steps that are done. Optional `weights [B, S]`
-        float32 are the weights of the tokens after the first in the mean;
-        default: 1.
+      trainable: trees of parameters to differentiate, by name.
+      frozen: trees of parameters without gradients, by name.
+      batch: arrays by name. `tokens [B, S + 1]` int32 are the rows. The model
+        reads the first S tokens of a row. `progress []` float32 is the
+        completed fraction of the run's steps. `weights [B, S]` float32, which
+        are optional, are the weights in the mean of all tokens after the first.
+        Without them, all weights are 1.
       key: PRNG key of the step.
 
     Returns:
-      The loss in nats, and scalar metrics by name; see `Trainer`.
+      The loss, usually in nats, and scalar metrics by name, see `Trainer`.
     """
 
 
 @runtime_checkable
 class DrafterObjective(Objective, Protocol):
-  """An objective of a drafter, which can be evaluated head by head.
+  """Interface of a drafter's objective that can be evaluated head by head.
 
   Attributes:
     model: the target.
@@ -65,19 +67,19 @@ class DrafterObjective(Objective, Protocol):
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns the results of `score` for all heads, stacked along K.
+    """Returns the results of `score` for the K heads, stacked along a new axis.
 
     Args:
-      params: `{"target", "drafter"}` parameters.
+      params: `{"target": ..., "drafter": ...}` parameters.
       tokens: `[B, S + 1]` int32 rows.
-      key: PRNG key of the positions, for objectives that sample them.
-      score: function `(k, logits [B, P, V], positions [B, P])`. The logits of
-        head k = 1..K predict the tokens at `positions + 1 + k`.
+      key: PRNG key for objectives that sample positions.
+      score: function `(k, logits [B, P, V], positions [B, P]) -> tree`. The
+        logits of head k = 1..K predict the tokens at `positions + 1 + k`.
     """
 
 
 def check_batch(batch: Batch) -> None:
-  """Checks ranks and dtypes of a batch: rows of tokens and their weights.
+  """Raises an error unless tokens and weights have valid shapes and dtypes.
 
   >>> check_batch({"tokens": jnp.zeros((2, 3), jnp.int32)})
 
@@ -109,7 +111,7 @@ def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
   2.0
 
   Args:
-    x: values.
+    x: values of any shape.
     weights: weights of the same shape.
   """
   chex.assert_equal_shape([x, weights])

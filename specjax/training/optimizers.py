@@ -20,9 +20,9 @@ def trapezoid(peak: float, steps: int, warmup: int, decay: int
 
   Args:
     peak: learning rate of the plateau.
-    steps: length of the run.
-    warmup: number of steps in which the rate rises.
-    decay: number of steps in which the rate falls.
+    steps: number of steps of the run.
+    warmup: number of steps of the warm-up.
+    decay: number of steps of the decay.
   """
   warmup, decay = max(warmup, 1), max(decay, 1)
 
@@ -36,7 +36,7 @@ def trapezoid(peak: float, steps: int, warmup: int, decay: int
 
 
 def cosine(peak: float, steps: int, warmup: int) -> optax.Schedule:
-  """Returns a schedule with linear warm-up and half a cosine to 0 (SGDR).
+  """Returns a schedule with linear warm-up and cosine decay to 0 (SGDR).
 
   >>> rate = cosine(1.0, steps=100, warmup=10)
   >>> [round(float(rate(step)), 2) for step in (0, 9, 55, 100)]
@@ -44,8 +44,8 @@ def cosine(peak: float, steps: int, warmup: int) -> optax.Schedule:
 
   Args:
     peak: largest learning rate.
-    steps: length of the run.
-    warmup: number of steps in which the rate rises.
+    steps: number of steps of the run.
+    warmup: number of steps of the warm-up.
   """
   warmup = max(warmup, 1)
 
@@ -61,11 +61,12 @@ def cosine(peak: float, steps: int, warmup: int) -> optax.Schedule:
 
 def adamw(schedule: optax.Schedule, weight_decay: float = 0.1
           ) -> optax.GradientTransformation:
-  """Returns AdamW with gradient clipping and settings of language models.
+  """Returns AdamW with gradient clipping, with settings for language models.
 
   Args:
-    schedule: learning rate by step.
-    weight_decay: decay of parameters with more than one axis.
+    schedule: learning rate as a function of the step.
+    weight_decay: weight decay of parameters with more than one axis. Other
+      parameters have no weight decay.
   """
   return optax.chain(
       optax.clip_by_global_norm(1.0),
@@ -75,13 +76,13 @@ def adamw(schedule: optax.Schedule, weight_decay: float = 0.1
 
 def by_name(optimizers: Mapping[str, optax.GradientTransformation]
             ) -> optax.GradientTransformation:
-  """Returns an optimiser with its own settings for every named tree.
+  """Returns an optimiser that applies one of `optimizers` to each named tree.
 
   >>> optimizer = by_name({"target": adamw(lambda step: 1e-4),
   ...                      "drafter": muon(lambda step: 0.02)})
 
   Args:
-    optimizers: optimisers by the names of the trained parameters.
+    optimizers: optimisers by the name of the tree of trained parameters.
   """
   return optax.multi_transform(optimizers, lambda params: {
       name: jax.tree.map(lambda _, name=name: name, tree)
@@ -90,12 +91,15 @@ def by_name(optimizers: Mapping[str, optax.GradientTransformation]
 
 def muon(schedule: optax.Schedule, embedding_ratio: float = 0.15
          ) -> optax.GradientTransformation:
-  """Returns Muon (Jordan et al., 2024) for matrices of layers, Adam for others.
+  """Returns an optimiser with Muon for matrices of layers and Adam for others.
+
+  Muon is the optimiser of Jordan et al. (2024). Adam updates embedding,
+  positions, head, and parameters with fewer than two axes.
 
   Args:
-    schedule: learning rate of the matrices, for example with peak `MUON_RATE`.
-    embedding_ratio: Adam's learning rate divided by Muon's. Adam updates the
-      embedding table, the head and the norms.
+    schedule: learning rate of Muon as a function of the step, for example with
+      peak `MUON_RATE`.
+    embedding_ratio: Adam's learning rate divided by Muon's.
   """
   def dimensions(path: tuple[Any, ...], x: jax.Array
                  ) -> optax.contrib.MuonDimensionNumbers | None:
@@ -103,9 +107,9 @@ def muon(schedule: optax.Schedule, embedding_ratio: float = 0.15
     if x.ndim < 2 or any(
         part in name for part in ("embedding", "head", "positions")):
       return None
-    if "qkv" in name:  # [D, K, G + 2, H]: G + 2 matrices with the same input
+    if "qkv" in name:  # [D, K, G + 2, H]: G + 2 matrices [D, K * H]
       return optax.contrib.MuonDimensionNumbers(0, (1, 3))
-    if "gate_up" in name:  # [D, 2, F]: two matrices with the same input
+    if "gate_up" in name:  # [D, 2, F]: two matrices [D, F]
       return optax.contrib.MuonDimensionNumbers(0, 2)
     return optax.contrib.MuonDimensionNumbers()
 

@@ -19,8 +19,8 @@ import tqdm
 from specjax.training.metrics import MetricsLog
 from specjax.utils import processes
 
-_LOG_EVERY = 10  # steps
-_FIRST = {"loss", "mean_loss", "epoch"}  # printed at the start of a line
+_LOG_EVERY = 10  # steps between rows of the log
+_FIRST = {"loss", "mean_loss", "epoch"}  # omitted from the end of a line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,10 @@ class Log:
 
   Attributes:
     loss: description of the loss, such as "weighted sum over 4 heads".
-    learning_rate: schedule of the learning rate; None does not log it.
-    steps_per_epoch: number of steps in an epoch; None does not log epochs.
-    wandb: project of Weights & Biases that also gets the metrics, or None.
+    learning_rate: learning-rate schedule to log, or None.
+    steps_per_epoch: number of steps in an epoch. None means that epochs are not
+      logged.
+    wandb: Weights & Biases project to which the metrics are also sent, or None.
   """
 
   loss: str = ""
@@ -43,8 +44,8 @@ class Log:
 class Progress:
   """Progress bar, throughput and rows of `metrics.csv` of one run.
 
-  Only the first process prints and writes. A metric with a slash in its name is
-  not printed, except the accuracies of heads.
+  Only the first process prints and writes. Metrics with a slash in their names
+  are not printed, except the top-1 accuracies of heads.
   """
 
   @classmethod
@@ -56,11 +57,12 @@ class Progress:
 
     Args:
       directory: directory of the run.
-      start: number of steps taken before.
+      start: number of steps already taken.
       steps: length of the run in steps.
-      tokens_per_step: number of tokens in a step, for the throughput.
-      log: settings of the log; None: the default.
-      losses: `pending_losses` of the checkpoint from which the run continues.
+      tokens_per_step: number of tokens per step, for the throughput.
+      log: settings of the log. None means the default settings.
+      losses: `pending_losses` of the checkpoint from which the run continues,
+        or None.
     """
     log = log or Log()
     epochs = steps / (log.steps_per_epoch or steps)
@@ -96,19 +98,20 @@ class Progress:
   def pending_losses(self) -> list[float]:
     """Losses since the last row of the log.
 
-    Checkpoints contain them, so a resumed run logs the same means.
+    Checkpoints contain these losses, so that a resumed run logs the same means.
     """
     return [float(x) for x in self._losses]
 
   def stepped(self, done: int, loss: Any, metrics: Mapping[str, Any],
               evaluates: bool = False) -> None:
-    """Counts a step; every few steps, reads its loss and metrics.
+    """Records a step. Every `_LOG_EVERY` steps, collects values for the log.
 
     Args:
       done: number of steps taken, including this one.
       loss: `[]` loss of the step.
-      metrics: scalars by name.
-      evaluates: True if an evaluation follows, which always prints a line.
+      metrics: scalar metrics by name.
+      evaluates: True if an evaluation follows. Values are then always
+        collected.
     """
     self._bar.update()
     self._losses.append(loss)
@@ -128,11 +131,11 @@ class Progress:
     self._bar.set_postfix(loss=f"{self._row['mean_loss']:.4f}")
 
   def evaluated(self, done: int, values: Mapping[str, float]) -> None:
-    """Adds the values of an evaluation, and prints a line.
+    """Adds the values of an evaluation to the row, and prints a line.
 
     Args:
       done: number of steps taken.
-      values: numbers by name.
+      values: results of the evaluation, by name.
     """
     self._row.update(values)
     if processes.is_first():
@@ -158,7 +161,7 @@ class Progress:
     return line
 
   def write(self, done: int) -> None:
-    """Writes the collected values of a step to disk, if there are any."""
+    """Writes the collected values of a step to the log, if there are any."""
     if self._row:
       self._write(done, self._row)
     self._row = {}

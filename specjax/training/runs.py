@@ -1,4 +1,7 @@
-"""Directories of training runs: which run owns one, and the run's lengths."""
+"""Directories of training runs.
+
+A run owns its directory. The directory stores the run's settings and lengths.
+"""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -17,8 +20,8 @@ from specjax.utils import files
 from specjax.utils import processes
 
 MANIFEST = "run.json"
-_EXTRA = {"format", "steps"}  # entries of a manifest that `claim_run` adds
-# Files that only a run writes. The tokenizer's files may exist before the run.
+_EXTRA = {"format", "steps"}  # entries added to a manifest by `claim_run`
+# Files written only by runs. Files of the tokenizer may exist before a run.
 _FILES = ("config.json", "heads.json", "*.safetensors*", "*.bin", "metrics.csv",
           "checkpoints", "best")
 
@@ -27,11 +30,11 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
               steps: int) -> tuple[int, ...]:
   """Claims a directory for a run before anything else is written to it.
 
-  An error is raised if the directory has a run with other data or settings. A
-  finished run may be extended: it continues from its end like a run of the new
-  length that has taken these steps. All lengths are stored, so an interruption
-  does not change the result. A run may also end early, see `last_step`; the
-  shorter length is not stored. All processes of a run call this function.
+  A directory with a run of other data or settings is an error. A finished run
+  may be extended to a larger length. Its remaining steps are then those of a
+  run of the new length. All lengths are stored, so an interruption does not
+  change the result. A run may also end early, see `last_step`. The shorter
+  length is not stored. All processes of a run call this function.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -39,27 +42,29 @@ def claim_run(directory: str | os.PathLike[str], manifest: Mapping[str, Any],
   (100,)
 
   Args:
-    directory: path of the directory. Lock it before, see `files.locked`.
+    directory: path of the directory. The caller must lock it before, see
+      `files.locked`.
     manifest: settings and data that determine the run, except its length.
-    steps: length of the run.
+    steps: length of the run in steps.
 
   Returns:
-    All lengths of the run, in order; several only if it was extended. The last
-    length is `steps`, unless the run ends early.
+    All lengths of the run in increasing order: one length, or several if the
+    run was extended. The last length is `steps`, unless the run ends early.
 
   Raises:
-    ValueError: the directory belongs to another run or to no run, `steps`
-      extends a run that is not finished, or all checkpoints are of later steps.
+    ValueError: the directory belongs to another run or contains files of no
+      run, `steps` extends a run that is not finished, or all checkpoints are of
+      later steps.
   """
   return processes.by_the_first(
       lambda: _claim_run(pathlib.Path(directory), manifest, steps))
 
 
 def check_claimable(directory: str | os.PathLike[str]) -> None:
-  """Raises an error for a directory with a model that is not part of a run.
+  """Raises an error if a directory has files of a run but no manifest.
 
-  `claim_run` includes this check. Call the check alone before long work whose
-  result is part of the manifest.
+  `claim_run` includes this check. Call this function earlier if the manifest
+  requires a long computation.
 
   Args:
     directory: path of the directory.
@@ -111,14 +116,17 @@ def _claim_run(directory: pathlib.Path, manifest: Mapping[str, Any], steps: int
 
 
 def _saved(directory: pathlib.Path) -> list[int]:
-  """Returns the steps of a run's checkpoints, sorted."""
+  """Returns the sorted steps of the checkpoints in a run's directory."""
   return sorted(int(path.name) for path in directory.glob("checkpoints/*")
                 if path.name.isdigit())
 
 
 def _check_end(directory: pathlib.Path, length: int, steps: int,
                saved: Sequence[int]) -> None:
-  """Prints where a run ends early, or raises `ValueError`."""
+  """Prints at which step a run ends early.
+
+  Raises `ValueError` if all checkpoints are of later steps.
+  """
   if saved[0] > steps:
     raise ValueError(
         f"--steps is {steps}, but the run in {directory} has taken {saved[-1]} "
@@ -134,8 +142,8 @@ def _check_end(directory: pathlib.Path, length: int, steps: int,
 def last_step(directory: str | os.PathLike[str], steps: int) -> int:
   """Returns the step after which a claimed run ends.
 
-  This is `steps`, unless the run has already taken more steps. Then it is the
-  step of the newest checkpoint at or before `steps`.
+  The result is `steps` unless the run has already taken more steps. In this
+  case, it is the step of the newest checkpoint at or before `steps`.
 
   Args:
     directory: path of the run's directory.
@@ -152,7 +160,7 @@ def _last_step(saved: Sequence[int], steps: int) -> int:
 
 
 def part_length(lengths: Sequence[int], step: int) -> int:
-  """Returns the length that an extended run has at a step.
+  """Returns the length of an extended run that applies at a step.
 
   >>> part_length((100, 150), step=120)
   150
@@ -166,7 +174,7 @@ def part_length(lengths: Sequence[int], step: int) -> int:
 
 def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
              ) -> optax.Schedule:
-  """Returns the schedule of an extended run.
+  """Returns the learning-rate schedule of a run, extended or not.
 
   >>> rate = schedule((2, 4), lambda steps: lambda step: steps)
   >>> [int(rate(step)) for step in range(4)]
@@ -174,7 +182,7 @@ def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
 
   Args:
     lengths: result of `claim_run`.
-    of_length: function from a length to the schedule of a run of that length.
+    of_length: function `length -> schedule` for a run of that length.
   """
   parts = [of_length(length) for length in lengths]
 
@@ -189,13 +197,13 @@ def schedule(lengths: Sequence[int], of_length: Callable[[int], optax.Schedule]
 
 def trapezoid(lengths: Sequence[int], peak: float, warmup_fraction: float,
               decay_fraction: float) -> optax.Schedule:
-  """Returns `optimizers.trapezoid` for a run.
+  """Returns `optimizers.trapezoid` for a run, extended or not.
 
   Args:
     lengths: result of `claim_run`.
     peak: learning rate of the plateau.
-    warmup_fraction: fraction of a length in which the rate rises to the peak.
-    decay_fraction: fraction of a length in which the rate falls to 0.
+    warmup_fraction: steps of the warm-up as a fraction of the length.
+    decay_fraction: steps of the decay as a fraction of the length.
   """
   return schedule(lengths, lambda steps: optimizers.trapezoid(
       peak, steps, round(steps * warmup_fraction),
@@ -204,6 +212,12 @@ def trapezoid(lengths: Sequence[int], peak: float, warmup_fraction: float,
 
 def cosine(lengths: Sequence[int], peak: float, warmup_fraction: float
            ) -> optax.Schedule:
-  """Returns `optimizers.cosine` for a run; arguments as in `trapezoid`."""
+  """Returns `optimizers.cosine` for a run, extended or not.
+
+  Args:
+    lengths: result of `claim_run`.
+    peak: largest learning rate.
+    warmup_fraction: steps of the warm-up as a fraction of the length.
+  """
   return schedule(lengths, lambda steps: optimizers.cosine(
       peak, steps, round(steps * warmup_fraction)))

@@ -1,4 +1,4 @@
-"""Distillation from probabilities that were stored with the text."""
+"""Distillation from stored probabilities of a teacher."""
 
 import dataclasses
 
@@ -15,17 +15,17 @@ from specjax.training.objective import weighted_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLaws:
-  """Forward KL divergence from stored probabilities of a teacher.
+  """Loss: forward KL divergence from stored probabilities of a teacher.
 
-  DistillSpec (Zhou et al. 2023, arXiv:2310.08461): the student's distribution q
-  approximates the teacher's distribution p on text of the teacher. The K
-  largest probabilities of p are stored. The sampled token of the text
-  represents the others:
+  The method is DistillSpec (Zhou et al. 2023, arXiv:2310.08461). The student's
+  distribution q approximates the teacher's distribution p on text of the
+  teacher. Only the K largest probabilities of p ("top") are stored. For all
+  other tokens, the loss uses the sampled token of the text ("drawn"):
 
-    -sum_(v in top) p(v) log q(v) - [drawn token not in top] log q(drawn)
+    -sum_(v in top) p(v) log q(v) - [drawn not in top] log q(drawn)
 
-  Its mean over samples is the cross-entropy, which is KL(p || q) plus a
-  constant. Tokens that the student does not have are left out.
+  The expectation of the loss is the cross-entropy, KL(p || q) plus a constant.
+  Tokens that are not in the student's vocabulary are left out.
 
   >>> from specjax import testing
   >>> objective = StoredLaws(model=testing.MarkovModel(4))
@@ -46,16 +46,19 @@ class StoredLaws:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the mean loss in nats per position; the student is "drafter".
+    """Returns the mean loss in nats per position, and metrics.
+
+    The name of the student's parameters is "drafter".
 
     Args:
-      trainable: trees of parameters that get a gradient, by name.
+      trainable: trees of parameters to differentiate, by name.
       frozen: trees of other parameters, by name.
-      batch: arrays by name. `tokens [B, S]` int32 are read by the student.
-        After token s, the teacher's distribution has `probs [B, S, K]` on the
-        student's `ids [B, S, K]`, -1 for tokens that the student does not have.
-        `drawn [B, S]` is the sampled token if it is not among the K, else -1.
-        `weights [B, S]` is 1, or 0 for positions without a distribution.
+      batch: arrays by name. The student reads `tokens [B, S]` int32.
+        `probs [B, S, K]` are the teacher's stored probabilities after each
+        token, and `ids [B, S, K]` the tokens with these probabilities. An id is
+        -1 if the token is not in the student's vocabulary. `drawn [B, S]` is
+        the sampled token if it is not among the K tokens, and -1 if it is.
+        `weights [B, S]` are 1, or 0 for positions without a distribution.
       key: PRNG key, not used.
 
     Returns:

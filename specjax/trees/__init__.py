@@ -1,7 +1,9 @@
-"""Draft trees: `topology` on the device, and shapes chosen on the host.
+"""Draft trees.
 
-A tree is stored as `parents`: N numbers, the index of every node's parent. The
-root has -1. Parents come before their children.
+The functions in this package build static trees on the host. `trees.topology`
+computes ancestors and depths on the device. A tree is stored as `parents`, N
+numbers: the index of every node's parent, and -1 for the root. Parents come
+before their children.
 """
 
 from specjax.trees import topology

@@ -1,9 +1,9 @@
 """Static shapes of draft trees, chosen on the host from measurements.
 
-Every function returns `parents` as a tuple in breadth-first order, so that it
-can be a static, hashable field of a drafter: `parents[0] == -1`, `parents[i] <
-i`, each level is contiguous, and siblings are sorted by rank. N counts the root
-everywhere.
+A function that builds a tree returns `parents`, a tuple that can be a static,
+hashable field of a drafter: `parents[0] == -1` and `parents[i] < i`. The nodes
+are in breadth-first order, so each level is contiguous. Siblings are sorted by
+rank: the most likely one is first. N, the number of nodes, includes the root.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ def depths(parents: Sequence[int]) -> tuple[int, ...]:
   """Returns the depth of every node; the root has depth 0.
 
   Args:
-    parents: N entries, `parents[0] == -1` and `parents[i] < i`, in any order of
-      nodes.
+    parents: N entries, `parents[0] == -1` and `parents[i] < i`. They need not
+      be in breadth-first order.
 
   Raises:
     ValueError: `parents` is not a tree.
@@ -72,10 +72,11 @@ def breadth_first(parents: Sequence[int]) -> tuple[int, ...]:
 
 
 def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
-  """Returns a tree whose nodes at depth d all have `branching[d]` children.
+  """Returns a tree in which each node at depth d has `branching[d]` children.
 
   Args:
-    branching: number of children at each depth; (1,) * gamma is a chain.
+    branching: number of children per node at each depth, starting at the root.
+      (1,) * gamma is a chain.
 
   Example:
     >>> import specjax as sj
@@ -92,14 +93,17 @@ def full_tree(branching: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_choices(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
-  """Returns the tree of Medusa's lists (Cai et al. 2024, arXiv:2401.10774).
+  """Returns the tree of a list of paths, the format used by Medusa.
+
+  Cai et al. 2024 (arXiv:2401.10774).
 
   Args:
-    choices: one path of ranks for each node below the root. (1, 0) is the
-      likeliest child of the second likeliest first token.
+    choices: one path of ranks for each node below the root. The path (1, 0) is
+      the most likely child of the second most likely first token.
 
   Raises:
-    ValueError: a node's parent or its next likelier sibling is missing.
+    ValueError: a path occurs twice, or a node's parent or its next more likely
+      sibling is missing.
 
   Example:
     >>> import specjax as sj
@@ -123,15 +127,16 @@ def from_choices(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def expected_tokens(parents: Sequence[int], acceptance: ArrayLike) -> float:
-  """Returns the expected tokens of a round, the bonus token included.
+  """Returns the expected number of tokens of a round, including the next token.
 
-  It is the sum over the nodes of the probability that a node is accepted. The
-  root counts 1 (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1).
+  It is the sum of the acceptance probabilities of all nodes, with 1 for the
+  root (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1).
 
   Args:
     parents: the tree, N entries.
-    acceptance: `[K]` or `[K, K]`, see `sequoia_tree`. Children beyond K are
-      never accepted. The first K of more than K children use the last row.
+    acceptance: `[K]` or `[K, K]`, see `sequoia_tree`. If a node has more than K
+      children, the first K use the last row of `[K, K]`, and the others are
+      never accepted.
 
   Example:
     >>> import specjax as sj
@@ -154,19 +159,19 @@ def expected_tokens(parents: Sequence[int], acceptance: ArrayLike) -> float:
 def medusa_tree(accuracies: np.ndarray, nodes: int) -> tuple[int, ...]:
   """Returns the tree of Medusa's greedy construction.
 
-  Cai et al. 2024 (arXiv:2401.10774, section 2.3.3). Starting from the likeliest
-  first token, it always adds the best next sibling or first child. If the
-  accuracies do not increase with the rank, no tree of N nodes has more expected
-  tokens.
+  Cai et al. 2024 (arXiv:2401.10774, section 2.3.3). The construction starts
+  with the most likely first token. Each step adds the next sibling or the first
+  child of a node, whichever has the highest probability. If the accuracies do
+  not increase with the rank, no tree of N nodes has more expected tokens.
 
   Args:
     accuracies: `[heads, K]`, fraction of positions at which the k-th guess of a
-      head, or of a drafter at this depth, is the right token.
-    nodes: N.
+      head is correct. For other drafters, row d is for guesses at depth d + 1.
+    nodes: N, number of nodes including the root.
 
   Raises:
-    ValueError: an entry of `accuracies` is not in [0, 1], or `nodes` is too
-      large for it.
+    ValueError: an entry of `accuracies` is not in [0, 1], or a tree with
+      `nodes` nodes needs more heads or guesses.
 
   Example:
     >>> import specjax as sj
@@ -201,27 +206,28 @@ def sequoia_tree(acceptance: ArrayLike, nodes: int, depth: int | None = None
                  ) -> tuple[int, ...]:
   """Returns the tree of N nodes with the most expected tokens.
 
-  Dynamic programming of Chen et al. 2024 (Sequoia, arXiv:2402.12374, section
-  3.1). With a_b the acceptance of child b, T(n, d, b) is the largest number of
-  expected tokens of a tree of n nodes and depth d whose root has b children:
-  max_m T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
+  The method is the dynamic programme of Chen et al. 2024 (Sequoia,
+  arXiv:2402.12374, section 3.1). Let a_b be the acceptance of child b, and
+  T(n, d, b) the largest expected number of tokens among trees of n nodes and
+  depth d whose root has b children. Then T(n, d, b) is the maximum over m of
+  T(n - m, d, b - 1) + a_b max_b' T(m, d - 1, b').
 
   In some methods the acceptance of a child also depends on the number of
   children, for example if one child is drawn from the tokens that the others
-  do not have. Then every number of children has its own recursion.
+  do not have. Then there is a separate recursion for every number of children.
 
   Args:
     acceptance: `[K]`, probability that the k-th child of an accepted node is
-      the accepted child, in the order in which the verifier tries them. It need
-      not decrease, and no node has more than K children. Or `[K, K]`: row c - 1
-      has these probabilities for a node with c children. Entries after the
-      first c are not read.
-    nodes: N.
-    depth: largest number of tokens of a path below the root. None: no limit.
+      the accepted child, in the order in which the verifier tries the children.
+      The entries need not decrease. A node has at most K children. Or `[K, K]`:
+      row c - 1 contains these probabilities for a node with c children, and
+      its entries after the first c are not read.
+    nodes: N, number of nodes including the root.
+    depth: maximum depth of a node. None: no limit.
 
   Raises:
-    ValueError: `acceptance` is not a list of probabilities, or no such tree
-      exists.
+    ValueError: `acceptance` is not a list of probabilities, or no tree has this
+      number of nodes within `depth` and K children per node.
 
   Example:
     >>> import specjax as sj
@@ -241,23 +247,25 @@ def best_tree(acceptance: ArrayLike, pass_seconds: Mapping[int, float],
               depth: int | None = None) -> tuple[int, ...]:
   """Returns the tree with the most expected tokens per second.
 
-  Every N in `pass_seconds` and every depth is a candidate, chains included. The
-  result (-1,), the root alone, means that speculation does not pay.
+  The candidates are the optimal trees of every depth with N nodes, for every N
+  in `pass_seconds`. The result (-1,), a tree with only a root, means that
+  decoding without drafts is the fastest.
 
   Args:
     acceptance: `[K]` or `[K, K]`, see `sequoia_tree`.
-    pass_seconds: measured seconds of the target's pass over N nodes, by N.
-      Entry 1 is the time of a token without speculation.
-    draft_seconds: seconds of drafting one level of the tree.
-    round_seconds: other seconds of a round, such as verification.
-    depth: largest number of tokens of a path below the root. None: no limit.
+    pass_seconds: measured seconds of the target's pass over N nodes, with N as
+      key. Entry 1 is the time per token without drafts.
+    draft_seconds: seconds for drafting one level of the tree.
+    round_seconds: seconds of the rest of a round, such as verification.
+    depth: maximum depth of a node. None: no limit.
 
   Raises:
     ValueError: `acceptance` is not a list of probabilities, `pass_seconds` has
-      no entry 1, or a time is not positive and finite (drafting and other
-      seconds may be 0).
+      no entry 1, or a time is not positive and finite (`draft_seconds` and
+      `round_seconds` may be 0).
 
-  Example: a pass over 4 nodes costs little more than a pass over one.
+  Example: in the first call, 4 nodes cost little more than one. In the second,
+  they cost four times as much.
 
     >>> import specjax as sj
     >>> sj.trees.best_tree([0.6, 0.2], {1: 1.0, 4: 1.1}, draft_seconds=0.1)
@@ -290,7 +298,12 @@ def best_tree(acceptance: ArrayLike, pass_seconds: Mapping[int, float],
 
 
 def _check_acceptance(acceptance: ArrayLike) -> np.ndarray:
-  """Returns `[K, K]`: row c - 1 is for c children, and is 0 after the first c.
+  """Returns `acceptance` as `[K, K]`, see `sequoia_tree`.
+
+  Row c - 1 is for a node with c children. Its entries after the first c are 0.
+
+  Raises:
+    ValueError: the entries are not probabilities of exclusive events.
   """
   array = np.asarray(acceptance, np.float64)
   square = array.ndim == 2 and array.shape[0] == array.shape[1]
@@ -327,11 +340,13 @@ def _check_nodes(nodes: int, children: int, depth: int) -> None:
 
 def _tables(acceptance: np.ndarray, nodes: int, depth: int
             ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns T `[depth + 1, nodes + 1, K + 1]` and the optimal split of nodes.
+  """Returns the tables of the dynamic programme of `sequoia_tree`.
 
-  T is defined in `sequoia_tree`, and is -inf if no such tree exists.
-  `splits[d, n, c, b]` is the number of nodes in the subtree of the b-th of c
-  children, if the root and its first b subtrees have n nodes.
+  Returns:
+    T, indexed `[d, n, b]`, with -inf if no such tree exists; and the optimal
+    splits, indexed `[d, n, c, b]`. An entry of splits is the number of nodes in
+    the subtree of the b-th of c children, if the root and its first b subtrees
+    have n nodes together.
   """
   most = len(acceptance)
   values = np.full((depth + 1, nodes + 1, most + 1), -np.inf)
@@ -343,7 +358,7 @@ def _tables(acceptance: np.ndarray, nodes: int, depth: int
     subtree = values[d - 1].max(-1)
     some = np.isfinite(subtree)
     for children in range(1, most + 1):
-      # Expected accepted tokens of a node with its first b children; b is 0.
+      # Expected tokens of the tree with the first b children; b is 0 here.
       first = values[d, :, 0]
       for b, probability in enumerate(acceptance[children - 1, :children], 1):
         gain = np.where(some, probability * np.where(some, subtree, 0), -np.inf)
@@ -356,7 +371,14 @@ def _tables(acceptance: np.ndarray, nodes: int, depth: int
 
 def _rebuild(values: np.ndarray, splits: np.ndarray, nodes: int, depth: int
              ) -> tuple[int, ...]:
-  """Returns the tree that attains the largest `values[depth, nodes]`."""
+  """Returns the optimal tree of the tables, see `_tables`.
+
+  Args:
+    values: table T.
+    splits: table of optimal splits.
+    nodes: N, number of nodes of the tree.
+    depth: maximum depth of a node.
+  """
   parents = [-1]
 
   def grow(root: int, nodes: int, depth: int) -> None:

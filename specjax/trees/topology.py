@@ -1,7 +1,7 @@
-"""Ancestors and depths of draft trees, on the device.
+"""Ancestors and depths of draft trees, computed on the device.
 
-Parents are data and N is static, so trees that are fixed and trees that are
-chosen at run time share one code path.
+Only the number of nodes N is static. The parents are an array, so fixed trees
+and trees chosen at run time share one code path.
 """
 
 import math
@@ -25,10 +25,11 @@ def chain(gamma: int) -> jax.Array:
 
 
 def ancestors(parents: jax.Array) -> jax.Array:
-  """Returns `[N, N]` bool: row i marks the path root..i, i included.
+  """Returns `[N, N]` bool: row i marks the path root..i, including i.
 
   Args:
-    parents: `[N]` int32, `parents[0] == -1` and `parents[i] < i`.
+    parents: `[N]` int32, the index of each node's parent: `parents[0] == -1`
+      and `parents[i] < i`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -42,7 +43,8 @@ def ancestors(parents: jax.Array) -> jax.Array:
   chex.assert_type(parents, int)
   size = parents.shape[0]
   reach = jax.nn.one_hot(parents, size) + jnp.eye(size)
-  # Squaring doubles the reach, without a loop on the device.
+  # `reach` connects a node to its nearest ancestors. Each squaring doubles the
+  # number of levels, so no loop over the depth is necessary on the device.
   for _ in range(math.ceil(math.log2(size))):
     reach = jnp.minimum(reach @ reach, 1.0)
   return reach > 0.5
@@ -68,7 +70,7 @@ def depths_of(ancestors: jax.Array) -> jax.Array:
   """Returns `[..., S]` int32, the depths of nodes with these ancestors.
 
   Args:
-    ancestors: `[..., S, T]` bool: the rows of the last S of T nodes.
+    ancestors: `[..., S, T]` bool, the ancestor masks of the last S of T nodes.
 
   Example:
     >>> import jax.numpy as jnp
@@ -81,10 +83,10 @@ def depths_of(ancestors: jax.Array) -> jax.Array:
 
 
 def causal(batch: int, size: int) -> tuple[jax.Array, jax.Array]:
-  """Returns depths and ancestors of a pass over the next tokens of sequences.
+  """Returns depths and ancestors of a causal pass over S tokens per row.
 
-  In every row each token sees itself and the tokens before it, as in a chain
-  that starts at the first of them.
+  Each token sees itself and the tokens before it. So the S tokens of a row form
+  a chain.
 
   Args:
     batch: B, number of rows.
@@ -109,16 +111,17 @@ def prefix_tree(paths: jax.Array) -> jax.Array:
   """Returns the parents `[1 + L * K]` of K paths packed into one tree.
 
   Miao et al. 2023 (SpecInfer, arXiv:2305.09781). Token d of path k is node
-  1 + d * K + k. Paths share a node as long as their tokens agree. A node that m
-  paths visit has m children, in the order of the paths. The first child with a
-  token has the children of all paths with this token; later copies are leaves.
-  Dropping the copies would bias the output: they are always rejected, but each
-  of them makes the residual smaller.
+  1 + d * K + k. If paths begin with the same tokens, the first such path owns
+  the shared nodes: the next tokens of all these paths are children of its node,
+  in the order of the paths. The nodes of the other paths are copies without
+  children. Dropping the copies would bias the output: they are always
+  rejected, but each of them makes the residual smaller.
 
   Args:
-    paths: `[K, L]` int32 tokens.
+    paths: `[K, L]` int32, K paths of L tokens.
 
-  Example: both paths start with token 7, so node 1 has both second tokens.
+  Example: both paths start with token 7, so both second tokens are children of
+  node 1. Node 2 is a copy.
 
     >>> import jax.numpy as jnp
     >>> from specjax.trees import topology

@@ -1,4 +1,4 @@
-"""Checks of the fields of configurations, at construction."""
+"""Checks of the fields of configurations, called by their constructors."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def is_whole(value: Any) -> bool:
-  """Returns True if a value is an integer; 3.0 and True are not.
+  """Returns True if a value is an integer. 3.0 and True are not integers.
 
   >>> is_whole(3), is_whole(3.0), is_whole(True)
   (True, False, False)
@@ -15,18 +15,19 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-  """Returns True if a value is a real number; "0.8" and True are not."""
+  """Returns True if a value is a real number. "0.8" and True are not numbers.
+  """
   return isinstance(value, (int, float, np.integer, np.floating)) and (
       not isinstance(value, bool))
 
 
 def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
-  """Raises `ValueError` unless a value is an integer of a minimum size.
+  """Raises `ValueError` unless a value is an integer of at least `least`.
 
   Args:
     name: name of the value in the error.
-    value: the value.
-    least: the smallest allowed value.
+    value: value to check.
+    least: smallest allowed value.
     more: end of the error message.
   """
   if not is_whole(value) or value < least:
@@ -36,12 +37,12 @@ def check_at_least(name: str, value: Any, least: int, more: str = "") -> None:
 
 def check_fields(part: Any, *names: str, least: int = 1, more: str = ""
                  ) -> None:
-  """Calls `check_at_least` for fields of a component.
+  """Raises `ValueError` unless fields are integers of at least `least`.
 
   Args:
-    part: the component.
-    *names: names of its fields.
-    least: the smallest allowed value.
+    part: object with the fields.
+    *names: names of the fields.
+    least: smallest allowed value.
     more: end of the error message.
   """
   for name in names:
@@ -49,13 +50,13 @@ def check_fields(part: Any, *names: str, least: int = 1, more: str = ""
 
 
 def check_hashable(kind: str, part: Any) -> None:
-  """Raises `ValueError` if a component cannot be hashed.
+  """Raises `ValueError` if a component of a decoder cannot be hashed.
 
   Compiled programs are cached by the hash of their components.
 
   Args:
     kind: name of the component in the error, such as "drafter".
-    part: the component.
+    part: component to check.
   """
   try:
     hash(part)
@@ -71,7 +72,7 @@ def check_divisible(name: str, value: int, size: int, axis: str) -> None:
 
   Args:
     name: name of the size in the error.
-    value: the size.
+    value: size to split.
     size: number of devices of the mesh axis.
     axis: name of the mesh axis.
   """

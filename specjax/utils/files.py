@@ -1,12 +1,12 @@
-"""Atomic writes, text and JSON of users, and directories of single runs.
+"""Atomic writes, reading of text and JSON, and directories owned by one run.
 
-Text and JSON are read in one way: a byte-order mark belongs to the encoding and
-is dropped, lines end in LF, CR or both, and errors name the line.
+All text and JSON files are read in the same way: a byte-order mark selects the
+encoding and is dropped, lines end in LF, CR or both, and errors name the line.
 
-A file written `atomically` is complete or absent. A directory that a run claims
-(`claim`) is refused to runs with other data or settings; the claim compares
-`fingerprints.fingerprint` of them. While a process has a directory `locked`,
-other processes cannot lock it.
+A file written `atomically` is complete or absent. `claim` raises an error if a
+directory belongs to a run with other data or settings. It compares manifests,
+which contain fingerprints (`utils.fingerprints`). While a process has a
+directory `locked`, other processes cannot lock it.
 """
 
 import codecs
@@ -27,13 +27,14 @@ import filelock
 
 from specjax.utils import processes
 
-# Raised when `fingerprint` changes. Manifests of older formats are refused
-# because their fingerprints cannot be compared.
+# Increase this number when `fingerprint` changes. Manifests of other formats
+# are rejected, because their fingerprints cannot be compared.
 _FORMAT = 2
 _POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
-# An incomplete file is called NAME.DIGITS.partial.
+# The name of an incomplete file is NAME.DIGITS.partial.
 _DIGITS, _PARTIAL = 8, ".partial"
-# UTF-32 is first, because its mark begins with the mark of UTF-16.
+# Byte-order marks and encodings. UTF-32 is first, because its mark begins with
+# the mark of UTF-16.
 _MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
           (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
@@ -42,7 +43,7 @@ class OtherRunError(ValueError):
   """A directory belongs to a run with other data or settings.
 
   Attributes:
-    directory: the path of the directory.
+    directory: path of the directory.
   """
 
   def __init__(self, directory: pathlib.Path, what: str, difference: str):
@@ -53,10 +54,10 @@ class OtherRunError(ValueError):
 
 @contextlib.contextmanager
 def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-  """Opens a binary file that appears under its name only when complete.
+  """Opens a binary file that gets its name only when it is complete.
 
   If several processes of one program call this function, only the first process
-  writes. The others get a file that discards its content.
+  writes. The other processes get a file object that discards its content.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -67,8 +68,8 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
   (False, True)
 
   Args:
-    path: path of the file. An existing file is replaced, and is unchanged if
-      the writing fails.
+    path: path of the file. An existing file is replaced. If an error occurs
+      during writing, the existing file is unchanged.
 
   Yields:
     The open file, under a temporary name.
@@ -106,12 +107,13 @@ class _Discarded(io.RawIOBase):
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Adds a file name to every `OSError` raised inside that has none.
+  """Adds a file name to every `OSError` without a name raised in the context.
 
-  Writing to an open file on a full disk raises an error without a name.
+  For example, writing to an open file on a full disk raises an error without a
+  file name.
 
   Args:
-    path: path of the file.
+    path: path to add.
   """
   try:
     yield
@@ -125,15 +127,16 @@ def locked(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
   """Locks a directory against other processes.
 
   The system releases the lock when the process ends, even if it is killed.
-  Incomplete files of a killed process are deleted. Of several processes of one
-  program, the first one holds the lock for all.
+  Incomplete files of a killed process are deleted. If a program has several
+  processes, the first process locks the directory for all of them.
 
   Args:
-    directory: path of the directory, which is created if needed.
-    what: word for the error, such as "run".
+    directory: path of the directory, created if it does not exist.
+    what: noun for the error, such as "run".
 
   Raises:
-    ValueError: another process holds the lock.
+    ValueError: another process has locked the directory, or `directory` is not
+      a directory.
   """
   directory = pathlib.Path(directory)
   try:
@@ -162,7 +165,8 @@ def claim(path: str | os.PathLike[str], manifest: Mapping[str, Any], what: str
           ) -> None:
   """Writes the manifest of a directory, or compares it with the existing one.
 
-  All processes of a program call it, and the first one does the work.
+  All processes of a program call this function. The first process writes or
+  compares.
 
   >>> import tempfile
   >>> with tempfile.TemporaryDirectory() as directory:
@@ -170,12 +174,12 @@ def claim(path: str | os.PathLike[str], manifest: Mapping[str, Any], what: str
   ...   claim(f"{directory}/run.json", {"seed": 1}, "run")
 
   Args:
-    path: path of the manifest; its directory is created if needed.
+    path: path of the manifest. Its directory is created if it does not exist.
     manifest: JSON values by name.
-    what: word for the error, such as "record".
+    what: noun for the error, such as "record".
 
   Raises:
-    OtherRunError: the existing manifest differs.
+    OtherRunError: the existing manifest has other values.
     ValueError: the existing file is not JSON or has another format.
   """
   processes.by_the_first(lambda: _claim(pathlib.Path(path), manifest, what))
@@ -190,7 +194,7 @@ def _claim(path: pathlib.Path, manifest: Mapping[str, Any], what: str) -> None:
   names = [name for name, value in manifest.items()
            if existing.get(name) != value]
   if names:
-    # A short setting explains more than a hash that depends on it.
+    # Short values come first: a setting explains more than a hash.
     names.sort(key=lambda name: len(str(manifest[name])))
     rest = f" ({len(names) - 2} more differ)" if len(names) > 2 else ""
     raise OtherRunError(path.parent, what, "; ".join(
@@ -198,11 +202,11 @@ def _claim(path: pathlib.Path, manifest: Mapping[str, Any], what: str) -> None:
 
 
 def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-  """Returns a manifest that `claim` wrote.
+  """Returns a manifest written by `claim`.
 
   Args:
     path: path of the manifest.
-    what: word for the error, such as "record".
+    what: noun for the error, such as "record".
 
   Raises:
     ValueError: the file is not JSON or has another format.
@@ -221,7 +225,7 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def check_downloaded(path: str | os.PathLike[str]) -> None:
-  """Raises `ValueError` if a file is a Git LFS pointer to the real one."""
+  """Raises `ValueError` if a file is a Git LFS pointer."""
   with open(path, "rb") as f:
     if f.read(len(_POINTER)) == _POINTER:
       raise ValueError(f"{path} is a Git LFS pointer and not the file itself; "
@@ -261,16 +265,18 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
 
 
 def encoding_of(start: bytes) -> str:
-  """Returns the encoding of a text file, given its first bytes.
+  """Returns the encoding of a text file with these first bytes.
 
-  It is UTF-8 without a byte-order mark of another encoding.
+  The encoding is UTF-8 unless there is a byte-order mark of another encoding.
   """
   return next((name for mark, name in _MARKS if start.startswith(mark)),
               "utf-8-sig")
 
 
 def decoded(data: bytes) -> str:
-  r"""Decodes the bytes of a text file, UTF-8 unless a byte-order mark differs.
+  r"""Returns the text of a file's bytes, with LF at the ends of lines.
+
+  `encoding_of` determines the encoding.
 
   >>> decoded(b"one\r\ntwo")
   'one\ntwo'
@@ -292,7 +298,7 @@ def decoded(data: bytes) -> str:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-  """Returns the text of a file; a `.gz` file is decompressed.
+  """Returns the text of a file. A `.gz` file is decompressed.
 
   Raises:
     ValueError: the file is not text, or not gzip data.
@@ -315,12 +321,12 @@ def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
   """Returns the value of a JSON text.
 
   Args:
-    text: the JSON.
+    text: text in JSON.
     path: path of the file, for errors.
-    line: number of the text's first line in the file.
+    line: line number of the text's first line in the file.
 
   Raises:
-    ValueError: the text is not JSON, or exceeds limits of Python's `json`.
+    ValueError: the text is not JSON, or exceeds the limits of Python's `json`.
   """
   try:
     return json.loads(text)
@@ -336,7 +342,10 @@ def parse_json(text: str, path: str | os.PathLike[str], line: int = 1) -> Any:
 
 
 def _difference(name: str, existing: Mapping[str, Any], value: Any) -> str:
-  """Describes two values of a manifest, from the first different character."""
+  """Returns a description of two values of a manifest.
+
+  The values are shown from 20 characters before their first difference.
+  """
   if name not in existing:
     return (f"{name} is {str(value)[:60]} here and not told there, as by an "
             "older version of specjax or without this option")

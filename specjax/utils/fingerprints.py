@@ -1,4 +1,4 @@
-"""Fingerprints of data and settings: short hashes that decide equality."""
+"""Fingerprints of data and settings: short hashes to test equality."""
 
 import dataclasses
 import hashlib
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-_CHUNK = 2**20  # bytes of a file that are read together
+_CHUNK = 2**20  # number of bytes of a file read at a time
 
 
 class Digest:
-  """A `fingerprint` of values that are added one by one.
+  """Computation of a `fingerprint` from values that are added one by one.
 
   The values need not be in memory at the same time.
 
@@ -36,14 +36,14 @@ class Digest:
 
     Args:
       path: path of the leaf in the format of `jax.tree_util.keystr`.
-      leaf: a leaf, see `fingerprint`.
+      leaf: array, string, dataclass or other value, see `fingerprint`.
     """
     for part in (path.encode(), *_parts(leaf)):
       self._add(part)
 
   def add_array(self, path: str, file: str | os.PathLike[str],
                 dtype: np.dtype) -> None:
-    """Adds a one-dimensional array that is stored in a file.
+    """Adds a one-dimensional array stored in a file.
 
     Args:
       path: path of the leaf, see `add`.
@@ -59,7 +59,7 @@ class Digest:
         self._hash.update(chunk)
 
   def _add(self, part: bytes) -> None:
-    # Lengths are hashed too, so that ("ab", "c") differs from ("a", "bc").
+    # The hash includes lengths, so that ("ab", "c") differs from ("a", "bc").
     self._hash.update(f"{len(part)} ".encode())
     self._hash.update(part)
 
@@ -68,8 +68,8 @@ def fingerprint(*things: Any) -> str:
   """Returns a short hash of trees of arrays, strings and settings.
 
   Equal values have equal fingerprints in every process and on every machine.
-  The hash covers the shape, dtype and bytes of an array, the characters of a
-  text, the fields of a dataclass, and the repr of any other leaf.
+  The hash includes the shape, dtype and bytes of an array, the characters of a
+  string, the fields of a dataclass, and the repr of any other leaf.
 
   >>> fingerprint({"x": np.arange(3, dtype=np.int32)}, "a text", 0.5)
   'bb8b413ab37e6702'
@@ -77,7 +77,7 @@ def fingerprint(*things: Any) -> str:
   False
 
   Args:
-    *things: trees (dicts, lists, tuples, flax dataclasses) of these leaves.
+    *things: trees (dicts, lists, tuples, flax dataclasses) of such leaves.
 
   Returns:
     16 hexadecimal digits.

@@ -1,8 +1,9 @@
 """Coordination of several processes of one program.
 
-`jax.distributed.initialize` joins processes whose devices then form one mesh.
-All of them run the same Python. The first process prints, and writes the files
-(`files.atomically`). In a program of one process these functions cost nothing.
+`jax.distributed.initialize` joins the processes, and their devices can form one
+mesh. All processes run the same Python code. Only the first process prints and
+writes files (`files.atomically`). In a program of one process, these functions
+have no cost.
 """
 
 from collections.abc import Callable
@@ -26,19 +27,19 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 _T = TypeVar("_T")
-# Work of the first process, for which the other processes wait.
+# Argument of the running `by_the_first`. Nested calls run it directly.
 _ALONE: list[Callable[[], Any]] = []
 _LOOKS = itertools.count(1)  # numbers of the calls of `told_to_stop`
 _TOLD: list[bool] = []  # not empty after SIGTERM to one of several processes
-_HEARD: list[int] = []  # signals to a single process that is `listening`
+_HEARD: list[int] = []  # signals received by a single process in `listening`
 _STOPS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-  """A run was asked to stop, and all its processes have saved their state.
+  """Error of a run that ended because of a signal, after saving its state.
 
   Attributes:
-    signal: the number of the signal.
+    signal: number of the signal.
   """
 
   def __init__(self, message: str, number: int = signal.SIGTERM):
@@ -47,7 +48,7 @@ class Stopped(Exception):
 
 
 def is_first() -> bool:
-  """Returns True in the process that prints and writes files for all.
+  """Returns True in the process that prints and writes files.
 
   In a program of one process, this function does not start a JAX backend.
 
@@ -58,17 +59,17 @@ def is_first() -> bool:
 
 
 def by_the_first(work: Callable[[], _T]) -> _T:
-  """Calls `work` in the first process and returns its result in all of them.
+  """Calls `work` in the first process and returns its result in all processes.
 
-  All processes must call this function. It is for reading and claiming files,
-  whose state may change between the reads of different processes. An exception
-  of `work` is raised in all processes.
+  All processes must call this function. Use it to read or claim files, because
+  files may change between the reads of different processes. An exception of
+  `work` is raised in all processes.
 
   >>> by_the_first(lambda: 3)
   3
 
   Args:
-    work: function without arguments; its result can be pickled.
+    work: function without arguments. Its result must support pickle.
   """
   if not jax.distributed.is_initialized() or _ALONE:
     return work()
@@ -95,7 +96,11 @@ def by_the_first(work: Callable[[], _T]) -> _T:
 
 
 def _pickled(error: Exception) -> bytes:
-  """Pickles an error, or its message if its class cannot be pickled."""
+  """Returns the pickle of an error.
+
+  If the error cannot be pickled, it is replaced by a `RuntimeError` with its
+  message.
+  """
   try:
     data = pickle.dumps((None, error))
     pickle.loads(data)
@@ -107,11 +112,11 @@ def _pickled(error: Exception) -> bytes:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Lets `told_to_stop` report SIGTERM and Ctrl-C to a single process.
+  """Context in which `told_to_stop` reports SIGTERM and Ctrl-C.
 
-  The first signal only sets a mark, so the program can save before it ends. A
-  second signal acts as it would outside of this context. A signal that is
-  ignored stays ignored. In two cases the context changes nothing: several
+  The first signal does not end the program, so that the program can save its
+  state. A second signal has its effect outside of this context. An ignored
+  signal remains ignored. The context has no effect in two cases: several
   processes use JAX's service for SIGTERM, and threads other than the main
   thread cannot receive signals.
   """
@@ -125,7 +130,8 @@ def listening() -> Iterator[None]:
     del frame
     restore()
     _HEARD.append(number)
-    # `print` is not safe here: the signal may arrive while its buffer is used.
+    # `print` is not safe in a signal handler, because the signal may arrive
+    # while the buffer of `print` is in use.
     os.write(2, f"\n{_STOPS[number]}: the run ends after this step, with a "
              "checkpoint; a second signal ends it at once\n".encode())
 
@@ -144,11 +150,12 @@ def listening() -> Iterator[None]:
 
 
 def told_to_stop() -> bool:
-  """Returns True if the program was asked to end.
+  """Returns True after a signal to end the program.
 
-  Several processes all return True from the same call on, if one of them has
-  received SIGTERM. They must all call this function equally often, because JAX
-  identifies the call by a running number. A single process must be `listening`.
+  In a program of one process, call this function in the context `listening`. In
+  a program of several processes, SIGTERM to one process is sufficient. The
+  result is True in all processes from the same call on. All processes must call
+  this function equally often, because JAX identifies a call by its number.
   """
   if not jax.distributed.is_initialized():
     return bool(_HEARD)
@@ -156,13 +163,13 @@ def told_to_stop() -> bool:
     try:
       if multihost_utils.reached_preemption_sync_point(next(_LOOKS)):
         _TOLD.append(True)
-    except RuntimeError:  # without JAX's service SIGTERM ends the process
+    except RuntimeError:  # without JAX's service, SIGTERM ends the process
       pass
   return bool(_TOLD)
 
 
 def stopped(what: str) -> Stopped:
-  """Returns the error of a program that was `told_to_stop`.
+  """Returns the error to raise after `told_to_stop` returned True.
 
   Args:
     what: state of the program, such as "after step 3, which is saved".
@@ -174,7 +181,7 @@ def stopped(what: str) -> Stopped:
 def gathered(tree: _T) -> _T:
   """Returns the tree with leaves that every process can read completely.
 
-  Arrays with parts on devices of other processes become complete numpy arrays.
+  Arrays with parts on devices of other processes become complete NumPy arrays.
   Other leaves are unchanged. All processes must call this function.
 
   Args:
@@ -190,13 +197,13 @@ def gathered(tree: _T) -> _T:
 
 
 def placed(tree: chex.ArrayTree, shardings: Any) -> Any:
-  """Places arrays on devices; every process has the complete arrays.
+  """Returns the arrays of a tree, placed on devices.
 
-  A device receives only its part. Arrays that already are on several devices
-  are moved between them.
+  Every process must have the complete arrays. A device receives only its part.
+  Arrays that already are on several devices are moved between devices.
 
   Args:
-    tree: tree of arrays, of numpy or on one device, or of typed keys.
+    tree: tree of NumPy arrays, JAX arrays or typed PRNG keys.
     shardings: tree of `NamedSharding` or `Format` with the same structure.
   """
   def place(x: Any, sharding: Any) -> jax.Array:

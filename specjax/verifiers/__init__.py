@@ -1,4 +1,4 @@
-"""Verification rules: `rule.law(draft, target_probs) -> Law` of one sequence.
+"""Verification rules: `rule.law(draft, target_probs) -> Law`, for one sequence.
 
   rule            drafts                    exact  papers
   Token           chain                     yes    arXiv:2211.17192, 2302.01318
@@ -12,7 +12,8 @@
   Typical         any tree, q is not used   no     arXiv:2401.10774
   TopK, Distance  chain                     no     arXiv:1811.03115
 
-`specjax.interfaces.CAPABILITIES` explains the words of the second column.
+The second column states the required kind of draft. See
+`specjax.interfaces.CAPABILITIES` for "conditional" and "autoregressive".
 """
 
 from specjax.verifiers.block import Block

@@ -3,14 +3,14 @@
 Token verification stops at the first token whose test fails. Block verification
 tests all prefixes of the draft and accepts the longest one that passes.
 
-A rule is valid if it emits one bonus token and then continues with the
-unmodified target. In one round no valid rule accepts more tokens in
-expectation: block verification accepts every prefix with the largest possible
-probability (Lemma 4). It also needs the fewest expected rounds of all valid
-rules for a sequence of any given length (`analysis.rounds`). Theorem 2 of the
-paper states that it has the most expected tokens after every number of rounds.
-This statement is wrong after two rounds for gamma >= 3, and after three rounds
-for gamma = 2 (`analysis.patient_pair`).
+A valid rule is a lossless rule that emits one next token per round and then
+continues with the unmodified target. In one round, no valid rule accepts more
+tokens in expectation: block verification accepts every prefix with the largest
+possible probability (Lemma 4). Among valid rules, it also needs the fewest
+expected rounds for a sequence of any length (`analysis.rounds`). Theorem 2 of
+the paper states that it emits the most expected tokens after every number of
+rounds. This statement is wrong after two rounds for gamma >= 3, and after three
+rounds for gamma = 2 (`analysis.patient_pair`).
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True)
 class Block(Verifier):
-  """Accepts the longest prefix i whose uniform sample is below h_i; lossless.
+  """Lossless rule that accepts the longest prefix i with a uniform below h_i.
 
-  h_i is defined in `law`, p_i in `survival`.
+  h_i is defined in `law`, and p_i in `survival`.
 
   Example: the two models of section 2 of the paper and the draft (0, 1). p/q is
-  1/2 for the first token and 2 for the second, so p_2 = 1 and both tokens are
-  accepted. `Token` rejects the first token with probability 1/2.
+  1/2 for the first token and 2 for the second, so p_2 = 1. Both tokens are
+  accepted, whereas `Token` rejects the first token with probability 1/2.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -50,15 +50,15 @@ class Block(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one chain.
 
-    p and q are the rows after node i, and the number p_i is `survival[i]`. With
-    S_i = sum_x (p_i p(x) - q(x))+: h_i = S_i / (S_i + 1 - p_i) and h_0 = 1.
-    Then stop[i] = h_i prod_{j>i} (1 - h_j) and next_token[i] = norm((p_i p -
-    q)+). After the last drafted token q is 0, so h_{N-1} = p_{N-1} and the
-    bonus token follows p.
+    At node i, p and q are the distributions of the token after this node, and
+    the number p_i is `survival[i]`. With S_i = sum_x (p_i p(x) - q(x))+, h_i is
+    S_i / (S_i + 1 - p_i), and h_0 = 1. Then stop[i] = h_i prod_{j>i} (1 - h_j)
+    and next_token[i] = norm((p_i p - q)+). After the last drafted token q is 0,
+    so h_{N-1} = p_{N-1} and the bonus token follows p.
 
     Args:
       draft: chain of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, target_probs], [1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
@@ -66,9 +66,9 @@ class Block(Verifier):
 
     def positive_part(survive: jax.Array, p: jax.Array, q: jax.Array | int
                       ) -> jax.Array:
-      # The inner maximum changes no value. Without it the compiler fuses
-      # product and difference into one rounding in one use of this function
-      # and not in the other, and float32 rows sum to 1 only within 2e-6.
+      # The inner maximum changes no value. Without it, the compiler fuses
+      # product and difference into one rounding in only one of the two calls of
+      # this function. Then float32 rows sum to 1 only within 2e-6.
       return jnp.maximum(jnp.maximum(survive * p, 0) - q, 0)
 
     def next_row(node: jax.Array) -> jax.Array:
@@ -85,10 +85,9 @@ class Block(Verifier):
     return residual.LawByRow(residual.last_success(mass, survive), next_row)
 
   def survival(self, draft: Draft, target_probs: jax.Array) -> jax.Array:
-    """Returns P(tau >= i | x_1..x_i), `[N]`.
+    """Returns p_i = P(tau >= i | x_1..x_i), `[N]`, for drafted tokens x_i.
 
-    It is p_i = min(1, p_{i-1} p(x_i) / q(x_i)) with p_0 = 1, for drafted tokens
-    x_i.
+    The recursion is p_i = min(1, p_{i-1} p(x_i) / q(x_i)) with p_0 = 1.
     """
     ratios = residual.chain_ratios(draft, target_probs)
     first = jnp.ones((), ratios.dtype)

@@ -1,8 +1,9 @@
-"""Lossy matching of a chain: tokens close to the target's choice are accepted.
+"""Lossy rules for chains that accept tokens close to the target's choice.
 
 Stern et al. 2018, "Blockwise Parallel Decoding" (arXiv:1811.03115, section 5).
 The output follows neither the target's distribution nor its greedy choice.
-`exact.certify` measures the total variation.
+`exact.certify` measures the total variation between the output's distribution
+and the target's.
 """
 
 import dataclasses
@@ -20,17 +21,18 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Verifier):
-  """Accepts a token if it is among the target's k likeliest; lossy.
+  """Lossy rule that accepts a token among the k most likely of the target.
 
-  Section 5.1 of the paper. The bonus token is the target's likeliest. No
-  uniform is drawn. Tokens of probability 0 are never accepted, so at
-  temperature 0 every k acts as 1.
+  Section 5.1 of the paper. The next token is the target's most likely token, so
+  the outcome is deterministic. A token of probability 0 is accepted only if
+  `minimum` requires it. So at temperature 0 all values of k are equivalent.
 
   Attributes:
-    k: number of accepted tokens, at least 1. 1 is greedy matching. Among equal
-      probabilities the lowest ids come first.
+    k: a drafted token is accepted if it is one of the target's k most likely
+      tokens; at least 1. 1 is greedy matching. Among tokens with equal
+      probabilities, those with the lowest ids come first.
     minimum: number of drafted tokens that are always accepted. The paper's l
-      (section 5.3) also counts the target's own token and is larger by one.
+      (section 5.3) also counts the next token, so l is `minimum` + 1.
 
   Example: the drafted token is the target's second choice.
 
@@ -56,11 +58,11 @@ class TopK(Verifier):
     fields.check_at_least("minimum", self.minimum, 0)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the deterministic outcome: `stop` and all rows are one-hot.
+    """Returns the outcome for one chain, with `stop` and all rows one-hot.
 
     Args:
       draft: chain of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, target_probs], [1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
@@ -74,11 +76,11 @@ class TopK(Verifier):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distance(Verifier):
-  """Accepts x if its id is within epsilon of the target's choice; lossy.
+  """Lossy rule that accepts x if its id is within epsilon of the argmax of p.
 
   Section 5.2 of the paper, for vocabularies whose ids are ordered quantities,
-  such as intensities of pixels. The bonus token is the target's likeliest. No
-  uniform is drawn.
+  such as intensities of pixels. The next token is the target's most likely
+  token, so the outcome is deterministic.
 
   Attributes:
     epsilon: largest accepted |x - argmax p|, in ids. 0 is greedy matching.
@@ -107,7 +109,7 @@ class Distance(Verifier):
     fields.check_at_least("minimum", self.minimum, 0)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the deterministic outcome, see `TopK.law`."""
+    """Returns the outcome for one chain, see `TopK.law`."""
     chex.assert_rank([draft.tokens, target_probs], [1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
     best = jnp.argmax(target_probs[:-1], axis=-1)
@@ -117,7 +119,15 @@ class Distance(Verifier):
 
 def _stop_at_mismatch(near: jax.Array, minimum: int, draft: Draft,
                       target_probs: jax.Array) -> Law:
-  """Stops before the first token that is padding or not `near [N - 1]`."""
+  """Returns the law that stops before the first mismatch.
+
+  Args:
+    near: `[N - 1]` bool, True if a drafted token matches.
+    minimum: number of drafted tokens that are accepted without a match. Padding
+      is never accepted.
+    draft: chain of N nodes.
+    target_probs: `[N, V]`, distribution p of the token after every node.
+  """
   forced = jnp.arange(near.shape[0]) < minimum
   real = residual.at_drafted(draft, draft.probs) > 0
   length = jnp.sum(jnp.cumprod((near | forced) & real))

@@ -1,12 +1,13 @@
 """Greedy block verification (Sun et al. 2024, arXiv:2403.10444, Alg. 4 to 6).
 
-It is block verification without the cap of 1 on the running product of p/q.
-This change alone would bias the output. To correct it, the target is modified
-at the positions that the rejected part of a draft had covered. The modification
-is the verifier's state.
+Greedy block verification is block verification without the cap of 1 on the
+running product of p/q. Without the cap, the output alone would be biased. To
+correct the bias, the target is modified at the positions of the rejected draft
+tokens. The modification is the verifier's state.
 
-No rule accepts more tokens in one round (Theorem 3). Over several rounds it can
-accept fewer than block verification, and also fewer than token verification.
+No rule accepts more tokens in one round (Theorem 3). Over several rounds,
+greedy block verification can accept fewer tokens than block verification, and
+also fewer than token verification.
 """
 
 import dataclasses
@@ -28,14 +29,15 @@ from specjax.verifiers import residual
 class GreedyBlockState:
   """The active modifications of the target, oldest first.
 
-  The unmodified target is T_0 = p. At the next positions, entry k turns T_k
-  into T_{k+1} = norm((T_k - w q)+). Every emitted token updates w.
+  The unmodified target is T_0 = p. Entry k modifies the distributions of the
+  next `remaining[k]` tokens: T_{k+1} = norm((T_k - w q)+). Every emitted token
+  changes w.
 
   Attributes:
     remaining: `[gamma - 1]` int32, number of positions that an entry still
-      modifies. It is at most k + 1 for entry k, because every round pushes one
+      modifies. It is at most k + 1 for entry k, because every round appends one
       entry and emits at least one token.
-    weights: `[gamma - 1]`, w at the current context.
+    weights: `[gamma - 1]`, weight w of each entry after the committed tokens.
   """
 
   remaining: jax.Array
@@ -44,14 +46,14 @@ class GreedyBlockState:
 
 @dataclasses.dataclass(frozen=True)
 class GreedyBlock(Verifier):
-  """Accepts every prefix x^i with probability min(1, T(x^i)/q(x^i)); lossless.
+  """Lossless rule that accepts x^i with probability min(1, T(x^i) / q(x^i)).
 
-  T is the modified target, see `GreedyBlockState`. The rule is exact if q
-  depends on the context alone, because the modification needs q of the old
-  draft at new contexts. All drafts of a sequence must also have the same
-  length.
+  x^i is the prefix of i draft tokens, and T is the modified target, see
+  `GreedyBlockState`. The rule is exact only if q depends on the context alone,
+  because the modification uses the current q in place of the q of an earlier
+  draft. All drafts of a sequence must also have the same length.
 
-  Example: without modifications, the first round of a sequence.
+  Example: the first round of a sequence, in which the target is not modified.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -67,7 +69,11 @@ class GreedyBlock(Verifier):
   requires = ("chain", "autoregressive")
 
   def init(self, gamma: int) -> GreedyBlockState:
-    """Returns the state of an unmodified target, for drafts of gamma tokens."""
+    """Returns the state before the first round, without modifications.
+
+    Args:
+      gamma: number of draft tokens per round.
+    """
     entries = max(gamma - 1, 0)
     return GreedyBlockState(remaining=jnp.zeros((entries,), jnp.int32),
                             weights=jnp.zeros((entries,), float))
@@ -77,27 +83,28 @@ class GreedyBlock(Verifier):
     """Returns the distribution of the outcome for one chain.
 
     T is the modified target, and R_i is the product of T/q over the drafted
-    tokens up to i, not capped. With S_i = sum_x (R_i T(x) - q(x))+: h_i = S_i /
-    (S_i + (1 - R_i)+) and h_0 = 1. Then stop[i] = h_i prod_{j>i} (1 - h_j) and
-    next_token[i] = norm((R_i T - q)+).
+    tokens up to i, not capped at 1. With S_i = sum_x (R_i T(x) - q(x))+, h_i is
+    S_i / (S_i + (1 - R_i)+), and h_0 = 1. Then stop[i] = h_i prod_{j>i} (1 -
+    h_j) and next_token[i] = norm((R_i T - q)+).
 
     Args:
       draft: chain of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
-      state: the modifications. None: the target is not modified.
+      target_probs: `[N, V]`, distribution p of the token after every node.
+      state: modifications of the target. None: the target is not modified.
     """
     chex.assert_rank([draft.tokens, target_probs], [1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
     modified = _modify(draft, target_probs, state)
     ratio = _running_ratio(draft, target_probs, modified)
     survive = jnp.minimum(ratio, 1)
-    # If the ratio is above 1, both sides of the comparison are divided by it,
-    # because a huge ratio would overflow.
+    # A huge ratio R would overflow in (R T - q)+. If R is above 1, both terms
+    # are therefore divided by R, which gives (T - q / R)+. This changes neither
+    # h nor the normalised row.
     scale = 1 / jnp.maximum(ratio, 1)
 
     def positive_part(target: jax.Array, q: jax.Array, survive: jax.Array,
                       scale: jax.Array) -> jax.Array:
-      # The inner maximum prevents a fusion, see block.py.
+      # The inner maximum prevents a fusion of the operations, see block.py.
       return jnp.maximum(jnp.maximum(survive * target, 0) - scale * q, 0)
 
     def next_row(node: jax.Array) -> jax.Array:
@@ -122,12 +129,13 @@ class GreedyBlock(Verifier):
 
   def commit(self, state: GreedyBlockState, draft: Draft,
              target_probs: jax.Array, verdict: Verdict) -> GreedyBlockState:
-    """Returns the modifications after `verdict`: all old ones and a new one.
+    """Returns the modifications after a round.
 
-    The w of an old entry is multiplied by q(y)/T_k(y) for every emitted token
-    y. The new entry starts at the root of this draft. Its w is the product of
-    q/T over the emitted tokens: q(y)/T(y) of the bonus token y, divided by
-    R_tau.
+    The weight w of an old entry is multiplied by q(y)/T_k(y) for every emitted
+    token y. A new entry, which starts at the root of this draft, is appended.
+    Its w is the product of q/T over the emitted tokens, equal to q(y)/T(y) of
+    the next token y, divided by R_tau. The oldest entry has expired and is
+    removed.
     """
     tau, token = verdict.num_accepted, verdict.next_token
     modified = _modify(draft, target_probs, state)
@@ -152,7 +160,15 @@ class GreedyBlock(Verifier):
 
 def _running_ratio(draft: Draft, p: jax.Array, modified: "_Modified"
                    ) -> jax.Array:
-  """Returns R `[N]`, the product of T/q over the path to each node, finite."""
+  """Returns R `[N]`, the product of T/q over the drafted tokens up to a node.
+
+  Products that would overflow are replaced by the largest finite number.
+
+  Args:
+    draft: chain of N nodes.
+    p: `[N, V]`, distribution p of the token after every node.
+    modified: the modified target.
+  """
   largest = jnp.finfo(p.dtype).max
   one = jnp.ones((), p.dtype)
   q_drafted = residual.at_drafted(draft, draft.probs).astype(p.dtype)
@@ -173,11 +189,13 @@ def _running_ratio(draft: Draft, p: jax.Array, modified: "_Modified"
 class _Modified:
   """The modified target T, and the target T_k before every entry k.
 
+  Both have the form (p - omega q)+ / mass.
+
   Attributes:
-    last: `[2, N]`, omega and mass of T. Mass 0 is an unmodified p.
-    omega: `[gamma - 1, N]`: T_k = (p - omega_k q)+ / mass_k.
-    mass: `[gamma - 1, N]`.
-    weights: `[gamma - 1, N]`, w of every entry at every node.
+    last: `[2, N]`, omega and mass of T. Mass 0 means that T = p.
+    omega: `[gamma - 1, N]`, omega of T_k at every node.
+    mass: `[gamma - 1, N]`, mass of T_k at every node.
+    weights: `[gamma - 1, N]`, weight w of every entry at every node.
   """
 
   last: jax.Array
@@ -186,7 +204,13 @@ class _Modified:
   weights: jax.Array
 
   def target(self, p: jax.Array, q: jax.Array, nodes: jax.Array) -> jax.Array:
-    """Returns T after `nodes`, given p and q there; all are broadcast."""
+    """Returns the modified target T after some nodes.
+
+    Args:
+      p: values of p after these nodes.
+      q: values of q after these nodes.
+      nodes: indices of the nodes. All arguments are broadcast.
+    """
     omega, mass = self.last[:, nodes]
     some = mass > 0
     return jnp.where(some, _cut(p, omega, q) / jnp.where(some, mass, 1), p)
@@ -194,11 +218,17 @@ class _Modified:
 
 def _modify(draft: Draft, p: jax.Array, state: GreedyBlockState | None
             ) -> _Modified:
-  """Applies all entries: T_k = norm((p - Omega_k q)+) with a scalar Omega_k.
+  """Applies all entries of the state to the target.
 
+  T_k is (p - Omega_k q)+ / Z_k, with scalars Omega_k and Z_k at every node.
   Omega_0 = 0 and Z_0 = 1. Then Omega_{k+1} = Omega_k + Z_k w_k and Z_{k+1} =
   sum_x (p - Omega_{k+1} q)+. Every entry needs one reduction over the rows that
   it can still modify.
+
+  Args:
+    draft: chain of N nodes.
+    p: `[N, V]`, distribution p of the token after every node.
+    state: the modifications, or None.
   """
   nodes = p.shape[0]
   entries = 0 if state is None else state.remaining.shape[0]
@@ -218,14 +248,15 @@ def _modify(draft: Draft, p: jax.Array, state: GreedyBlockState | None
     history.append((omega, mass, weights))
     new_omega = (omega + mass * weights)[:rows]
     new_mass = jnp.sum(_cut(p[:rows], new_omega[:, None], q[:rows]), axis=-1)
-    # The mass is 0 only if the path has probability 0; keep the old target.
+    # The mass is 0 only if the path has probability 0. Then the result has no
+    # effect, so the old target is kept.
     some = new_mass > 0
     omega = omega.at[:rows].set(jnp.where(some, new_omega, omega[:rows]))
     mass = mass.at[:rows].set(jnp.where(some, new_mass, mass[:rows]))
   total = jnp.zeros_like(mass)
   if entries:
     total = jnp.sum(_cut(p, omega[:, None], q), axis=-1)
-    # The same threshold as in `residual.normalise`.
+    # `residual.normalise` has the same threshold.
     total = jnp.where(total > smallest_mass(p.dtype), total, 0)
   empty = jnp.zeros((0, nodes), p.dtype)
   columns = [jnp.stack(x) for x in zip(*history)] or [empty] * 3
@@ -233,6 +264,8 @@ def _modify(draft: Draft, p: jax.Array, state: GreedyBlockState | None
 
 
 def _cut(p: jax.Array, omega: jax.Array, q: jax.Array) -> jax.Array:
-  """Returns (p - omega q)+; the inner maximum prevents a fusion, see block.py.
+  """Returns (p - omega q)+.
+
+  The inner maximum prevents a fusion of the operations, see block.py.
   """
   return jnp.maximum(p - jnp.maximum(omega * q, 0), 0)

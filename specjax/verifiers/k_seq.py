@@ -1,7 +1,8 @@
 """K-SEQ at every node of a tree (Sun et al. 2023, SpecTr, arXiv:2310.15141).
 
-The K children of a node are K independent drafts of one token. Each is tested
-with its ratio p/q divided by a common factor rho.
+The K children of a node are independent samples from one distribution q. Each
+is accepted with a probability that depends on its ratio p/q, divided by a
+factor rho common to all children of the node.
 """
 
 import dataclasses
@@ -16,21 +17,22 @@ from specjax.types import Law
 from specjax.verifiers import residual
 from specjax.verifiers import tree
 
-# Steps of false position in the search of rho, before bisection. For
-# distributions of language models about 8 are enough in float32.
+# Maximum number of false-position steps in the search for rho. Bisection
+# follows. For distributions of language models, about 8 steps suffice in
+# float32.
 _SECANTS = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Verifier):
-  """Accepts the first child x that passes a test of p(x)/(rho q(x)); lossless.
+  """Lossless rule that tests every child x with p(x) / (rho q(x)).
 
-  rho >= 1 is the smallest number for which the rule is exact. It is computed
-  for every node.
-  The children of a node must be drawn independently from one distribution, and
-  their number must not depend on their tokens.
+  The first child that passes is accepted. rho >= 1 is the smallest number for
+  which the rule is exact, computed for every node. The children of a node must
+  be drawn independently from one distribution, and their number must not depend
+  on their tokens.
 
-  Example: two draws from q; the target gives token 0 only half of q.
+  Example: two draws from q, both of token 0, with p(0) = q(0) / 2.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -52,14 +54,14 @@ class KSeq(Verifier):
     """Returns the distribution of the outcome for one tree.
 
     At a node with K children, a tested child x is accepted with probability a =
-    min(1, p(x) / (rho q(x))). stop is the product of `Recursive.law` with this
-    a. A child passes with probability beta = sum_x min(q(x), p(x) / rho), and
-    at least one of them with A = 1 - (1 - beta)^K. next_token is norm(p -
-    min(q, p / rho) A / beta), which is p at a leaf.
+    min(1, p(x) / (rho q(x))). stop is the product in `Recursive.law` with this
+    a. A child passes with probability beta = sum_x min(q(x), p(x) / rho). At
+    least one child passes with probability A = 1 - (1 - beta)^K. next_token is
+    norm(p - min(q, p / rho) A / beta), which is p at a leaf.
 
     Args:
       draft: tree of N nodes. Siblings are drawn from one distribution q.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
@@ -73,7 +75,7 @@ class KSeq(Verifier):
       return (residual.at_node(target_probs, node),
               residual.at_node(draft.probs, eldest[node]).astype(dtype))
 
-    # One node at a time, so that the rows of a search stay in the CPU's cache.
+    # The loop over nodes keeps the rows of one search in the CPU's cache.
     rhos = jax.lax.map(lambda node: self._rho(*models_at(node), counts[node]),
                        jnp.arange(drawn.shape[0], dtype=jnp.int32))
 
@@ -92,18 +94,18 @@ class KSeq(Verifier):
 
 @jax.custom_jvp
 def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns rho* `[]`, the least rho with A(rho) <= rho beta(rho); in [1, K].
+  """Returns the smallest rho `[]` with A(rho) <= rho beta(rho), in [1, K].
 
   A and beta are defined in `KSeq.law`. With s = 1 / rho the condition is s A /
-  beta <= 1. Its left side does not decrease with s, and it holds at s = 1 / K.
-  The search uses false position with halved weights (the Illinois method), then
-  bisection. It returns the end of the bracket at which the condition holds,
-  because the other end would leave a negative residual.
+  beta <= 1. The left side does not decrease with s, and the condition holds at
+  s = 1 / K. The search first uses false position with halved weights (the
+  Illinois method), then bisection. It returns the end of the bracket at which
+  the condition holds. The other end would give a negative residual.
 
   Args:
     p: `[V]`, target distribution at a node.
-    q: `[V]`, distribution of its children.
-    count: `[]`, K as a float.
+    q: `[V]`, distribution of the node's children.
+    count: `[]`, number K of children, as a float.
   """
   chex.assert_rank([p, q, count], [1, 1, 0])
   chex.assert_equal_shape([p, q])
@@ -128,7 +130,8 @@ def least_rho(p: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
             jnp.where(holds, half * high_value, value),
             jnp.where(holds, -1, 1))
 
-  # The value at 1 / K is not computed; any negative number can replace it.
+  # The value at 1 / K is not computed, because any negative number can replace
+  # it.
   one = jnp.ones((), dtype)
   bracket = jax.lax.while_loop(
       lambda carry: carry[2] - carry[1] > near * carry[2], step,
@@ -157,16 +160,22 @@ def _least_rho_jvp(primals: tuple[jax.Array, ...],
 
 def _excess(s: jax.Array, p: jax.Array, q: jax.Array, count: jax.Array
             ) -> jax.Array:
-  """Returns s A / beta - 1 at s = 1 / rho; it must not be positive."""
+  """Returns s A / beta - 1 at s = 1 / rho; exact rules require at most 0."""
   return s * _share(jnp.minimum(q, s * p), q, count) - 1
 
 
 def _share(taken: jax.Array, q: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns A / beta = (1 - (1 - beta)^K) / beta, and K where beta is 0.
+  """Returns A / beta = (1 - (1 - beta)^K) / beta, or K if beta is 0.
 
-  beta is the sum of `taken`. If 1 - beta is small, it is computed as the sum of
-  q - taken. The difference 1 - beta would have the rounding error of the sum of
-  q. At p = q, rho changes by the cube root of that error: 5e-3 in float32.
+  beta is the sum of `taken`. If beta is at least 0.5, 1 - beta is computed as
+  the sum of q - taken. A subtraction would have the rounding error of the sum
+  of q. At p = q, this would change rho by the cube root of that error: 5e-3 in
+  float32.
+
+  Args:
+    taken: `[V]`, min(q, p / rho).
+    q: `[V]`, distribution of the children.
+    count: `[]`, number K of children. The result is 0 if it is 0.
   """
   beta, left = jnp.sum(taken), jnp.sum(jnp.maximum(q - taken, 0))
   few = beta < 0.5

@@ -1,4 +1,4 @@
-"""Ratios, residual distributions, stop probabilities and laws of the rules."""
+"""Helper functions of the rules: ratios, residuals and laws."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ from specjax.types import Law
 
 @jax.tree_util.register_pytree_node_class
 class LawByRow(Law):
-  """A `Law` that stores a function in place of `next_token`.
+  """A `Law` that stores a function instead of the array `next_token`.
 
-  The decoding loop reads one of the N rows. The array of all rows, N V numbers,
-  would be the largest of a verification. `next_row` therefore computes one row,
-  and `next_token` computes all of them. As a pytree it is a `Law` with all
-  rows.
+  The decoding loop reads only one of the N rows. An array of all rows (N V
+  numbers) would be the largest array of a verification. So `next_row` computes
+  one row, and `next_token` computes all rows. Flattened as a pytree, the object
+  becomes a `Law` with all rows.
 
   Attributes:
     stop: `[N]`, see `Law`.
@@ -27,7 +27,7 @@ class LawByRow(Law):
 
   def __init__(self, stop: jax.Array,
                row: Callable[[jax.Array], jax.Array]):
-    """Stores a law.
+    """Stores `stop` and the function of rows.
 
     Args:
       stop: `[N]`, see `Law`.
@@ -38,15 +38,16 @@ class LawByRow(Law):
 
   @property
   def next_token(self) -> jax.Array:
-    """All rows, `[N, V]`."""
+    """`[N, V]`, the distribution of the next token after a stop at each node.
+    """
     return jax.vmap(self._row)(jnp.arange(self.stop.shape[0], dtype=jnp.int32))
 
   def next_row(self, node: jax.Array) -> jax.Array:
-    """Returns one row, `[V]`."""
+    """Returns the row `[V]` of `next_token` for a stop at `node`."""
     return self._row(node)
 
   def replace(self, **changes: Any) -> Law:
-    """Returns a `Law` with all rows and the given fields replaced."""
+    """Returns a `Law` with all rows, in which some fields are replaced."""
     return Law(self.stop, self.next_token).replace(**changes)
 
   def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -60,8 +61,8 @@ class LawByRow(Law):
 def chain_ratios(draft: Draft, target_probs: jax.Array) -> jax.Array:
   """Returns `[N - 1]`, p(x) / q(x) of every drafted token of a chain.
 
-  The ratio is 0 where q(x) = 0: the token cannot have been drawn from q, so the
-  node is padding.
+  If q(x) = 0, the ratio is 0: x cannot have been drawn from q, so the node is
+  padding.
   """
   chex.assert_equal_shape([draft.probs, target_probs])
   p = at_drafted(draft, target_probs, first=0)
@@ -75,9 +76,10 @@ def at_drafted(draft: Draft, probs: jax.Array, first: int = 1) -> jax.Array:
 
   Args:
     draft: draft of N nodes.
-    probs: `[N, V]`.
-    first: row of the first drafted token. In a chain it is 1 for q and 0 for p.
-      With slices of rows instead, the rows would be copied.
+    probs: `[N, V]`, an array with one row per node.
+    first: index of the row for node 1, the first drafted token. In a chain it
+      is 1 for q and 0 for p. Passing a slice of `probs` instead would copy the
+      rows.
   """
   chex.assert_rank([draft.tokens, probs], [1, 2])
   tokens = draft.tokens[1:]
@@ -87,12 +89,14 @@ def at_drafted(draft: Draft, probs: jax.Array, first: int = 1) -> jax.Array:
 
 def divide(a: jax.Array, b: jax.Array, otherwise: jax.Array | float = 0
            ) -> jax.Array:
-  """Returns a / b, and `otherwise` where b is not positive."""
+  """Returns a / b, or `otherwise` if b is not positive, elementwise."""
   return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), otherwise)
 
 
 def next_draft_probs(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """Returns `[N, V]`, q of the token after each node of a chain; 0 at the end.
+  """Returns `[N, V]`, q of the token after each node of a chain.
+
+  The last row is 0.
   """
   chex.assert_equal_shape([draft.probs, target_probs])
   end = jnp.zeros_like(target_probs[:1])
@@ -100,11 +104,11 @@ def next_draft_probs(draft: Draft, target_probs: jax.Array) -> jax.Array:
 
 
 def at_node(rows: jax.Array, node: jax.Array) -> jax.Array:
-  """Returns row `node []` of `rows [N, V]`; 0 after the last row.
+  """Returns row `node []` of `rows [N, V]`, or zeros if `node` is N.
 
-  On a TPU it is a sum over the nodes with a mask. A gather would force tiles of
-  8 nodes on all arrays from which `rows` is computed. Their tiles have 8 batch
-  rows, so all of them would be copied.
+  On a TPU the row is a masked sum over the nodes. A gather would require arrays
+  tiled by 8 nodes. The arrays from which `rows` is computed are tiled by 8
+  batch rows, so XLA would copy them.
   """
   chex.assert_rank([rows, node], [2, 0])
 
@@ -120,12 +124,15 @@ def at_node(rows: jax.Array, node: jax.Array) -> jax.Array:
 
 def next_draft_row(draft: Draft, node: jax.Array, dtype: jnp.dtype
                    ) -> jax.Array:
-  """Returns `[V]`, q of the token after `node []` of a chain; 0 at the end."""
+  """Returns `[V]`, q of the token after `node []` of a chain.
+
+  After the last node it is 0.
+  """
   return at_node(draft.probs, node + 1).astype(dtype)
 
 
 def normalise(rows: jax.Array, fallback: jax.Array) -> jax.Array:
-  """Returns `rows [..., V]` normalised, and `fallback` for an empty row.
+  """Returns `rows [..., V]` normalised, with empty rows replaced by `fallback`.
 
   A row is empty if its sum is at most `sampling.smallest_mass`.
   """
@@ -138,16 +145,21 @@ def last_success(mass: jax.Array, survive: jax.Array) -> jax.Array:
   """Returns `stop [N]` of a rule that stops at the last successful test.
 
   Test i succeeds independently with probability h_i = S_i / (S_i + 1 -
-  survive_i), where 0/0 = 1 and h_0 = 1: stop[i] = h_i prod_{j>i} (1 - h_j).
+  survive_i), where 0/0 = 1 and h_0 = 1. So stop[i] = h_i prod_{j>i} (1 - h_j).
+
+  In block verification, S_i is the sum of (survive_i p - q)+. In greedy block
+  verification, p is the modified target, and survive_i is min(R_i, 1) for the
+  running ratio R_i. If R_i is above 1, q is also scaled: S_i is the sum of
+  (p - q / R_i)+. The scaling does not change h_i, which is 1 in this case.
 
   Args:
-    mass: `[N]`, S, the sum of the residual at each node.
-    survive: `[N]`, the sum of the row that q is subtracted from, at most 1.
+    mass: `[N]`, S_i, the sum of the unnormalised residual at each node.
+    survive: `[N]`, survive_i, the factor of p in the residual; at most 1.
   """
   chex.assert_rank([mass, survive], 1)
   chex.assert_equal_shape([mass, survive])
-  # The parentheses keep h <= 1 in floating point. From left to right, h exceeds
-  # 1 in a third of the rounds and a stop probability becomes negative.
+  # The parentheses keep h <= 1 in floating point. Without them, h would exceed
+  # 1 in a third of the rounds, and a stop probability would be negative.
   success = divide(mass, mass + (1 - survive), otherwise=1).at[0].set(1)
   failures_after = jnp.cumprod((1 - success)[::-1])[::-1]
   failures_after = jnp.append(

@@ -1,9 +1,9 @@
-"""Target walk: sample from the target while the tree contains the token.
+"""Target walk: sample from the target as long as the tree contains the token.
 
-Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls it naive sampling. On
-deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), its outcome
-has the distribution of recursive rejection sampling, and no valid rule accepts
-more tokens in one round.
+Miao et al. 2023, "SpecInfer" (arXiv:2305.09781), calls this naive sampling. On
+deterministic trees, such as those of EAGLE-2 (arXiv:2406.16858), the outcome
+has the same distribution as in recursive rejection sampling. On such trees, no
+lossless rule with an unmodified target accepts more tokens in one round.
 """
 
 import dataclasses
@@ -22,13 +22,15 @@ from specjax.verifiers import tree
 
 @dataclasses.dataclass(frozen=True)
 class TargetWalk(Verifier):
-  """Accepts the longest path of the tree that the target itself samples.
+  """Lossless rule that samples tokens from the target along a path of the tree.
 
-  The rule is exact for every tree that does not depend on the target's random
-  numbers: sampled, ranked, merged, or pruned by value. It does not use q, so
-  on sampled trees it accepts fewer tokens than other rules.
+  The walk stops at the first sampled token that is not in the tree. The rule is
+  exact for every tree that does not depend on the target's random numbers, such
+  as sampled, ranked or merged trees, or trees pruned by value. The rule does
+  not use q, so it accepts fewer tokens on sampled trees than other rules.
 
-  Example: the target samples token 0 or token 1 with probability 0.25 + 0.5.
+  Example: one of the drafted tokens 0 and 1 is accepted with probability
+  0.25 + 0.5.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -49,13 +51,14 @@ class TargetWalk(Verifier):
     """Returns the distribution of the outcome for one tree.
 
     stop[i] is the product of p over the tokens of the path to node i, times the
-    sum of p over all next tokens that are not children of node i. next_token[i]
-    is p restricted to those next tokens, normalised.
+    sum of p over all tokens that are not children of node i. next_token[i] is p
+    restricted to these tokens and normalised.
 
     Args:
-      draft: tree of N nodes. Nodes whose paths have the same tokens count as
-        the first of these nodes, which then has the children of all of them.
-      target_probs: `[N, V]`, p of the token after every node.
+      draft: tree of N nodes. If the paths to several nodes have the same
+        tokens, the rule merges these nodes into the first one. It then has the
+        children of all of them.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
@@ -69,8 +72,8 @@ class TargetWalk(Verifier):
     p = target_probs.at[parent, draft.tokens].get(mode="fill", fill_value=0)
     below = tree.children(jnp.where(counts, parent, -1))
     inside = jnp.sum(jnp.where(below, p, 0), axis=-1)
-    # An ancestor may be a later copy of another node. Its p is then the p of
-    # the first node with the same path of tokens.
+    # An ancestor may be a later copy of another node. The p of the first node
+    # with the same path of tokens is then used.
     path = tree.multiply_marked(
         topology.ancestors(draft.parents), p[first].at[0].set(1))
     outside = jnp.maximum(1 - inside, 0)

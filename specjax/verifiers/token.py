@@ -1,4 +1,4 @@
-"""Token verification: accept token by token, stop at the first rejection.
+"""Token verification: accepts token by token, stops at the first rejection.
 
 Leviathan et al. 2022 (arXiv:2211.17192, Algorithm 1) and Chen et al. 2023
 (arXiv:2302.01318, Algorithm 2).
@@ -18,10 +18,10 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True)
 class Token(Verifier):
-  """Accepts x_i with probability min(1, p(x_i) / q(x_i)); lossless.
+  """Lossless rule that accepts x_i with probability min(1, p(x_i) / q(x_i)).
 
-  Example: the first drafted token is accepted with probability 0.25 / 0.5, the
-  second one always.
+  Example: the first drafted token is accepted with probability 0.25 / 0.5. The
+  second one is then always accepted.
 
     >>> import jax.numpy as jnp
     >>> import specjax as sj
@@ -41,14 +41,14 @@ class Token(Verifier):
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
     """Returns the distribution of the outcome for one chain.
 
-    With a_i = min(1, p(x_i) / q(x_i)) of the drafted token x_i and a_N = 0:
-    stop[i] = prod_{j<=i} a_j (1 - a_{i+1}). With p_i and q_i the distributions
-    after node i: next_token[i] = norm((p_i - q_i)+), which is p_{N-1} after the
-    last node.
+    Let a_i = min(1, p(x_i) / q(x_i)) for the drafted token x_i, and a_N = 0.
+    Then stop[i] = (1 - a_{i+1}) prod_{j<=i} a_j. Let p_i and q_i be the
+    distributions of the token after node i. Then next_token[i] =
+    norm((p_i - q_i)+), which is p_{N-1} after the last node.
 
     Args:
       draft: chain of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, target_probs], [1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])

@@ -1,7 +1,8 @@
-"""Traversal verification: paths of a tree are tested, from the leaves up.
+"""Traversal verification: tests the paths of a tree from the leaves up.
 
-Weng et al. 2025 (arXiv:2505.12398). On a chain it is block verification. Each
-node has an unnormalised target distribution, whose sum is called its mass.
+Weng et al. 2025 (arXiv:2505.12398). On a chain, traversal verification is block
+verification. Each node has an unnormalised target distribution. The mass of a
+node is the sum of this distribution.
 """
 
 import dataclasses
@@ -20,15 +21,17 @@ from specjax.verifiers import tree
 
 @dataclasses.dataclass(frozen=True)
 class Traversal(Verifier):
-  """Visits the nodes children first and stops at the first accepted one.
+  """Lossless rule that tests children before parents.
 
-  The rule is exact if row i of `probs` is the distribution of `tokens[i]` given
-  all tokens drawn before it: its ancestors, its earlier siblings AND all other
-  nodes, such as descendants of those siblings.
+  The rule stops at the first accepted node. It is exact if row i of `probs` is
+  the distribution of `tokens[i]` given all tokens drawn before it. These are
+  its ancestors, its earlier siblings AND all other nodes drawn before, such as
+  descendants of earlier siblings.
 
   On trees in which no child has a larger subtree than an earlier sibling, no
   pair of models is known for which this rule accepts fewer tokens than
-  `Recursive` on average over the drafts. On other trees it can accept fewer.
+  `Recursive` on average over the drafts. On other trees it can accept fewer
+  tokens.
 
   Example: two independent draws below the root, as for `Recursive`.
 
@@ -52,13 +55,15 @@ class Traversal(Verifier):
     starts with u = p. Node c with token x and parent v starts with u_c = a_c p,
     where a_c = min(1, u_v(x) / q_c(x)). If the traversal leaves c without
     accepting it, u_v becomes (u_v - q_c)+ / (S + (1 - m_v)), where S is the sum
-    of the numerator. With m_i after the last child of i: stop[i] = m_i times
-    (1 - m_j) of every node j that is left before i, and next_token[i] =
-    u_i / m_i.
+    of the numerator.
+
+    Below, u_i and m_i are the values after the last child of i. stop[i] is the
+    product of m_i and (1 - m_j) for every node j that the traversal leaves
+    before i. next_token[i] = u_i / m_i.
 
     Args:
       draft: tree of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])
@@ -68,8 +73,8 @@ class Traversal(Verifier):
     paths = on_path.astype(jnp.float32)
     earlier = tree.earlier_siblings(draft.parents).astype(jnp.float32)
     # Nodes that the traversal leaves before it leaves node i: the descendants
-    # of i, and the subtrees of earlier siblings of nodes on the path to i. All
-    # counts are small integers, which float32 represents exactly.
+    # of i, and the subtrees of earlier siblings of nodes on the path to i. The
+    # product below contains small integers, which float32 represents exactly.
     before = below | (paths @ earlier @ paths.T > 0.5)
     stop = mass * tree.multiply_marked(before, 1 - mass)
     return residual.LawByRow(stop, row)

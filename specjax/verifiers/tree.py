@@ -1,8 +1,8 @@
 """Functions of trees that several rules share.
 
-Nodes may be in any order with `parents[i] < i`; parents are data. Operations
-over the vocabulary process one node at a time, so that the rows of this node
-stay in the CPU's cache.
+Nodes may be in any order with `parents[i] < i`. Parents are arrays, not static.
+Operations over the vocabulary process one node at a time, so that the rows of
+this node stay in the CPU's cache.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,9 @@ from specjax.verifiers import residual
 
 
 def drafted_probs(draft: Draft) -> jax.Array:
-  """Returns `[N]`, q of every node's token; 0 at the root, padding, ids >= V.
+  """Returns `[N]`, q of every node's token.
+
+  The entry is 0 for the root, padding, and ids >= V.
   """
   chex.assert_rank([draft.tokens, draft.probs], [1, 2])
   return jnp.append(jnp.zeros_like(draft.probs[:1, 0]),
@@ -27,7 +29,7 @@ def drafted_probs(draft: Draft) -> jax.Array:
 
 
 def earlier_siblings(parents: jax.Array) -> jax.Array:
-  """Returns `[N, N]` bool: row i marks the siblings tried before node i."""
+  """Returns `[N, N]` bool: row i marks the siblings before node i."""
   chex.assert_rank(parents, 1)
   node = jnp.arange(parents.shape[0])
   return (parents[:, None] == parents) & (node[:, None] > node)
@@ -40,14 +42,19 @@ def children(parents: jax.Array) -> jax.Array:
 
 
 def same_text(draft: Draft) -> jax.Array:
-  """Returns `[N, N]` bool: both paths have the same tokens and no padding."""
+  """Returns `[N, N]` bool: entry (i, j) compares the paths to nodes i and j.
+
+  The entry is True if both paths have the same tokens and neither contains
+  padding.
+  """
   chex.assert_rank([draft.tokens, draft.parents], 1)
   nodes = draft.tokens.shape[0]
   real = drafted_probs(draft) > 0
   same = (draft.tokens[:, None] == draft.tokens) & real[:, None] & real
   same = same.at[0, 0].set(True)
   up = jnp.maximum(draft.parents, 0)
-  # Each step doubles the compared length, without a loop on the device.
+  # Each step doubles the compared length, so no loop over the depth is
+  # necessary on the device.
   for _ in range(math.ceil(math.log2(nodes))):
     same = same & same[up][:, up]
     up = up[up]
@@ -55,11 +62,11 @@ def same_text(draft: Draft) -> jax.Array:
 
 
 def multiply_marked(marked: jax.Array, factors: jax.Array) -> jax.Array:
-  """Returns `[N]`, products of `factors [N]` over the marks of each row.
+  """Returns `[N]`, the product of the marked factors of each row.
 
   Args:
-    marked: `[N, N]` bool.
-    factors: `[N]`.
+    marked: `[N, N]` bool, row i marks the factors of entry i.
+    factors: `[N]`, one factor per node.
   """
   chex.assert_rank([marked, factors], [2, 1])
   return jnp.prod(jnp.where(marked, factors, 1), axis=-1)
@@ -69,8 +76,8 @@ def first_accepted(parents: jax.Array, accept: jax.Array) -> jax.Array:
   """Returns `stop [N]` of a walk to the first accepted child of every node.
 
   Args:
-    parents: `[N]` int32.
-    accept: `[N]`, probability of accepting node i when it is tried.
+    parents: `[N]` int32, the index of each node's parent.
+    accept: `[N]`, probability of accepting node i if it is tested.
   """
   chex.assert_rank([parents, accept], 1)
   chex.assert_equal_shape([parents, accept])
@@ -83,23 +90,24 @@ def first_accepted(parents: jax.Array, accept: jax.Array) -> jax.Array:
 def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
                  ) -> tuple[jax.Array, jax.Array,
                             Callable[[jax.Array], jax.Array]]:
-  """Tries the children of every node in order and updates the residual of p.
+  """Tests the children of every node in order and updates the residual of p.
 
-  Here u is the current unnormalised target distribution of a node. A node
-  starts with u = m p, of mass m <= 1. Its child c with token x is accepted with
-  probability a_c = min(1, u(x) / q_c(x)). Then u becomes (u - q_c)+ / (S + (1 -
-  m)) with S = sum (u - q_c)+, and m becomes S / (S + (1 - m)). If the
-  denominator is within rounding of 0, c is never rejected, and u does not
-  change.
+  Let u be the current unnormalised target distribution of a node. A node starts
+  with u = m p, of mass m <= 1. Its child c with token x is accepted with
+  probability a_c = min(1, u(x) / q_c(x)). After a rejection, u becomes
+  (u - q_c)+ / (S + (1 - m)) with S = sum (u - q_c)+, and m becomes
+  S / (S + (1 - m)). If the denominator is within rounding of 0, c is never
+  rejected, so u does not change.
 
   Args:
     draft: tree of N nodes.
-    target_probs: `[N, V]`, p of the token after every node.
-    inherit: if True, node c starts with mass a_c, else with mass 1.
+    target_probs: `[N, V]`, distribution p of the token after every node.
+    inherit: True starts node c with mass a_c, False with mass 1.
 
   Returns:
-    a `[N]`; m `[N]` after the last child; function `node [] -> [V]` that
-    returns u / m of a node, finite also if m = 0.
+    Three values: a `[N]`; m `[N]` after the last child of each node; and a
+    function `node [] -> [V]` that returns u / m after the last child of a node.
+    Its result is finite even if m = 0.
   """
   chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
   chex.assert_equal_shape([draft.probs, target_probs])
@@ -110,8 +118,8 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     return ones, ones, lambda node: residual.at_node(target_probs, node)
   drawn = drafted_probs(draft).astype(dtype)
   is_first = ~jnp.any(earlier_siblings(draft.parents), axis=-1)
-  # Sorted by parent, so that a node's mass is known before its children are
-  # tried.
+  # Nodes are sorted by parent, so that a node's mass is known before its
+  # children are tested.
   order = jnp.argsort(draft.parents, stable=True)[1:]
   parents = draft.parents[order]
 
@@ -124,7 +132,7 @@ def try_children(draft: Draft, target_probs: jax.Array, inherit: bool
     q = draft.probs[child].astype(dtype)
     wanted = u.at[draft.tokens[child]].get(mode="fill", fill_value=0)
     a = jnp.minimum(residual.divide(mass * wanted, drawn[child]), 1)
-    # The inner maximum prevents a fusion, see block.py.
+    # The inner maximum prevents a fusion of the operations, see block.py.
     left = jnp.sum(jnp.maximum(jnp.maximum(mass * u, 0) - q, 0))
     left = jnp.where(left > smallest_mass(dtype), left, 0)
     rejected = left + (1 - mass)

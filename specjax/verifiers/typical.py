@@ -1,8 +1,8 @@
-"""Typical acceptance: tokens that are plausible under the target are accepted.
+"""Typical acceptance: accepts tokens that are plausible under the target.
 
 Cai et al. 2024, "Medusa" (arXiv:2401.10774, section 2.3.1). The rule is lossy:
 the distribution of its output depends on the drafter. `exact.certify` measures
-the total variation.
+the total variation between this distribution and the target's.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from specjax.verifiers import residual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical(Verifier):
-  """Accepts x if p(x) > min(epsilon, delta exp(-H(p))); lossy.
+  """Lossy rule that accepts x if p(x) > min(epsilon, delta exp(-H(p))).
 
-  H is the entropy in nats, and p the target's distribution at the parent of x.
-  The longest accepted path of the tree is emitted. Among equally long paths
-  the likeliest is chosen. The bonus token is the target's likeliest. No
-  uniform is drawn.
+  H is the entropy in nats, and p is the target's distribution after the parent
+  of x. The longest accepted path of the tree is emitted. Among paths of equal
+  length, the rule selects the most likely one under the target. The next token
+  is the target's most likely token, so the outcome is deterministic.
 
   Attributes:
     epsilon: threshold on p(x), in [0, 1].
@@ -59,11 +59,11 @@ class Typical(Verifier):
                          "every token that the target can emit")
 
   def law(self, draft: Draft, target_probs: jax.Array) -> Law:
-    """Returns the deterministic outcome: `stop` and all rows are one-hot.
+    """Returns the outcome for one tree, with `stop` and all rows one-hot.
 
     Args:
       draft: tree of N nodes.
-      target_probs: `[N, V]`, p of the token after every node.
+      target_probs: `[N, V]`, distribution p of the token after every node.
     """
     chex.assert_rank([draft.tokens, draft.parents, target_probs], [1, 1, 2])
     chex.assert_equal_shape([draft.probs, target_probs])

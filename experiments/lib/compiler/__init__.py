@@ -1,1 +1,1 @@
-"""Compiled XLA programs and their memory traffic."""
+"""Analysis of compiled XLA programs and their memory traffic."""

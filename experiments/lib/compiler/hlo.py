@@ -1,9 +1,9 @@
-"""Memory traffic of an optimised XLA program, computed from its text.
+"""Memory traffic of an optimised XLA program, computed from its HLO text.
 
-A loop counts once per iteration. A conditional counts as its most expensive
-branch. Only arrays in a device's main memory count; the layout marks arrays in
-on-chip memory with S(n). So a prefetched weight counts once, whereas
-`cost_analysis` counts every copy of it.
+The body of a loop is counted once per iteration. A conditional is counted as
+its most expensive branch. Only arrays in the main memory of a device are
+counted. The layout marks arrays in on-chip memory with S(n). So a prefetched
+weight is counted once, whereas XLA's `cost_analysis` counts every copy of it.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,16 @@ _ITEM_BYTES = {
     "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
     "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
     "f64": 8}
-# Operations without traffic of their own. The computations that some of them
-# call are counted separately.
+# Operations that move no bytes themselves. The computations that some of these
+# operations call are counted separately.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
          "iota", "custom-call", "while", "conditional", "call",
          "partition-id", "after-all", "opt-barrier")
 # Operations that read or write only a part of their first operand.
 _SPARSE = ("dynamic-slice", "dynamic-update-slice", "gather", "scatter",
            "slice")
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # number of new operand
+# Operations that update an array in place: index of the operand with new data.
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(
     r"^ +(ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*?)\)(.*)$", re.M)
@@ -33,17 +34,17 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-  """One operation of a computation.
+  """Operation of a computation.
 
   Attributes:
     name: name of the operation, with its percent sign.
     shape: shape of the result, with layout.
     kind: opcode, such as "fusion".
     operands: names of the operands.
-    value: text between the parentheses: the value of a constant, the number of
-      a parameter.
+    value: text between the parentheses, such as the value of a constant or the
+      number of a parameter.
     rest: text after the operands.
-    root: True if the result is the result of the computation.
+    root: True if the computation returns the result of this operation.
   """
 
   name: str
@@ -55,12 +56,15 @@ class Op:
   root: bool
 
   def called(self, attribute: str) -> str:
-    """Returns the name of the computation in an attribute."""
+    """Returns the name of the computation that an attribute contains."""
     return re.search(attribute + r"=(%[\w.-]+)", self.rest)[1]
 
 
 def sizes(shape: str, memory: bool = True) -> list[int]:
-  """Returns the bytes of each array; if `memory`, on-chip arrays count 0."""
+  """Returns the size in bytes of each array of a shape.
+
+  If `memory` is True, the size of arrays in on-chip memory is 0.
+  """
   return [0 if memory and "S(" in layout else
           math.ceil(_ITEM_BYTES.get(kind, 0) * math.prod(
               map(int, re.findall(r"\d+", dims))))
@@ -74,10 +78,10 @@ def shapes(shape: str) -> list[tuple[int, ...]]:
 
 
 class Program:
-  """An optimised program.
+  """Optimised XLA program.
 
   Attributes:
-    computations: `{name: operations in program order}`.
+    computations: operations in program order, by the name of the computation.
     entry: name of the entry computation.
   """
 
@@ -104,22 +108,22 @@ class Program:
 
   @property
   def loops(self) -> int:
-    """Number of times that a loop is entered."""
+    """Number of times that the program enters a loop."""
     return sum(times for times, _, op in self.executed if op.kind == "while")
 
   @property
   def cycles(self) -> int:
-    """Sum of the compiler's cycle estimates, for operations that have one."""
+    """Sum of the compiler's cycle estimates over operations that have one."""
     return sum(times * int(found[1]) for times, _, op in self.executed
                if (found := _CYCLES.search(op.rest)))
 
   def traffic(self, times: int, where: str, op: Op) -> int:
-    """Returns the bytes that an entry of `executed` reads and writes."""
+    """Returns the number of bytes that an entry of `executed` moves."""
     return times * sum(self.read(where, op) + self.written(where, op))
 
   @functools.cached_property
   def total(self) -> int:
-    """Bytes that the program moves to and from main memory.
+    """Number of bytes that the program moves to and from main memory.
 
     Custom calls, such as kernels, are not counted.
     """
@@ -153,7 +157,7 @@ class Program:
     return ends[0] if counted and len(ends) == 1 else 1
 
   def read(self, where: str, op: Op) -> list[int]:
-    """Returns the bytes of each array that is read from main memory."""
+    """Returns the numbers of bytes read from main memory, by array."""
     operands = self.operands(where, op)
     if op.kind in _FREE or op.kind.endswith("-done"):
       return []
@@ -168,13 +172,14 @@ class Program:
     return sum(map(sizes, operands), [])
 
   def written(self, where: str, op: Op) -> list[int]:
-    """Returns the bytes of each array that is written to main memory.
+    """Returns the numbers of bytes written to main memory, by array.
 
-    For an update in place, only the new part counts.
+    For an update in place, only the new part is counted.
     """
     if op.kind == "copy-start":  # (result, operand, flag)
       return sizes(op.shape)[:1]
-    # The result of an asynchronous operation counts at its end.
+    # The results of other asynchronous operations are not counted here. For
+    # async-start, `executed` contains the operations that it calls.
     if op.kind in _FREE or op.kind.endswith(("-done", "-start")):
       return []
     root, named = op, self._by_name[where]
@@ -192,7 +197,10 @@ class Program:
     return [named[name].shape for name in op.operands if name in named]
 
   def _fusion_reads(self, op: Op, operands: list[str]):
-    """Returns the bytes that a fusion reads; a slice counts as the slice."""
+    """Returns the numbers of bytes that a fusion reads.
+
+    If the fusion uses only slices of a parameter, only these are counted.
+    """
     inner = self.computations[op.called("calls")]
     users = _users(inner)
     read = []
@@ -204,7 +212,10 @@ class Program:
 
 
 def _slices(uses: list[tuple[int, Op]]) -> list[int]:
-  """Returns the bytes that each use reads; [] if a use reads all bytes."""
+  """Returns the numbers of bytes that the uses of an array read.
+
+  Returns [] if one of them reads the entire array.
+  """
   if any(i > 0 or user.kind not in _SPARSE for i, user in uses):
     return []
   return [0 if user.kind in _IN_PLACE else sum(sizes(user.shape, memory=False))
@@ -212,7 +223,10 @@ def _slices(uses: list[tuple[int, Op]]) -> list[int]:
 
 
 def _written_size(result: Op, size: int, named: dict[str, Op]) -> int:
-  """Returns the written bytes of a result; in place, only the new part."""
+  """Returns the number of bytes written for a result.
+
+  For an update in place, only the new part is counted.
+  """
   while result.kind == "bitcast":
     result = named[result.operands[0]]
   if not size or result.kind not in _IN_PLACE:
@@ -222,7 +236,7 @@ def _written_size(result: Op, size: int, named: dict[str, Op]) -> int:
 
 
 def _users(ops: list[Op]) -> dict[str, list[tuple[int, Op]]]:
-  """Returns `{value: (operand number, operation) of every use}`."""
+  """Returns the uses of every value, as pairs (operand number, operation)."""
   users = {}
   for op in ops:
     for i, name in enumerate(op.operands):

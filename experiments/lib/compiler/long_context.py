@@ -1,9 +1,9 @@
-"""Cache traffic of a drafted token with a long context.
+"""Memory traffic of the cache for a drafted token with a long context.
 
-The target's pass over one token is compiled twice: with the full cache and with
-a view of it. The device is this machine or a TPU. `hlo` counts the bytes that
-each program moves. The traffic of the cache is the traffic of a pass minus the
-traffic of the same pass with a cache of few slots.
+The target's pass over one token is compiled with the full cache and with a view
+of the cache. The programs are compiled for this machine or for a TPU. `hlo`
+computes the number of bytes that each program moves. The traffic of the cache
+is the traffic of a pass minus the traffic of the same pass with a small cache.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,28 @@ from lib.compiler import tpu_rounds
 import specjax as sj
 from specjax.models import Transformer
 
-_FEW = 128  # slots; the minimum for which attention is compiled
+_FEW = 128  # slots of the small cache, the minimum for attention
 
 
 def shape(**sizes: int) -> sj.models.TransformerConfig:
-  """Returns a configuration of these sizes with a context of 2**20 tokens."""
+  """Returns a configuration with the given sizes and a context of 2**20 tokens.
+  """
   return sj.models.TransformerConfig(context_length=1 << 20, **sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """A target that drafts for itself with a view of its cache.
+  """Self-speculation of a target with a view of its cache.
 
   Attributes:
     config: configuration of the target.
-    context: number of tokens in the context, equal to the slots of the cache.
-    view: view of the cache that drafts read.
-    gamma: draft length. The view is opened once per round.
+    context: number of tokens in the context, equal to the number of cache
+      slots.
+    view: view of the cache for drafting.
+    gamma: draft length. The view is built once per round.
     rows: batch size, B.
     dtype: dtype of weights and cache.
-    sharding: sharding of all arguments; None compiles for this machine.
+    sharding: sharding of all arguments. None compiles for this machine.
   """
 
   config: sj.models.TransformerConfig
@@ -51,13 +53,13 @@ class Setting:
 
 
 def figures(setting: Setting) -> dict[str, float]:
-  """Returns the cache traffic of one token in bytes, without the weights.
+  """Returns the memory traffic of the cache for one token.
 
   Returns:
-    A dict: "whole", bytes of a pass with the full cache; "part", bytes of a
-    pass with the view; "opened", bytes to build the view, once per round;
-    "share", (part + opened / gamma) / whole; "weights", bytes of the
-    parameters.
+    Dict of the cache traffic in bytes. "whole" is that of a pass with the full
+    cache. "part" is that of a pass with the view. "opened" is that of building
+    the view, once per round. "share" is (part + opened / gamma) / whole.
+    "weights" is the size of the parameters in bytes.
   """
   model = sj.models.Transformer(setting.config)
   params = jax.tree.map(
@@ -87,7 +89,7 @@ def figures(setting: Setting) -> dict[str, float]:
 
 
 def _pass(model: Transformer, params: Any, tokens: jax.Array, cache: Any):
-  """Returns the logits of a pass over one token; the cache is not returned."""
+  """Returns the logits of a pass over one token, without the new cache."""
   cache = cache.reserve(1)
   out = model(params, tokens, jnp.zeros_like(tokens),
               jnp.ones((len(tokens), 1, 1), bool), cache)
@@ -95,7 +97,10 @@ def _pass(model: Transformer, params: Any, tokens: jax.Array, cache: Any):
 
 
 def _bytes(function: Callable, setting: Setting, *arguments: Any):
-  """Returns the bytes that a compiled function moves, with its kernels."""
+  """Returns the number of bytes that a compiled function moves.
+
+  It includes the bytes that attention kernels read from caches.
+  """
   arguments = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype,
                                      sharding=setting.sharding), arguments)

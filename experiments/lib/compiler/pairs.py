@@ -1,7 +1,7 @@
-"""Published pairs of a target and a draft model, as shapes.
+"""Shapes of published pairs of a target and a draft model.
 
-The published weights are not required, because the cost of a round does not
-depend on their values.
+The weights are not required, because the cost of a round does not depend on
+their values.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ PAIRS = {  # name: (target, draft model)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """A round to compile, in bfloat16.
+  """Settings of a round to compile in bfloat16.
 
   Attributes:
-    models: name in `PAIRS`.
-    layers: number of layers of the target and of the draft model. None: as
-      published.
     capacity: number of cache slots per row, C.
+    models: name of a pair in `PAIRS`.
+    layers: number of layers of the target and of the draft model. None means
+      the published numbers.
     batch: batch size, B.
-    gamma: draft length of a chain, verified by `Block`; unused with a tree.
-    parents: parents of a top-k draft tree, verified by `Traversal`; if empty,
+    gamma: draft length of a chain, verified by `Block`. Not used with a tree.
+    parents: parents of a top-k draft tree, verified by `Traversal`. If empty,
       the draft is a chain.
-    drafter: placement of the draft model: "split" over the chips like the
-      target, or "replicate".
+    drafter: placement of the draft model. "split" divides it over the chips,
+      like the target. "replicate" copies it to all chips.
     observers: verifiers that are also evaluated on the drafts of a chain.
-    topology: libtpu's name of the TPU generation and arrangement of 4 chips.
+    topology: libtpu's name of a TPU generation and an arrangement of 4 chips.
   """
 
   capacity: int
@@ -60,7 +60,7 @@ class Setting:
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens of both vocabularies."""
+    """Vocabulary size of both models."""
     return PAIRS[self.models][0]["vocab_size"]
 
   def decoder(self) -> sj.Decoder:
@@ -83,14 +83,15 @@ class Setting:
 
 def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
           used: int = 1) -> sj.types.DecodeState:
-  """Returns a decoding state with zeros as tokens and in the caches.
+  """Returns a decoding state whose tokens and caches are zeros.
 
   Args:
-    decoder: result of `Setting.decoder`, or a decoder of its target alone.
+    decoder: result of `Setting.decoder`, or a decoder with the same target and
+      no drafter.
     params: parameters of the decoder, or their shapes.
-    keys: `[B]` random keys of the rows.
+    keys: `[B]`, random keys of the rows.
     capacity: number of cache slots per row, C.
-    used: number of slots per row that count as filled, U.
+    used: number of cache slots per row marked as filled, U.
   """
   rows = len(keys)
   filled = jnp.full((rows,), used, jnp.int32)

@@ -1,8 +1,9 @@
 """Environment variables for compiling for TPUs on a machine without one."""
 
-# Set these before jax starts. libtpu has a lock, which prevents two processes
-# from using one chip. Any process in which jax has searched for a TPU may own
-# it. Compiling uses no chip, so ALLOW_MULTIPLE_LIBTPU_LOAD disables the lock.
+# Set these variables before jax starts. A lock in libtpu prevents two processes
+# from using the same chip. Any process in which jax has searched for a TPU may
+# hold the lock. Compiling uses no chip, so ALLOW_MULTIPLE_LIBTPU_LOAD disables
+# the lock.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",

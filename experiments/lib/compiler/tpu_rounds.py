@@ -1,7 +1,7 @@
-"""Decoding rounds of Llama models, compiled for four TPU chips without a TPU.
+"""Decoding rounds compiled for four TPU chips, without a TPU.
 
-libtpu reads its environment variables when it is loaded, see
-`experiments/runs/tpu_rounds.py`.
+The models are those of `pairs.PAIRS`. libtpu reads environment variables when
+it is loaded (see `experiments/runs/tpu_rounds.py`).
 """
 
 import functools
@@ -23,17 +23,17 @@ from specjax.decoding import placement
 
 # Published bandwidth of a chip's main memory in bytes per second.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
-SHORT = 128  # slots in use per row, for short sequences
+SHORT = 128  # number of used slots per row for short sequences
 _KERNEL = "tpu_custom_call"
-_CHIPS = 4  # the models are split over all of them
+_CHIPS = 4  # the models are split over all chips
 
 
 def placed(setting: pairs.Setting, decoder: sj.Decoder | None = None):
-  """Returns `(params, state)` of a round, as shapes with shardings.
+  """Returns `(params, state)` of a round as shapes with shardings.
 
   Args:
-    setting: models, batch size and chips.
-    decoder: decoder of the same models. Default: that of the setting.
+    setting: settings of the round, such as models, batch size and chips.
+    decoder: decoder with the same models. None means `setting.decoder()`.
   """
   decoder, rows = decoder or setting.decoder(), setting.batch
   weights = lambda model: jax.tree.map(
@@ -58,7 +58,7 @@ def placed(setting: pairs.Setting, decoder: sj.Decoder | None = None):
 
 
 def lowered(setting: pairs.Setting):
-  """Lowers a round for the chips.
+  """Lowers a round to a program for the chips.
 
   Returns:
     `(lowered, params, state)`. The last two are the arguments of the round, as
@@ -73,16 +73,19 @@ def lowered(setting: pairs.Setting):
 
 
 def on_a_chip(tree: Any) -> int:
-  """Returns the bytes on one chip of a tree of shapes with shardings."""
+  """Returns the size in bytes of a tree on one chip.
+
+  The leaves of the tree are shapes with shardings.
+  """
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
              for x in jax.tree.leaves(tree))
 
 
 def caches_read(program: hlo.Program) -> int:
-  """Returns the bytes of one chip's caches that the kernels fetch.
+  """Returns the number of bytes that the kernels of one chip read from caches.
 
   All slots are assumed to be in use. A kernel takes the keys and values of a
-  layer without a copy. It fetches them once, because all queries of a draft fit
+  layer without a copy. It reads them once, because all queries of a draft fit
   in one block.
   """
   keys = [times * max(sizes) for times, where, op in program.executed
@@ -93,10 +96,11 @@ def caches_read(program: hlo.Program) -> int:
 
 
 def _copied(program: hlo.Program, params: Any, caches: Any) -> list[str]:
-  """Returns the operations that write a whole layer of a cache."""
+  """Returns the names of operations that write an entire layer of a cache."""
   layers = {on_a_chip(x) for x in jax.tree.leaves(caches) if x.ndim == 4}
-  # Copies of a cache are recognised by their size. Some weights have the size
-  # of a cache's layer, so operations with the shape of a weight are excluded.
+  # Copies of a cache are recognised by their size. Some weights have the same
+  # size as a layer of a cache. So operations with the shape of a weight are
+  # excluded.
   shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params)}
   of_weights = lambda op: any(dims in shards for dims in hlo.shapes(op.shape))
   return [op.name for _, where, op in program.executed
@@ -108,32 +112,38 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
   """Returns the memory traffic and memory use of a compiled round.
 
   Args:
-    setting: the compiled setting.
-    text: text of the optimised program.
+    setting: settings of the compiled round.
+    text: HLO text of the optimised program.
     memory: result of `memory_analysis` of the program.
     params: parameters from `lowered`.
     state: decoding state from `lowered`.
 
   Returns:
-    A dict, in bytes of one chip unless stated. "moved" is the traffic of main
-    memory, and "floor" the weights and caches that the passes must read. Both
-    have two values: all slots in use, and `SHORT` slots per row. "cache" is the
-    size of both caches. "law" is the size of one distribution for every node of
-    the batch, over all chips. "copied" lists the operations that write a whole
-    layer of a cache. "loops" is the number of loops, "cycles" the compiler's
-    estimate, "temporaries" the temporary memory, and "arguments" the memory of
-    parameters and state.
+    Dict. Sizes are in bytes on one chip.
+
+    * "moved": traffic of main memory, for all slots in use and for `SHORT`
+      used slots per row.
+    * "floor": size of the weights and caches that the passes must read, for the
+      same two cases.
+    * "cache": size of both caches.
+    * "law": size of one distribution for every node of the batch, over all
+      chips.
+    * "copied": names of the operations that write an entire layer of a cache.
+    * "loops": number of times that the program enters a loop.
+    * "cycles": the compiler's estimate of cycles.
+    * "temporaries": size of the temporary memory.
+    * "arguments": size of parameters and state.
   """
   program = hlo.Program(text)
   passes = (len(set(sj.trees.depths(setting.parents)))
             if setting.parents else setting.gamma)
   nodes = len(setting.parents) or setting.gamma + 1
   weights = dict(params["target"])
-  del weights["embedding"]  # only a few of its rows are read
+  del weights["embedding"]  # a pass reads only a few rows
   caches = state.target_cache, state.drafter
   read, needed = caches_read(program), (
       on_a_chip(caches[0]) + passes * on_a_chip(caches[1]))
-  # Kernels fetch whole blocks, and only blocks with slots in use.
+  # Kernels read complete blocks, and only blocks with slots in use.
   capacity, block = setting.capacity, tpu.block_size(setting.capacity)
   fetched = min(capacity, -(-SHORT // block) * block)
   must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])

@@ -7,36 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 Request = tuple[Sequence[int], int, int]  # token ids, seed, request id
-Run = dict[str, Any]  # figures of one rollout, as JSON
+Run = dict[str, Any]  # measurements of one rollout, JSON-serialisable
 
 
 class Configuration(abc.ABC):
-  """A decoder or another generator that a study compares with others.
+  """Decoder or other generator that a study compares with others.
 
   Attributes:
-    program: key of the compiled code. Configurations with equal keys are
-      compiled once.
+    program: key of the compiled code. Configurations with equal keys share
+      their compiled code.
   """
 
   program: Hashable
 
   @abc.abstractmethod
   def compile(self, prompt: Any) -> None:
-    """Compiles everything that a rollout of this prompt needs."""
+    """Compiles all programs that a rollout of this prompt needs."""
 
   @abc.abstractmethod
   def decode(self, prompt: Any, seed: Any, request_id: int) -> Run:
-    """Continues one prompt, alone, and returns the figures of the rollout."""
+    """Continues one prompt alone and returns measurements of the rollout."""
 
   def decode_rows(self, requests: Sequence[Request]
                   ) -> Iterator[tuple[int, Run]]:
-    """Continues several prompts; by default one after the other.
+    """Continues several prompts, by default one after the other.
 
     Args:
-      requests: arguments of `decode`.
+      requests: arguments of `decode` for each prompt.
 
     Yields:
-      The index of a request and its run, in order of completion.
+      Index of a request and its measurements, in order of completion.
     """
     for index, request in enumerate(requests):
       yield index, self.decode(*request)

@@ -1,4 +1,4 @@
-"""Drafters without training, and compositions of drafters.
+"""Drafters that need no training, and compositions of drafters.
 
   ngram           copies from the row's own tokens (prompt lookup)
   suffix          most frequent continuations of the row's suffixes
@@ -8,10 +8,11 @@
   rest            tree of frequent continuations in a datastore
   noise           uniformly random tokens, to measure the cost of drafts
   a+b             cascade: a drafts for b, and b drafts for the target
-  a|b             fallback: b drafts in rows in which a has no draft
+  a|b             fallback: b drafts in rows where a has no draft
 
-`+` binds more tightly than `|`, and both may be repeated. Any other name is a
-language model. In a cascade it must have the target's vocabulary.
+`+` binds more tightly than `|`, and both may be repeated. Any other name
+denotes a language model. In a cascade, a language model must have the target's
+vocabulary.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,8 @@ _FREE = {
 }
 OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
-_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")  # datastore
+# Drafters that can use a datastore.
+_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")
 FREE = tuple(_FREE)
 # Drafters without heads, for error messages.
 NAMES = (*models.DRAFTERS, *FREE, "a+b", "a|b")
@@ -75,7 +77,7 @@ class Noise(sj.interfaces.Drafter):
     return self.gamma
 
   def bind(self, target: Transformer, transform: sj.LogitsTransform):
-    """Returns the same drafter, with the target's vocabulary size."""
+    """Returns the drafter with the target's vocabulary size."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
@@ -83,9 +85,9 @@ class Noise(sj.interfaces.Drafter):
               state: sj.types.DecodeState):
     """Drafts a chain for every row."""
     del params
-    # A uniform sample has 2^23 possible values. The vocabulary size may not
-    # divide 2^23, so some tokens have one value more than others. `probs`
-    # contains these exact probabilities.
+    # A uniform sample has 2^23 possible values. If the vocabulary size does not
+    # divide 2^23, some tokens correspond to one value more than others. `probs`
+    # contains the resulting exact probabilities.
     numbers, size = 2**23, self.vocab_size
     tokens = (uniforms * numbers).astype(jnp.int32) % size
     shares = numbers // size + (np.arange(size) < numbers % size)
@@ -96,13 +98,13 @@ class Noise(sj.interfaces.Drafter):
 
 
 def composes(name: str) -> bool:
-  """Returns whether a name is a drafter of this file or a composition."""
+  """Returns True if a name is a drafter of this file or a composition."""
   return name in _FREE or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
 
 
 def members(name: str) -> list[str]:
-  """Returns the language models of a composition, by name.
+  """Returns the names of the language models in a composition.
 
   Raises:
     ValueError: the composition is malformed.
@@ -116,7 +118,7 @@ def members(name: str) -> list[str]:
     for stage in stages[1:]:
       if stage in _FREE:
         raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
-                         "has no model that a drafter could speed up; write "
+                         "has no model that a drafter could speed up; put "
                          f"{stage} first")
     found += stages
   for tree in _TREES:
@@ -128,7 +130,7 @@ def members(name: str) -> list[str]:
 
 
 def reads_datastore(name: str) -> bool:
-  """Returns whether a composition has a drafter that uses a datastore."""
+  """Returns True if a composition has a drafter that can use a datastore."""
   return composes(name) and not set(_LOOK_UP).isdisjoint(
       name.replace("|", "+").split("+"))
 
@@ -139,15 +141,15 @@ def strategy(name: str, gamma: int, target: Pretrained,
   """Returns the strategy of a drafter or composition, and its parameters.
 
   Args:
-    name: name of a drafter, see the top of this file.
+    name: name of a drafter or composition (see the docstring of the module).
     gamma: draft length. In a cascade, each stage drafts half as many tokens as
       the next stage. Trees have 16 nodes.
     target: target model.
-    loaded: `{label: drafter}`, the models of `members`.
-    tail: whether the first drafter of a cascade also drafts tokens after those
+    loaded: models of `members`, by label.
+    tail: if True, the first drafter of a cascade also drafts tokens after those
       of the last one (see `drafters.Cascade`).
-    datastore: file of build_datastore.py. `rest` requires it, and the suffix
-      drafters can use it.
+    datastore: file from build_datastore.py, or None. `rest` requires it, and
+      the suffix drafters can use it.
 
   Returns:
     `(Strategy, params["drafter"])`.
@@ -167,9 +169,9 @@ def strategy(name: str, gamma: int, target: Pretrained,
 def _stages(stages: list[str], gamma: int, target: Pretrained,
             loaded: Mapping[str, Pretrained], datastore: str | None,
             tail: bool = False):
-  """Returns the strategy of a cascade or of a single drafter.
+  """Returns the strategy and the parameters of a cascade or a single drafter.
 
-  The first of the stages is the innermost.
+  The first of `stages` is the innermost drafter.
   """
   *inner, last = stages
   if last in _FREE:
@@ -186,7 +188,7 @@ def _stages(stages: list[str], gamma: int, target: Pretrained,
 
 
 def _store(name: str, datastore: str | None, target: Pretrained):
-  """Returns the loaded datastore of a drafter, None if it uses none."""
+  """Returns the loaded datastore of a drafter, or None if it uses none."""
   if name == "rest" and datastore is None:
     raise ValueError("--drafter=rest requires --datastore; set it to a file of "
                      "experiments/build_datastore.py")

@@ -1,4 +1,4 @@
-"""Constraints on the output that flags name."""
+"""Constraints on the output, from flags."""
 
 from lib import progress
 from specjax import constraints as constraints_lib
@@ -18,11 +18,11 @@ def constraints(tokenizer: Tokenizer, vocab_size: int,
                 ends: tuple[int, ...] | None, *, regex: str | None,
                 schema: str | None, repetition: float, frequency: float,
                 presence: float):
-  """Returns the constraints of the flags: automata first, then penalties.
+  """Returns the constraints that flags specify: automata, then penalties.
 
   Args:
-    tokenizer: the target's tokenizer.
-    vocab_size: the target's vocabulary size V.
+    tokenizer: tokenizer of the target.
+    vocab_size: vocabulary size V of the target.
     ends: end-of-text ids, or None.
     regex: regular expression of the output, or None.
     schema: path of a JSON schema of the output, or None.

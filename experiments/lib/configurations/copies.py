@@ -16,8 +16,9 @@ def quantized(model: Pretrained, kind: str | None, group: int | None = None
 
   Args:
     model: language model.
-    kind: "int8" or "int4". None: the model is not changed.
-    group: number of inputs that share a scale. None: all inputs of a channel.
+    kind: "int8" or "int4". None returns the model unchanged.
+    group: number of inputs that share a scale. None means all inputs of a
+      channel.
   """
   if kind is None:
     return model
@@ -26,10 +27,14 @@ def quantized(model: Pretrained, kind: str | None, group: int | None = None
 
 
 def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
-  """Returns the cache that a flag names.
+  """Returns the cache that the value of a flag describes.
+
+  Args:
+    flag: name of the flag, for error messages.
+    name: value of the flag, such as "int8" or "streaming:4:252".
 
   Raises:
-    ValueError: the cache does not exist.
+    ValueError: the value does not describe a cache.
   """
   kind, *sizes = name.split(":")
   if kind in BITS and not sizes:
@@ -42,9 +47,9 @@ def cache(flag: str, name: str) -> sj.caches.QuantizedKV | sj.caches.Streaming:
 
 
 def drafting(model: Pretrained, name: str | None) -> Pretrained:
-  """Returns the model with the named cache, see `cache`.
+  """Returns the model with the cache `name` (see `cache`).
 
-  If the name is None, the model is not changed.
+  If the name is None, returns the model unchanged.
   """
   if name is None:
     return model
@@ -53,12 +58,12 @@ def drafting(model: Pretrained, name: str | None) -> Pretrained:
 
 
 def check(flags: dict[str, str | None], drafter: str, is_model: bool) -> None:
-  """Raises `ValueError` if flags of a draft model are set without one.
+  """Raises `ValueError` if a flag for draft models is set without one.
 
   Args:
-    flags: `{flag name: value}`. None: the flag is not set.
+    flags: values of the flags by name. None means that the flag is not set.
     drafter: value of --drafter.
-    is_model: whether the drafter is a language model.
+    is_model: True if the drafter is a language model.
   """
   for name, value in flags.items():
     if value is not None and not is_model:

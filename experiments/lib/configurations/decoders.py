@@ -1,4 +1,4 @@
-"""Rollouts of a decoder: one prompt alone, or the rows of a batch."""
+"""Rollouts of a decoder, for one prompt alone or for the rows of a batch."""
 
 import collections
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class Batch:
   """Settings of rollouts in a batch.
 
   Attributes:
-    size: rows of the batch.
-    timed: whether the throughput is measured. A run then has "seconds", its
-      share of the time of all prompts that were decoded with it.
-    placement: `Placement` of the state on a mesh, or None.
+    size: number of rows of the batch.
+    timed: if True, the throughput is measured. Each run then has the entry
+      "seconds": its share of the total time, in proportion to its tokens.
+    placement: `Placement` of the state on a mesh, or None for one device.
   """
 
   size: int
@@ -39,17 +39,17 @@ class Batch:
 
 
 class Reader:
-  """Reads prompts once for all configurations that continue them."""
+  """Prefills each prompt once for all configurations that continue it."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, capacity: int,
                memory: int = 1):
     """Creates a reader without stored prompts.
 
     Args:
-      decoder: decoder whose prefill all configurations share.
-      params: parameters of its models.
-      capacity: cache slots per row.
-      memory: number of prompts whose states are stored.
+      decoder: decoder that prefills prompts for all configurations.
+      params: parameters of the decoder's models.
+      capacity: number of cache slots per row.
+      memory: largest number of stored states, each for one prompt.
     """
     self._decoder, self._params = decoder, params
     self._capacity, self._memory = capacity, memory
@@ -58,7 +58,10 @@ class Reader:
 
   def __call__(self, prompt: Sequence[int], seed: int, request_id: int,
                limit: int) -> sj.types.DecodeState:
-    """Returns the state of one row; a decoding loop must not donate it."""
+    """Returns the state of one row after the prefill.
+
+    The reader stores this state, so a decoding loop must not donate it.
+    """
     wanted = tuple(prompt), seed, request_id, limit
     with self._lock:
       if wanted not in self._states:
@@ -70,14 +73,14 @@ class Reader:
       return self._states[wanted]
 
   def finished_rows(self, token: int, batch: Batch) -> sj.types.DecodeState:
-    """Returns a batch of rows that are done and can be replaced."""
+    """Returns the state of a batch of finished rows, which can be replaced."""
     return self._decoder.prefill(
         self._params, [[token]] * batch.size, jax.random.key(0), limits=1,
         capacity=self._capacity, placement=batch.placement)
 
 
 class DecoderRows(base.Configuration):
-  """Rollouts of one decoder that report the acceptance of every verifier."""
+  """Rollouts of one decoder that report the acceptance under every verifier."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, *, reader: Reader | None = None,
@@ -89,12 +92,13 @@ class DecoderRows(base.Configuration):
 
     Args:
       decoder: decoder of the rollouts.
-      params: parameters of its models.
+      params: parameters of the decoder's models.
       new_tokens: number of tokens per rollout.
-      capacity: cache slots per row.
-      reader: `Reader` that several configurations share. Default: a new one.
-      change: function from a state of the reader to a state of the decoder.
-      batch: settings of `decode_rows`. Default: prompts are decoded alone.
+      capacity: number of cache slots per row.
+      reader: `Reader` that several configurations share. None creates one.
+      change: function that converts a state of the reader to a state of
+        `decoder`.
+      batch: settings of `decode_rows`. If None, prompts are decoded alone.
     """
     self.decoder = decoder
     self._params, self._new_tokens = params, new_tokens
@@ -103,7 +107,7 @@ class DecoderRows(base.Configuration):
 
   @property
   def program(self):
-    """The decoder at temperature 1, because temperatures share programs."""
+    """The decoder at temperature 1. All temperatures share this program."""
     return dataclasses.replace(self.decoder, transform=dataclasses.replace(
         self.decoder.transform, temperature=1.0))
 
@@ -126,11 +130,13 @@ class DecoderRows(base.Configuration):
     """Decodes one prompt alone and measures the latency.
 
     Returns:
-      "seconds", "tokens", "rounds" and "text", a digest of the generated ids.
-      Also "expected" [rules] and "survival" [rules, nodes] per rule of the
-      decoder, summed over rounds. The decoder's verifier is the first rule.
+      Dict. "seconds" is the time of decoding, "tokens" the number of generated
+      tokens, and "text" a digest of their ids. "rounds" is the number of
+      rounds. "expected" [rules] and "survival" [rules, nodes] contain values of
+      every rule of the decoder, summed over rounds. The first rule is the
+      decoder's verifier.
     """
-    # Copy the state, because the loop donates it and the reader reuses it.
+    # The loop donates the state, but the reader reuses it. So copy it first.
     state = jax.block_until_ready(jax.tree.map(jnp.copy, self._state(
         prompt, seed, request_id, self._new_tokens)))
     start = time.perf_counter()
@@ -146,10 +152,10 @@ class DecoderRows(base.Configuration):
 
   def decode_rows(self, requests: Sequence[base.Request]
                   ) -> Iterator[tuple[int, base.Run]]:
-    """Decodes prompts in the rows of a batch, see `base.Configuration`.
+    """Decodes prompts in the rows of a batch (see `base.Configuration`).
 
-    A finished row takes the next prompt. Runs have the fields of `decode`, but
-    "seconds" only if the batch is timed.
+    The next prompt replaces a finished row. Runs have the entries of `decode`,
+    but "seconds" only if the batch is timed.
     """
     if self._batch is None:
       yield from super().decode_rows(requests)

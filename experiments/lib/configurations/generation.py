@@ -1,7 +1,7 @@
 """Configurations that compare specjax with `generate` of transformers.
 
-The measured time is the time of the whole call, from the ids of the prompt to
-the last token. Only the functions that need torch and transformers import them.
+The measured time is that of the entire call, from the ids of the prompt to the
+last token. Only functions that need torch or transformers import them.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _WARM_TOKENS = 8  # tokens of the warm-up call, which is not timed
 
 
 class Ours(base.Configuration):
-  """Decoder of specjax."""
+  """Configuration with a decoder of specjax."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, prompts: Sequence[Sequence[int]]):
@@ -35,10 +35,11 @@ class Ours(base.Configuration):
 
     Args:
       decoder: decoder to measure.
-      params: parameters of its models.
+      params: parameters of the decoder's models.
       new_tokens: maximum number of generated tokens.
-      capacity: cache slots per row.
-      prompts: all prompts of the study, whose padded lengths are compiled.
+      capacity: number of cache slots per row.
+      prompts: all prompts of the study. `compile` compiles a program for each
+        of their padded lengths.
     """
     self.program = decoder
     self._params, self._new_tokens = params, new_tokens
@@ -48,7 +49,7 @@ class Ours(base.Configuration):
   def compile(self, prompt: Sequence[int]):
     """Compiles the programs of all prompt lengths, and decodes one prompt.
 
-    The first rollout is slow, especially with a controller, which has one
+    The first rollout is slow, especially with a controller, because it uses one
     program per draft length.
     """
     for one in self._lengths.values():
@@ -59,9 +60,9 @@ class Ours(base.Configuration):
     """Continues a prompt and measures the time.
 
     Returns:
-      "tokens" (the generated ids), "seconds", "rounds", "reading" (seconds of
-      the prefill) and "accepted" (expected number of accepted tokens, including
-      tokens beyond the limit).
+      Dict of "tokens" (the generated ids), "seconds" (time of the call),
+      "rounds", "reading" (seconds of the prefill) and "accepted" (expected
+      number of accepted tokens, including tokens beyond the limit).
     """
     start = time.perf_counter()
     state = self._read(prompt, seed, request_id, self._new_tokens)
@@ -87,7 +88,7 @@ class Ours(base.Configuration):
 
 
 class Theirs(base.Configuration):
-  """`generate` of transformers, with or without an assistant."""
+  """Configuration with `generate` of transformers, optionally speculative."""
 
   def __init__(self, name: str, model: Any, new_tokens: int, temperature: float,
                eos: tuple[int, ...] | None, assistant: Any = None,
@@ -97,13 +98,13 @@ class Theirs(base.Configuration):
 
     Args:
       name: name of the configuration.
-      model: target model, a model of transformers.
+      model: target model of transformers.
       new_tokens: maximum number of generated tokens.
-      temperature: sampling temperature. 0 is greedy.
+      temperature: sampling temperature. 0 is greedy decoding.
       eos: end-of-text ids, or None.
-      assistant: draft model, or None.
-      drafting: arguments of the assistant's `GenerationConfig`.
-      lookup: draft length of prompt lookup. None: no prompt lookup.
+      assistant: draft model of transformers, or None.
+      drafting: keyword arguments of the assistant's `GenerationConfig`.
+      lookup: draft length of prompt lookup. None disables prompt lookup.
     """
     self.program = name
     self._model, self._new_tokens = model, new_tokens
@@ -128,7 +129,8 @@ class Theirs(base.Configuration):
     """Continues a prompt and measures the time.
 
     Returns:
-      "tokens" (the generated ids), "seconds" and "rounds" (target passes).
+      Dict of "tokens" (the generated ids), "seconds" (time of the call) and
+      "rounds" (number of target calls).
     """
     self._passes = 0
     start = time.perf_counter()
@@ -141,8 +143,8 @@ class Theirs(base.Configuration):
     import transformers
     config = transformers.GenerationConfig(
         max_new_tokens=new_tokens, **self._options)
-    # A published model has default sampling settings, such as penalties.
-    # specjax applies none of them, so they are removed here.
+    # A published model has default sampling settings, such as penalties. They
+    # are removed here, because specjax does not apply them.
     self._model.generation_config = transformers.GenerationConfig()
     if self._assistant is not None:
       self._assistant.generation_config = transformers.GenerationConfig(
@@ -158,9 +160,9 @@ class Theirs(base.Configuration):
 def accepted(run: dict[str, Any]) -> float:
   """Returns the number of accepted draft tokens of one run.
 
-  `Ours` and `DecoderRows` report the expected number of accepted tokens. For
-  `Theirs` it is emitted tokens minus rounds. That is a lower bound, because the
-  length limit cuts the last round.
+  For `Ours` and `DecoderRows`, this is the expected number. For `Theirs`, it is
+  the number of generated tokens minus the number of rounds. The latter is a
+  lower bound, because the length limit cuts the last round.
   """
   if "expected" in run:
     return run["expected"][0]
@@ -172,13 +174,14 @@ def speed_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
   """Returns the ratio of tokens per second of two variants, over prompts.
 
   Args:
-    runs: `{variant: run}` of every prompt, with results of `decode`.
+    runs: for every prompt, a dict from the name of a variant to the result of
+      `decode`.
     variant: name of the variant in the numerator.
     other: name of the variant in the denominator.
-    decoding: whether the time of the prefill is excluded.
+    decoding: if True, the time of the prefill is excluded.
 
   Returns:
-    Median, first and third quartile over prompts.
+    Median, first quartile and third quartile over prompts.
   """
   speed = lambda run: len(run["tokens"]) / (
       run["seconds"] - run.get("reading", 0) * decoding)
@@ -189,9 +192,10 @@ def speed_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
 
 def total_ratio(runs: list[dict[str, dict[str, Any]]], variant: str, other: str,
                 decoding: bool = False) -> float:
-  """Returns the ratio of tokens per second, over the sum of all prompts.
+  """Returns the ratio of tokens per second of two variants, over all prompts.
 
-  Long outputs weigh more than in `speed_ratio`, which has the same arguments.
+  The speed of a variant is the total number of tokens over the total time. So
+  long outputs weigh more than in `speed_ratio`. The arguments are the same.
   """
   def speed(name):
     seconds = sum(run[name]["seconds"] - run[name].get("reading", 0) * decoding
@@ -232,8 +236,9 @@ def prepare_torch() -> dict[str, str | int]:
 def load_torch(name: str, member: Pretrained):
   """Loads a model into transformers, in float32.
 
-  transformers reads published models from their own files, so the comparison
-  also tests the loader of specjax. A specjax model is exported first.
+  transformers reads a published model from the published files. So the
+  comparison also tests the loader of specjax. A specjax model is exported
+  first.
 
   Args:
     name: value of the flag --target or --drafter.
@@ -266,7 +271,7 @@ def load_torch(name: str, member: Pretrained):
 
 
 def logits_after(model: Any, ids: list[int]):
-  """Returns `[V]`, a transformers model's logits of the next token."""
+  """Returns a list of V logits of the next token, from a transformers model."""
   import torch
   with torch.no_grad():
     return model(torch.tensor([ids])).logits[0, -1].tolist()

@@ -17,14 +17,16 @@ HELP = f"{compositions.HELP}, heads, "
 
 
 class Loaded(NamedTuple):
-  """A drafter that is ready to decode.
+  """Loaded drafter with its parameters and the target model.
 
   Attributes:
     strategy: drafter and verification rule.
-    params: `params["drafter"]` of the decoder.
-    model: target model. For heads, it also returns the hidden states that they
-      read.
-    heads: the `models.SelfDrafter` of heads and look-ahead embeddings, or None.
+    params: parameters of the decoder, `{"target": ..., "drafter": ...}`. Those
+      of the target include PaSS look-ahead embeddings.
+    model: target model. For heads, it also returns the hidden states that the
+      heads read.
+    heads: `models.SelfDrafter` of heads or look-ahead embeddings, or None for
+      other drafters.
   """
 
   strategy: Strategy
@@ -34,7 +36,7 @@ class Loaded(NamedTuple):
 
 
 def members(names: list[str]) -> list[str]:
-  """Returns the language models among the drafters, by name."""
+  """Returns the names of the language models among the drafters."""
   return sum(map(compositions.members, (
       name for name in names if not models.drafts_for_itself(name))), [])
 
@@ -47,11 +49,12 @@ def load_target(names: list[str], target: str, dtype: str | None,
   Args:
     names: names of the drafters.
     target: name of the target.
-    dtype: precision of the weights. None: the library's default.
-    batch: settings of the rollouts; the target is placed on their mesh.
+    dtype: precision of the weights. None means the library's default.
+    batch: settings of the rollouts. The target is placed on their mesh. None
+      means one device.
 
   Returns:
-    The target, `{label: draft model}` and the target's tokenizer.
+    The target, the draft models by label, and the target's tokenizer.
   """
   found, loaded, tokenizer = models.load_models(
       target, members(names), ", ".join((*compositions.NAMES, *models.HEADS)),
@@ -64,21 +67,21 @@ def load(names: list[str], target: Pretrained,
          nodes: int, tail: bool = False, datastore: str | None = None,
          dtype: str | None = None, batch: decoders.Batch | None = None,
          rule: Any = None) -> dict[str, Loaded]:
-  """Returns the drafters by their labels, with parameters on the mesh.
+  """Returns the drafters by label, with parameters placed on the mesh.
 
   Args:
     names: values of --drafter.
     target: target model.
-    loaded: draft models of `load_target`.
-    tokenizer: the target's tokenizer.
+    loaded: draft models from `load_target`.
+    tokenizer: tokenizer of the target.
     gamma: draft length.
     nodes: size of the draft trees of heads.
     tail: see `compositions.strategy`.
     datastore: see `compositions.strategy`.
-    dtype: precision of heads. None: the library's default.
-    batch: settings of the rollouts, or None.
-    rule: verification rule of heads; it decides whether they draft a chain or
-      a tree. None: the default of their method.
+    dtype: precision of heads. None means the library's default.
+    batch: settings of the rollouts, with the mesh. None means one device.
+    rule: verification rule of heads. It determines whether the heads draft a
+      chain or a tree. None means the default of their method.
 
   Raises:
     ValueError: a label occurs twice, or heads were trained together with
@@ -93,7 +96,8 @@ def load(names: list[str], target: Pretrained,
     if not models.drafts_for_itself(name):
       strategy, params = compositions.strategy(
           name, gamma, target, loaded, tail, datastore)
-      drafter = Loaded(strategy, params, target.model)
+      drafter = Loaded(strategy, {"target": target.params, "drafter": params},
+                       target.model)
     else:
       own = models.load_self_drafter(name, target, tokenizer, dtype)
       if own.target is not target:
@@ -101,8 +105,7 @@ def load(names: list[str], target: Pretrained,
             f"--drafter contains {name}, which was trained together with "
             "another target; leave it out, or use self_drafting_study.py")
       model, params, strategy = own.speculation(rule, gamma, nodes)
-      drafter = Loaded(strategy, params["drafter"], model, own)
+      drafter = Loaded(strategy, params, model, own)
     found[label] = drafter._replace(params=batches.placed(
-        batch, drafter.strategy.decoder(drafter.model),
-        {"target": target.params, "drafter": drafter.params})["drafter"])
+        batch, drafter.strategy.decoder(drafter.model), drafter.params))
   return found

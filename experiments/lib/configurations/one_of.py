@@ -1,8 +1,9 @@
-"""Several verification rules in one program, chosen by an index array.
+"""Verifier that contains several rules in one compiled program.
 
-Compiling a decoder takes far longer than compiling one more rule. So
-configurations of a study that differ only in their rule share a program. All
-rows of a batch follow the same rule, and only this rule is computed.
+Compiling a decoder takes far longer than compiling another rule. So
+configurations of a study that differ only in their rule share a program. An
+index array selects the rule. All rows of a batch follow the same rule, and only
+this rule is computed.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class OneOfState:
 
   Attributes:
     acting: `[]` int32, index of the active rule.
-    memories: state of every rule, None for a rule without state.
+    memories: state of every rule. None for a rule without state.
   """
 
   acting: jax.Array
@@ -33,7 +34,7 @@ class OneOfState:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(interfaces.Verifier):
-  """Verifier that follows one of `rules`; `start` selects it."""
+  """Verifier that follows one of `rules`, selected by `start`."""
 
   rules: tuple[interfaces.Verifier, ...]
 
@@ -54,7 +55,7 @@ class OneOf(interfaces.Verifier):
 
   def start(self, rule: interfaces.Verifier, gamma: int,
             batch: int) -> OneOfState:
-    """Returns a state of `batch` rows in which `rule` is active."""
+    """Returns the state of a batch with `batch` rows that follow `rule`."""
     one = self.init(gamma).replace(
         acting=jnp.asarray(self.rules.index(rule), jnp.int32))
     return jax.tree.map(lambda x: jnp.tile(x, (batch,) + (1,) * x.ndim), one)
@@ -77,7 +78,7 @@ class OneOf(interfaces.Verifier):
         remember, state, draft, target_probs, verdict))
 
   def _choose(self, function: Callable, state: OneOfState, *args: Any):
-    """Returns `function(index, memories, *args)` of the active rule only."""
+    """Returns `function(index, memories, *args)` for the active rule."""
     branches = [functools.partial(function, i) for i in range(len(self.rules))]
 
     @jax.custom_batching.custom_vmap
@@ -86,8 +87,9 @@ class OneOf(interfaces.Verifier):
 
     @choose.def_vmap
     def _(size, batched, acting, *args):
-      # `jax.vmap` of a switch computes every branch and then selects. All rows
-      # have the same index, so one switch over vmapped branches suffices.
+      # By default, `jax.vmap` of a switch computes all branches and selects one
+      # per row. All rows have the same index here, so one switch over vmapped
+      # branches suffices.
       args = jax.tree.map(
           lambda x, is_batched: x if is_batched else jnp.broadcast_to(
               x, (size, *jnp.shape(x))), args, tuple(batched[1:]))

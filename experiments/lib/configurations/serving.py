@@ -1,8 +1,8 @@
-"""Configurations that serve requests, from a queue or batch by batch.
+"""Configurations that serve requests from a queue or batch by batch.
 
-With these configurations, the prompt in `resumable.run` is a list of
-`Request`s. The seed is the list of their arrival times in seconds, and the
-request id is not used.
+For these configurations, the prompt in `resumable.run` is a list of `Request`s.
+The seed is the list of their arrival times in seconds. The request id is not
+used.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _WARM_TOKENS = 2  # tokens of warm-up requests, which are not timed
 class Refilled(base.Configuration):
   """Continuous batching: a `Queue` replaces each finished request by the next.
 
-  With `held`, the next requests wait until the complete batch is finished.
+  With `held`, the next requests wait until the entire batch is finished.
   """
 
   def __init__(self, decoder: sj.Decoder, params: Any, sizes: Sequence[int],
@@ -36,12 +36,13 @@ class Refilled(base.Configuration):
 
     Args:
       decoder: decoder that serves all requests.
-      params: parameters of its models.
-      sizes: batch sizes, see `Queue`.
-      max_length: maximum number of tokens of a prompt and its output.
-      rounds: maximum number of rounds per chunk.
-      controllers: `{batch size: controller}`, or None.
-      held: whether requests wait until all rows are finished.
+      params: parameters of the decoder's models.
+      sizes: batch sizes (see `Queue`).
+      max_length: maximum number of tokens of a prompt and its output together.
+      rounds: maximum number of rounds per chunk (see `Queue`).
+      controllers: controller for each batch size, or None for a fixed draft
+        length.
+      held: if True, requests wait until all rows are finished.
     """
     self._queue = Queue(decoder, params, slots=sizes, max_length=max_length,
                         rounds=rounds, controllers=controllers)
@@ -50,7 +51,7 @@ class Refilled(base.Configuration):
         (controllers or {}).values())
 
   def compile(self, requests: Sequence[Request]) -> None:
-    """Compiles for all prompt lengths and all changes of the batch size."""
+    """Compiles programs for all prompt lengths and changes of batch size."""
     lengths = {(len(one.prompt) - 1).bit_length(): one for one in requests}
     sizes, short = self._queue.sizes, [Request(
         prompt=one.prompt, max_new_tokens=_WARM_TOKENS)
@@ -64,10 +65,10 @@ class Refilled(base.Configuration):
     """Serves all requests and measures the time.
 
     Returns:
-      "seconds" from the start of the run to the last token, and "rounds" and
-      "accepted", summed over requests. Lists over requests: "first" and "last"
-      (seconds from arrival to the first and last token), and "texts" (hashes of
-      the outputs).
+      Dict. "seconds" is the time from the start of the run to the last token.
+      "rounds" and "accepted" are sums over requests. "first" and "last" are
+      lists over requests of the seconds from arrival to the first and to the
+      last token. "texts" is a list of hashes of the outputs.
     """
     del number
     queue, begun = self._queue, time.perf_counter()
@@ -94,7 +95,7 @@ class Refilled(base.Configuration):
       requests: all requests, in order of arrival.
       arrivals: seconds from the start of the run to each arrival.
       now: seconds since the start of the run.
-      place: `{number in the queue: index}` of the submitted requests.
+      place: index of each submitted request, by its number in the queue.
     """
     room = len(requests)
     if self._held:
@@ -110,7 +111,7 @@ class Waiting(base.Configuration):
   """Static batching: each batch runs until its slowest row is finished.
 
   The prompts of a batch are prefilled together. With one row, requests are
-  decoded one at a time.
+  decoded one after the other.
   """
 
   def __init__(self, decoder: sj.Decoder, params: Any, rows: int,
@@ -119,16 +120,16 @@ class Waiting(base.Configuration):
 
     Args:
       decoder: decoder that serves all requests.
-      params: parameters of its models.
+      params: parameters of the decoder's models.
       rows: batch size.
-      capacity: cache slots per row.
+      capacity: number of cache slots per row.
     """
     self._decoder, self._params = decoder, params
     self._rows, self._capacity = rows, capacity
     self.program = decoder, rows, "waiting"
 
   def compile(self, requests: Sequence[Request]) -> None:
-    """Compiles for all prompt lengths."""
+    """Compiles programs for all prompt lengths."""
     longest = [max(batch, key=lambda one: len(one.prompt)).prompt
                for batch in self._batches(requests)]
     for prompt in {prefill.padded_length(len(p)): p for p in longest}.values():
@@ -140,10 +141,10 @@ class Waiting(base.Configuration):
 
   def decode(self, requests: Sequence[Request], arrivals: Sequence[float],
              number: int):
-    """Serves all requests, and does not wait for arrivals.
+    """Serves all requests without waiting for their arrivals.
 
     Returns:
-      The fields of `Refilled.decode`. "first" equals "last".
+      Dict with the entries of `Refilled.decode`. "first" equals "last".
     """
     del number
     begun, results, last = time.perf_counter(), {}, {}
@@ -155,7 +156,7 @@ class Waiting(base.Configuration):
     return _record(time.perf_counter() - begun, results, last, last, arrivals)
 
   def _batch(self, requests: Sequence[Request]):
-    """Returns the results of a batch; unused rows generate nothing."""
+    """Returns the results of a batch. Unused rows generate no tokens."""
     done = Request(prompt=requests[0].prompt, max_new_tokens=0)
     rows = [*requests, *[done] * (self._rows - len(requests))]
     state = self._decoder.prefill(
@@ -164,7 +165,7 @@ class Waiting(base.Configuration):
         limits=[len(one.prompt) + one.max_new_tokens for one in rows],
         temperature=[1.0 if one.temperature is None else one.temperature
                      for one in rows], capacity=self._capacity)
-    if self._rows > 1:  # each row samples as it does in a batch of one
+    if self._rows > 1:  # each row samples the same tokens as in a batch of one
       state = state.replace(keys=_keys(
           np.array([one.seed for one in rows], np.uint32)))
     state, stats = self._decoder.decode_until(self._params, state)
@@ -185,7 +186,7 @@ def _keys(seed: jax.Array):
 
 def _record(seconds: float, results: dict[int, Any], first: dict[int, float],
             last: dict[int, float], arrivals: Sequence[float]):
-  """Returns the run of a configuration, see `Refilled.decode`."""
+  """Returns the result of `Refilled.decode`."""
   order = range(len(results))
   for i in order:
     if results[i].error:

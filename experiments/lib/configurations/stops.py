@@ -18,7 +18,7 @@ flags.disclaim_key_flags()
 
 
 def flag():
-  """Rule that ends a chain early."""
+  """Defines --stop, the rule that ends a chain early."""
   return flags.DEFINE_string(
       "stop", None, "Rule that ends a draft before --gamma tokens, as "
       "RULE or RULE:THRESHOLD with a threshold in [0, 1]. confidence: stop if "
@@ -30,7 +30,9 @@ def flag():
 
 
 def check_flags(value: str | None, drafter: str, temperature: float) -> None:
-  """Rejects a stop rule without effect, before a model is loaded.
+  """Rejects a stop rule that has no effect.
+
+  The check needs no model, so scripts call it before they load one.
 
   Args:
     value: value of --stop, or None.
@@ -55,7 +57,7 @@ def check_flags(value: str | None, drafter: str, temperature: float) -> None:
 
 
 def named(value: str) -> stop_rules.StopRule:
-  """Returns the stop rule of a value of --stop.
+  """Returns the stop rule that a value of --stop specifies.
 
   Raises:
     ValueError: the rule does not exist, or its threshold is out of range.
@@ -77,8 +79,8 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
 
   Args:
     strategy: strategy of the drafter.
-    value: value of --stop. None: the strategy is not changed.
-    name: name of the drafter.
+    value: value of --stop. None returns the strategy unchanged.
+    name: name of the drafter, for error messages.
 
   Raises:
     ValueError: the drafter does not support stop rules, or lacks the

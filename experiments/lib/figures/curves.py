@@ -13,14 +13,15 @@ _FILE = "curves.png"
 def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
   """Writes `curves.png` from the `metrics.csv` of a run.
 
-  The panels are losses, held-out measures of all heads together, held-out
-  measures of each head, and learning rate and gradient norm. Without matplotlib
-  a message on stderr names the package, and nothing is written.
+  The panels show the losses, the held-out metrics of all heads together, the
+  held-out metrics of each head, and the learning rate with the gradient norm.
+  If matplotlib is missing, prints a message on stderr and writes nothing.
 
   Args:
-    directory: the run's directory.
-    measures: names of held-out metrics; metrics of one head contain a slash.
-    loss: description of the loss, used as the title of the first panel.
+    directory: directory of the run.
+    measures: names of held-out metrics. The name of a metric of a single head
+      contains a slash.
+    loss: description of the loss, the title of the first panel.
   """
   if not processes.is_first():
     return
@@ -33,7 +34,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
           "'specjax[experiments]'", file=sys.stderr)
     return
   names = [name for curves in panels.values() for name in curves]
-  # Neighbouring shades are similar, so every second name comes first.
+  # Neighbouring shades are similar, so neighbouring curves get distant shades.
   colors = dict(zip([*names[::2], *names[1::2]], style.shades(len(names))))
   for panel, (title, curves) in zip(axes, panels.items()):
     for name in curves:
@@ -48,7 +49,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
 
 
 def _panels(measures: Sequence[str], loss: str) -> dict[str, list[str]]:
-  """Returns the metrics of every panel by its title, without empty panels."""
+  """Returns the metrics of every non-empty panel, by the panel's title."""
   panels = {
       loss or "loss": ["mean_loss", "held_out_loss"],
       "held-out text": [x for x in measures if "/" not in x],

@@ -15,9 +15,9 @@ from specjax.utils import processes
 
 MOST = 8  # maximum number of curves in a readable panel
 
-_APART = 3.0  # points between curves of equal x
+_APART = 3.0  # sideways shift between curves with equal x, in points
 _LEGEND = 2.4  # width of the legend in inches
-# {name in flags and files: (name in tables, colour)}.
+# Name of each method in tables, and its colour, by its name in flags and files.
 _METHODS = {
     "token": ("token", "#1f77b4"),
     "block": ("block", "#ff7f0e"),
@@ -37,7 +37,7 @@ _METHODS = {
     "dynamic_program": ("dynamic program's choice", "#000000"),
 }
 
-# Rules on trees, for tables that name the tree in another column.
+# Names of the rules on trees, for tables that name the tree in another column.
 _RULES = {"recursive": "recursive", "target_walk": "target walk",
           "traversal": "traversal", "k_seq": "K-SEQ"}
 
@@ -89,8 +89,8 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
 def tried(axes: Any, values: Sequence[float]) -> None:
   """Puts ticks at the measured values on a logarithmic x-axis.
 
-  The limits are a factor of sqrt(2) outside the values, so a single value is in
-  the middle.
+  The axis extends beyond the values by a factor of sqrt(2) on both sides. So a
+  single value is in the middle.
   """
   values = sorted(set(values))
   axes.set_xscale("log", base=2)
@@ -102,25 +102,28 @@ def tried(axes: Any, values: Sequence[float]) -> None:
 def apart(curve: Any, place: int, count: int) -> None:
   """Shifts a curve sideways, so that curves with equal x do not overlap.
 
-  The shift is in points on paper, so it does not depend on the range of x.
+  The shift has a fixed size on paper, so it does not depend on the range of x.
 
   Args:
     curve: result of `plot` or `errorbar`.
-    place: number of the curve in its panel, from 0.
+    place: index of the curve in its panel, from 0.
     count: number of curves in the panel.
   """
   from matplotlib import transforms  # pylint: disable=g-import-not-at-top
   parts = curve if isinstance(curve, list) else curve.get_children()
-  for part in parts:  # after plotting, because axes limits need plain data
+  for part in parts:  # after plotting, so that axis limits ignore the shift
     part.set_transform(transforms.offset_copy(
         part.get_transform(), part.figure,
         x=_APART * (place - (count - 1) / 2), units="points"))
 
 
 def errors(rows: list[dict[str, Any]], name: str):
-  """Returns the error bars `[2, rows]` of an `analysis.Estimate` in tables.
+  """Returns the error bars `[2, rows]` of a column, or None.
 
-  Columns without an interval, such as a median, have no error bars.
+  Args:
+    rows: rows of a table with `analysis.Estimate`s.
+    name: name of the column. Columns without an interval, such as medians, have
+      no error bars.
   """
   if f"{name}_low" not in rows[0]:
     return None
@@ -130,10 +133,10 @@ def errors(rows: list[dict[str, Any]], name: str):
 
 
 def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
-  """Writes a figure with one legend for all panels, right of them.
+  """Writes a figure with one legend for all panels, to the right of them.
 
-  A PDF with the same name is written beside `path`. Of several processes only
-  the first one writes.
+  Also writes a PDF with the same name to the same directory. If there are
+  several processes, only the first one writes.
   """
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
   found = {}

@@ -1,1 +1,1 @@
-"""Prompts of the scripts, chat, and streamed output."""
+"""Reading of prompts, chat conversations, and streamed output."""

@@ -7,7 +7,7 @@ from lib.prompts import reading as prompts
 from lib.prompts import streaming
 from specjax.data import Tokenizer
 
-_SLOTS = 1024  # initial cache slots of a chat, doubled when it is longer
+_SLOTS = 1024  # initial number of cache slots, doubled for longer chats
 _FIX = "shorten it, set a smaller --max_new_tokens, or add --keep_last"
 _RESET = "; /reset begins a new one"
 
@@ -16,21 +16,22 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
             keep_last: bool, fix: str = _FIX):
   """Returns the token ids of a conversation, truncated to `room` tokens.
 
-  Truncation first removes the oldest exchanges, then the beginning of the last
-  message. The system message is always kept.
+  Truncation removes the oldest pairs of message and answer, then the beginning
+  of the last message. The system message is always kept.
 
   Args:
     tokenizer: tokenizer with a chat template.
-    messages: messages with "role" and "content". The last is the user's.
+    messages: messages with "role" and "content". The last one is the user's.
     room: maximum number of tokens.
-    keep_last: whether truncation is allowed.
-    fix: advice for the error.
+    keep_last: if True, truncation is allowed.
+    fix: advice for the error message.
 
   Returns:
     `(ids, messages)`, with the remaining messages.
 
   Raises:
-    ValueError: the conversation is too long.
+    ValueError: the conversation is too long and truncation is not allowed, or
+      the chat template alone is too long.
   """
   system = [m for m in messages[:1] if m["role"] == "system"]
   rest = messages[len(system):]
@@ -66,10 +67,10 @@ def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
 
 
 def lines(first: str | None = None):
-  """Yields the user's messages: `first`, if any, then the lines of stdin.
+  """Yields the user's messages: `first` (unless None), then lines of stdin.
 
-  Ctrl-D and /quit end the input. On a terminal, Ctrl-C begins a new line. If
-  stdin is not a terminal, Ctrl-C ends the program.
+  Ctrl-D and /quit end the input. On a terminal, Ctrl-C discards the current
+  line. If stdin is not a terminal, Ctrl-C ends the program.
   """
   if first:
     yield first
@@ -102,10 +103,10 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
          system: str | None, keep: Callable[[str], None]):
   """Runs a chat until the input ends.
 
-  On a terminal, Ctrl-C ends the current answer, and the printed part stays in
-  the conversation. Elsewhere Ctrl-C ends the chat. A message that is too long
-  is skipped with an error line. /reset removes all messages except the system
-  message.
+  On a terminal, Ctrl-C ends the current answer. The printed part of the answer
+  stays in the conversation. If stdin is not a terminal, Ctrl-C ends the chat. A
+  message that is too long is skipped with an error message. /reset removes all
+  messages except the system message.
 
   Args:
     writer: writer that generates the answers.
@@ -113,11 +114,11 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
     printer_of: function that returns a new `streaming.Printer`.
     room: maximum number of tokens of a conversation.
     new_tokens: maximum number of tokens of an answer.
-    keep_last: whether truncation is allowed, see `fitting`. Removed messages
-      do not return.
-    first: first message of the user, or None.
+    keep_last: if True, truncation is allowed (see `fitting`). Removed messages
+      are not restored.
+    first: first message of the user, or None to read it from stdin.
     system: system message, or None.
-    keep: function that is called with the whole transcript after every answer.
+    keep: function that is called with the entire transcript after every answer.
   """
   beginning = [{"role": "system", "content": system}] * (system is not None)
   said, messages = [*beginning], [*beginning]

@@ -1,4 +1,4 @@
-"""Prompt sets of the studies as token ids, plain or as chat messages."""
+"""Reads prompt sets as token ids, as plain text or as chat messages."""
 
 from collections.abc import Sequence
 import functools
@@ -18,7 +18,7 @@ from specjax.data import prompts as prompts_lib
 from specjax.data import Tokenizer
 from specjax.utils.fingerprints import fingerprint
 
-# Documents of the shipped prompts "summarise": the prompts without instruction.
+# Documents of the shipped set "summarise": its prompts without the instruction.
 _TEXTS = {x.split("\n\n", 1)[1] for x in copy_prompts.SUMMARISE}
 
 
@@ -26,10 +26,11 @@ class Prompts(NamedTuple):
   """Token ids of prompts.
 
   Attributes:
-    sets: prompts of each set, `{set name: prompts}`.
+    sets: prompts of each set, by the name of the set.
     extra: more prompts of the same sets, for measurements before the study.
     source: origin of the prompts, JSON-serialisable.
-    documents: `{digest of a prompt: document name}`, for named documents only.
+    documents: name or text of a prompt's document, by the digest of the prompt.
+      Prompts of unknown documents are missing.
   """
 
   sets: dict[str, list[list[int]]]
@@ -50,14 +51,15 @@ class Prompts(NamedTuple):
   def cluster(self, digest: str) -> str:
     """Returns the cluster label of a prompt for `analysis.estimate`.
 
-    Equal prompts have the same label. So have prompts of one document, such as
-    the code and the docstrings of a module, because they are correlated.
+    Equal prompts have the same label. Prompts of one document also have the
+    same label, because they are correlated. An example is the code and the
+    docstrings of a module.
     """
     return self.documents.get(digest, digest)
 
   @property
   def clusters(self) -> list[str]:
-    """Cluster labels of `all`, see `cluster`."""
+    """Cluster labels of the prompts in `all` (see `cluster`)."""
     return [self.cluster(fingerprint(row)) for row in self.all]
 
 
@@ -67,16 +69,17 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   """Reads the prompt sets of the flag --prompts.
 
   Args:
-    tokenizer: the target's tokenizer.
-    items: entries of the flag, see `flags.prompts`.
+    tokenizer: tokenizer of the target.
+    items: entries of the flag (see `flags.prompts`).
     field: field of the prompt in the user's JSONL files.
     count: maximum number of prompts per set.
-    tokens: maximum prompt length, without the chat template. Longer prompts
-      are cut to their last tokens.
-    seed: random seed for choosing prompts.
-    chat: whether each prompt is formatted as a user message.
+    tokens: maximum prompt length in tokens, without the chat template. Longer
+      prompts are cut to their last tokens.
+    seed: seed for the choice of prompts.
+    chat: if True, each prompt is formatted as a user message.
     extra: number of extra prompts over all sets. A short file yields fewer.
-    needs_extra: whether a short file reserves prompts for `extra` first.
+    needs_extra: if True, up to a third of a short file is reserved for `extra`.
+      If False, extra prompts are those that remain after `count`.
 
   Raises:
     ValueError: no set is named, a name occurs twice, a set has too few prompts,
@@ -111,7 +114,15 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
 
 def _encode(tokenizer: Tokenizer, item: str, tokens: int, chat: bool,
             text: str) -> list[int]:
-  """Returns the ids of a prompt of an entry of --prompts; see `read`."""
+  """Returns the token ids of one prompt.
+
+  Args:
+    tokenizer: tokenizer of the target.
+    item: entry of --prompts that contains the prompt.
+    tokens: maximum prompt length in tokens (see `read`).
+    chat: if True, the prompt is formatted as a user message.
+    text: text of the prompt.
+  """
   try:
     if chat:
       return tokenizer.chat([user(tokenizer, text, tokens)])
@@ -123,14 +134,14 @@ def _encode(tokenizer: Tokenizer, item: str, tokens: int, chat: bool,
 
 def alternating(sets: dict[str, list[list[int]]]
                 ) -> list[tuple[str, int, list[int]]]:
-  """Returns `(set, index, ids)` of all prompts; the sets take turns."""
+  """Returns `(set, index, ids)` of all prompts in alternating order of sets."""
   turns = itertools.zip_longest(*sets.values())
   return [(name, i, row) for i, rows in enumerate(turns)
           for name, row in zip(sets, rows) if row is not None]
 
 
 def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
-  """Returns the last `count` ids; a leading BOS token is kept."""
+  """Returns the last `count` ids. If the first id is BOS, it is kept, too."""
   first = ids[:1] if tokenizer.bos is not None and count > 0 and (
       ids[:1] == [tokenizer.bos]) else []
   kept = max(0, count - len(first))
@@ -138,7 +149,10 @@ def last_tokens(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
 
 
 def user(tokenizer: Tokenizer, text: str, tokens: int) -> dict[str, str]:
-  """Returns a user message of the last tokens, in whole characters."""
+  """Returns a user message with the last `tokens` tokens of a text.
+
+  An incomplete character at the beginning is removed.
+  """
   ids = tokenizer.encode(text, bos=False)
   if len(ids) > tokens:
     text = tokenizer.decode(ids[len(ids) - tokens:]).lstrip("\ufffd")
@@ -163,7 +177,7 @@ def check_room(longest: int, new_tokens: int, context: int) -> None:
 
 
 def _document(text: str):
-  """Returns the document of a shipped prompt, None for other prompts.
+  """Returns the document of a shipped prompt, or None for other prompts.
 
   The sets "summarise" and "questions" share their documents.
   """
@@ -179,17 +193,19 @@ def _report_missing(name: str, count: int, asked: int):
 
 def _tell_of_cuts(tokenizer: Tokenizer, name: str, texts: list[str],
                   tokens: int):
-  """Prints a warning if messages were cut, maybe with their instruction."""
+  """Prints a warning if messages were cut, because they may lack instructions.
+  """
   cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
   if cut:
-    print(f"{cut} of {len(texts)} messages of {name} lost their beginning; "
-          f"--prompt_tokens={tokens} keeps that many of their tokens",
+    print(f"{cut} of {len(texts)} messages of {name} lost their beginning, "
+          f"because --prompt_tokens={tokens} keeps only so many tokens",
           file=sys.stderr)
 
 
 def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
            seed: int, needs_extra: bool):
-  """Returns the name, prompts, extra prompts and source of a set."""
+  """Returns the name, the prompts, the extra prompts and the source of a set.
+  """
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:
     texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
@@ -210,9 +226,16 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
 
 def _shares(place: str, total: int, count: int, extra: int, needs_extra: bool
             ) -> tuple[int, int]:
-  """Returns the numbers of measured and of extra prompts of a file.
+  """Returns the number of measured prompts and of extra prompts of a file.
 
   The two groups of prompts are disjoint.
+
+  Args:
+    place: name of the file for error messages.
+    total: number of prompts in the file.
+    count: requested number of measured prompts.
+    extra: requested number of extra prompts.
+    needs_extra: see `read`.
   """
   further = min(extra, total // 3 if needs_extra else max(total - count, 0))
   count = min(count, total - further)
@@ -220,5 +243,5 @@ def _shares(place: str, total: int, count: int, extra: int, needs_extra: bool
   if count < 2 or needs and not further:
     raise ValueError(f"{place} holds {total} prompt{'s' * (total != 1)}; a "
                      "study needs at least 2"
-                     + ", and one more to measure with" * needs)
+                     + ", and one more for measurements before it" * needs)
   return count, further

@@ -1,4 +1,4 @@
-"""Prints generated text while it is decoded, and measures the speed."""
+"""Prints text during decoding, and compares speeds."""
 
 import codecs
 from collections.abc import Sequence
@@ -19,13 +19,16 @@ from specjax.data import Tokenizer
 from specjax.decoding.placement import Placement
 from specjax.utils import processes
 
-_ROUNDS_A_CALL = 2  # rounds per call, after which new tokens are printed
+_ROUNDS_A_CALL = 2  # rounds per call; new tokens are printed after each call
 _PAIRS = 3  # pairs of timed runs, with and without the drafter
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
 
 def is_colored(choice: str) -> bool:
-  """Returns whether output is coloured: "always", "never" or "auto"."""
+  """Returns True if output is coloured.
+
+  `choice` is "always", "never" or "auto". "auto" colours output on a terminal.
+  """
   if choice != "auto":
     return choice == "always"
   return (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -33,12 +36,12 @@ def is_colored(choice: str) -> bool:
 
 
 class Printer:
-  """Prints tokens as they are generated, in colour and in whole characters.
+  """Prints tokens as complete characters and in colour during generation.
 
-  This class decodes the bytes of the tokens itself. The stream of the library
-  `tokenizers` decodes the complete text again for every token. It fails with
-  some vocabularies, in which an incomplete character changes the bytes around
-  it.
+  This class decodes the bytes of the tokens itself. The decoding stream of the
+  library `tokenizers` would decode the complete text again for every token. It
+  also fails with some vocabularies, because an incomplete character changes the
+  bytes around it.
 
   Attributes:
     text: printed text, without colour codes.
@@ -61,7 +64,8 @@ class Printer:
       self._print(token, "")
 
   def round(self, ids: list[int], accepted: int):
-    """Prints the tokens of a round; the first `accepted` were drafted."""
+    """Prints the tokens of a round. The first `accepted` tokens were drafted.
+    """
     for place, token in enumerate(ids):
       self._print(token, _GREEN if place < accepted else _RED)
     sys.stdout.flush()
@@ -76,7 +80,8 @@ class Printer:
   def _bytes(self, token: int):
     """Returns the bytes of a token.
 
-    The first token loses its leading space if the tokenizer drops it.
+    If the tokenizer drops a leading space of a text, the result for the first
+    token omits this space.
     """
     found = self._tokenizer.token_bytes(token)
     if self._begun or not found:
@@ -88,9 +93,14 @@ class Printer:
 
 @dataclasses.dataclass
 class Answer:
-  """Generated tokens of one prompt, with rounds and seconds.
+  """Generated tokens of one prompt, with the number of rounds and the time.
 
-  The seconds include printing, except that of the last call of two rounds.
+  Attributes:
+    tokens: generated ids.
+    rounds: number of rounds.
+    drafted: number of accepted draft tokens among `tokens`.
+    seconds: time of decoding and printing, except the printing of the last two
+      rounds.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -99,7 +109,10 @@ class Answer:
   seconds: float = 0.0
 
   def add(self, tokens: list[int], drafted: int, rounds: int, seconds: float):
-    """Adds the tokens and the time of one round, or of none (`rounds` 0)."""
+    """Adds the tokens and the time of one round.
+
+    `rounds` is 0 if the sequence was already finished.
+    """
     self.tokens += tokens
     self.drafted += drafted
     self.rounds += rounds
@@ -114,9 +127,9 @@ class Answer:
 
 
 class Writer:
-  """Generates one output after another with a decoder, parameters and a seed.
+  """Generates outputs one after another with a decoder and a seed.
 
-  A `Placement` distributes the parameters over a mesh.
+  If there is a `Placement`, it distributes the parameters over a mesh.
   """
 
   def __init__(self, decoder: sj.Decoder, params: Any, seed: int,
@@ -130,7 +143,12 @@ class Writer:
             capacity: int = 0):
     """Returns the state after a prompt.
 
-    Outputs with the same seed but another `number` are sampled independently.
+    Args:
+      ids: token ids of the prompt.
+      new_tokens: maximum number of generated tokens.
+      number: number of the request. Outputs with the same seed and different
+        numbers are sampled independently.
+      capacity: minimum number of cache slots. More are used if necessary.
     """
     slots = max(len(ids) + new_tokens + self.decoder.num_nodes, capacity)
     if slots not in self._announced:
@@ -142,13 +160,13 @@ class Writer:
 
   def write(self, state: sj.types.DecodeState, printer: Printer,
             answer: Answer):
-    """Decodes and prints a text until it ends.
+    """Decodes and prints a sequence until it ends.
 
     Args:
-      state: state returned by `start`. It is donated.
-      printer: printer of the text.
-      answer: record that is updated after every round, so that it is complete
-        after Ctrl-C.
+      state: state from `start`. It is donated.
+      printer: printer of the sequence.
+      answer: record of the generated tokens. It is updated after every round,
+        so it is complete even after Ctrl-C.
     """
     slots = state.tokens.shape[1]
     if slots not in self._compiled:  # compile before the clock starts
@@ -168,12 +186,13 @@ class Writer:
           stats.active, stats.emitted, stats.accepted))):
         new = tokens[length:length + emitted].tolist()
         printer.round(new, drafted)
-        # Count after printing, so that output cut by `| head` is not counted.
+        # Count tokens after printing. So tokens that `| head` cuts off are not
+        # counted.
         answer.add(new, int(drafted), int(active), passed * active)
         length += emitted
 
   def time(self, ids: list[int], new_tokens: int, capacity: int = 0):
-    """Returns the tokens generated after a prompt, and the seconds."""
+    """Returns the tokens generated after a prompt, and the time in seconds."""
     state = jax.block_until_ready(
         self.start(ids, new_tokens, capacity=capacity))
     start = time.perf_counter()
@@ -187,16 +206,16 @@ class Writer:
 
 def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
             tokenizer: Tokenizer) -> str:
-  """Measures the speed with and without speculation; returns a message.
+  """Measures the speed with and without speculation.
 
-  Both writers are warmed up and then take turns, so that both are measured
+  Both writers are warmed up. Then their runs alternate, so both are measured
   under the same conditions.
 
   Args:
-    writers: speculative writer, and a writer without drafts.
+    writers: speculative writer, and writer without drafts.
     ids: token ids of the prompt.
     new_tokens: maximum number of generated tokens.
-    tokenizer: the target's tokenizer.
+    tokenizer: tokenizer of the target.
 
   Returns:
     Message with the tokens per second of both writers and their ratio.
@@ -205,7 +224,7 @@ def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
     ValueError: the two outputs differ at temperature 0.
   """
   progress.say("comparing the speed with and without the drafter")
-  for writer in writers:  # warm up with a short text in the same program
+  for writer in writers:  # warm up with a short output of the same program
     writer.time(ids, min(new_tokens, 8),
                 len(ids) + new_tokens + writer.decoder.num_nodes)
   speeds, texts = ([], []), None
@@ -224,7 +243,7 @@ def compare(writers: Sequence[Writer], ids: list[int], new_tokens: int,
 
 
 def _check_same(speculative: list[int], alone: list[int], tokenizer: Tokenizer):
-  """Raises `ValueError` if outputs of temperature 0 differ."""
+  """Raises `ValueError` if the outputs at temperature 0 differ."""
   if speculative == alone:
     return
   place = next((i for i, pair in enumerate(zip(speculative, alone))

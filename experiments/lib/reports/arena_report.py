@@ -12,7 +12,7 @@ from specjax.utils import files
 
 def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]],
           target: str) -> None:
-  """Prints the table of all prompts, and writes all tables and the figure.
+  """Prints the table over all prompt sets, and writes tables and a figure.
 
   Args:
     output_dir: directory of the files.
@@ -35,7 +35,7 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]],
 
 
 def _best(rows: Sequence[dict[str, Any]]):
-  """Returns the key that sorts rows by the best result of their draft."""
+  """Returns a sort key that puts the draft with the best result first."""
   best = {}
   for row in rows:
     best[row["draft"]] = max(best.get(row["draft"], 0), row["block_efficiency"])
@@ -43,7 +43,10 @@ def _best(rows: Sequence[dict[str, Any]]):
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-  """Draws the best length of every draft and rule, with its interval."""
+  """Draws tokens per target call of every draft and rule.
+
+  The draft length is the best one for each draft and rule.
+  """
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
   drafts = list(dict.fromkeys(row["draft"] for row in rows))
   figure, axes = style.panels(
@@ -71,5 +74,6 @@ def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
   style.save(figure, path)
 
 
-# Colours of rules on trees, which other figures name with their kind of tree.
+# In other figures, the name of a rule on trees includes the kind of tree. A
+# rule has the colour of one of these names.
 _COLORS = {"recursive": "without_replacement", "target_walk": "top_k"}

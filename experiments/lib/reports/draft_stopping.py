@@ -1,19 +1,19 @@
-"""Draft lengths as optimal stopping, estimated from recorded sequences.
+"""Costs of stop rules for drafts, estimated from recorded sequences.
 
-A stop rule chooses the draft length. It only sees q, the drafter's
-distributions. The cost of a sequence is its number of rounds (target calls)
-plus a price for every drafted token. Every position of a sequence has one
-recorded draft, which determines the expected number of drafted tokens. Given
-the sequence, block verification passes each position with a known probability,
-if the draft is long enough (`analysis.draft_lengths`). So the cost of a stop
-rule has no noise from acceptance decisions.
+A stop rule chooses the draft length from q, the drafter's distributions. The
+cost of a sequence is its number of rounds (target calls) plus a price for every
+drafted token. At every position of a sequence, one recorded draft determines
+the expected number of drafted tokens. Given the sequence, block verification
+passes each position with a known probability, if the draft is long enough
+(`analysis.draft_lengths`). So the cost of a stop rule has no noise from random
+acceptance.
 
 Drafting one more token saves survival * D target calls. The survival is the
 probability that the draft is accepted up to this token. D is the number of
 target calls that an accepted token saves. The survival is estimated as a
-product of acceptance rates, one per bin of the confidence max q. D is estimated
-from the costs of sequences, as one number or per bin of the confidence of the
-distribution that drew the token.
+product of acceptance rates, one for each bin of the confidence max q. D is
+estimated from the costs of sequences, either as one number, or for each bin of
+the confidence of the distribution that drew the token.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ import numpy as np
 
 from specjax import analysis
 
-_BINS = 12
+_BINS = 12  # number of bins of the confidence
 _SWEEPS = 4  # alternating updates of the stop rule and of D
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
                1.0)  # 1: no drafts
@@ -34,12 +34,12 @@ _THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-  """A sequence of T tokens, with a draft of G tokens from every position.
+  """Sequence of T tokens, with a draft of G tokens from every position.
 
   Attributes:
     ratios: `[T]`, p/q of every token of the sequence.
-    confidence: `[T, G]`, max q of the rows that drew the drafts.
-    survival: `[T, G]`, probability that block verification accepts a draft up
+    confidence: `[T, G]`, max q of the distributions that drew the draft tokens.
+    survival: `[T, G]`, probability that block verification accepts the draft up
       to each token.
   """
 
@@ -51,8 +51,8 @@ class Text:
   def passed(self):
     """`[T, G]`, P(a round accepts at least l + 1 tokens | the sequence).
 
-    Row t is for a round that starts at position t and drafts more than l
-    tokens.
+    Entry (t, l) applies to a round that starts at position t and drafts more
+    than l tokens.
     """
     logs = np.log(np.maximum(self.ratios, 1e-300))
     rows = _ahead(logs, self.confidence.shape[1], np.inf)
@@ -61,7 +61,7 @@ class Text:
 
   @functools.cached_property
   def along(self):
-    """`[T, G]`, max q along the sequence, from every position."""
+    """`[T, G]`, max q at the next G positions of the sequence."""
     return _ahead(self.confidence[:, 0], self.confidence.shape[1], 0)
 
   @functools.cached_property
@@ -81,10 +81,10 @@ def costs_to_go(text: Text, rule: Callable[[np.ndarray], np.ndarray],
   """Returns `[T + 1]`, the expected remaining cost from every position.
 
   Args:
-    text: the sequence; the expectation is conditional on it.
-    rule: stop rule, a function from confidences `[T, G]` to a `[T, G]` bool
-      that is True for drafted tokens. An entry depends only on the confidences
-      up to its own.
+    text: sequence. The expectation is conditional on the sequence.
+    rule: stop rule, a function that maps confidences `[T, G]` to a mask
+      `[T, G]` bool. The mask is True for drafted tokens. Its entry (t, l) may
+      only depend on the confidences (t, 0) to (t, l).
     price: cost of a drafted token, in target calls.
   """
   reach, drafted = (
@@ -102,18 +102,21 @@ def costs_to_go(text: Text, rule: Callable[[np.ndarray], np.ndarray],
 
 
 def fixed(gamma: int):
-  """Returns the rule that drafts gamma tokens."""
+  """Returns the stop rule that always drafts gamma tokens."""
   return lambda rows: np.broadcast_to(np.arange(rows.shape[1]) < gamma,
                                       rows.shape)
 
 
 def confident(threshold: float, gamma: int):
-  """Returns the rule: draft while max q > threshold, at most gamma tokens."""
+  """Returns the stop rule that drafts while max q > threshold.
+
+  It drafts at most gamma tokens.
+  """
   return lambda rows: (rows > threshold) & fixed(gamma)(rows)
 
 
 class Estimates:
-  """Acceptance rates and values of tokens by bins of the confidence."""
+  """Estimated acceptance rates and values D, by bins of the confidence."""
 
   def __init__(self, texts: list[Text]):
     rows = np.concatenate([x.confidence for x in texts])
@@ -132,15 +135,20 @@ class Estimates:
     return np.searchsorted(self._edges, rows)
 
   def survival(self, rows: np.ndarray):
-    """Returns `[T, G]`, the survival of tokens, estimated before their draw."""
+    """Returns `[T, G]`, the estimated survival of tokens.
+
+    The estimate uses only confidences, which are known before the tokens are
+    drawn.
+    """
     return np.cumprod(self._rate[self._bins(rows)], axis=1)
 
   def worth(self, price: float, by_context: bool):
-    """Returns the rule that drafts a token if survival * D > price.
+    """Returns the stop rule that drafts a token if survival * D > price.
 
     Args:
       price: cost of a drafted token, in target calls.
-      by_context: True if D depends on the bin of the confidence.
+      by_context: if True, D depends on the bin of the confidence. If False, D
+        is one number.
     """
     value = np.ones(_BINS)
     for _ in range(_SWEEPS):
@@ -161,7 +169,7 @@ class Estimates:
 
 
 def rules(texts: list[Text], price: float):
-  """Returns `{name: rule}`, tuned on these sequences."""
+  """Returns stop rules by name, tuned on the given sequences."""
   most = texts[0].confidence.shape[1]
   found = Estimates(texts)
   tuned = lambda choices: min(choices, key=lambda rule: sum(
@@ -183,14 +191,15 @@ def compare(texts: list[Text], clusters: Sequence[str], price: float):
 
   Args:
     texts: sequences, one `Text` per prompt.
-    clusters: `[prompts]` labels, see `analysis.estimate`.
+    clusters: `[prompts]`, cluster label of each prompt (see
+      `analysis.estimate`).
     price: cost of a drafted token, in target calls.
 
   Returns:
-    Dicts with "rule", "cost", "over_fixed" and "over_confidence". The cost is
-    in target calls per sequence. The last two are the cost divided by the cost
-    of the best fixed length or of the best confidence threshold, minus 1. All
-    three have 95 % intervals.
+    A dict for every rule. "cost" is the cost per sequence in target calls.
+    "over_fixed" is the cost divided by that of the best fixed length, minus 1.
+    "over_confidence" is the cost divided by that of the best confidence
+    threshold, minus 1. All three have 95 % intervals.
   """
   places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
   half = np.array([places[label] % 2 for label in clusters])
@@ -216,8 +225,8 @@ def print_table(rows: list[dict[str, Any]]):
   """Prints the cost of every rule at every price."""
   shown = lambda row, name, form: format(
       analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
-  print("cost of a text: target calls + price of its drafted tokens; tuned on "
-        "one half of the prompts, judged on the other")
+  print("cost of a sequence: target calls + price * drafted tokens; tuned on "
+        "one half of the prompts, evaluated on the other")
   print(f"{'drafter':10s} {'price':>5s} {'rule':26s} {'cost':>22s} "
         f"{'over fixed length':>26s} {'over confidence':>26s}")
   for r in rows:

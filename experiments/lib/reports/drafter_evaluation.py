@@ -26,12 +26,12 @@ _EXPLAINED = {
     "probability that the token is accepted if its position is reached. "
     "*Recall@K*: probability under the target of the K most likely tokens of "
     "the drafter.",
-    "Oracle length": "Tokens per target call of an ideal tree of the drafter's "
-    "K most likely tokens at every position: a token of the target is accepted "
-    "whenever it is among them.",
+    "Oracle length": "Tokens per target call of an ideal tree with the "
+    "drafter's K most likely tokens at every position. A token of the target "
+    "is accepted whenever it is among these K tokens.",
     "Entropy": "Probability that token verification accepts a token, by the "
-    "entropy of the target's distribution in nats, and the share of the "
-    "positions.",
+    "entropy of the target's distribution in nats. *Share* is the share of "
+    "positions with this entropy.",
 }
 
 
@@ -43,10 +43,11 @@ class Results:
     runs: `{unit: {kind of draft: run}}`. A unit is (fingerprint, temperature,
       seed, prompt set, index, digest of the prompt).
     gammas: draft lengths.
-    observed: names of the rules and statistics by kind of draft and
-      temperature, see `judging.Judge.observed`.
-    chains: kinds of draft that are chains.
-    cluster_of: function from a prompt's digest to its cluster label.
+    observed: names of the rules and statistics, by kind of draft and
+      temperature (see `judging.Judge.observed`).
+    chains: kinds of draft that are chains. The others are trees.
+    cluster_of: function from a prompt's digest to its cluster label (see
+      `analysis.estimate`).
   """
 
   runs: Mapping[tuple, Mapping[str, Any]]
@@ -56,7 +57,7 @@ class Results:
   cluster_of: Callable[[str], str]
 
   def _cells(self):
-    """Yields prompts, temperature, kind of draft, its units and its runs."""
+    """Yields (prompt set or "all", temperature, kind of draft, units, runs)."""
     sets = list(dict.fromkeys(unit[3] for unit in self.runs))
     for kind, temperature in self.observed:
       for name in ("all", *(sets if len(sets) > 1 else ())):
@@ -66,7 +67,11 @@ class Results:
             self.runs[unit][kind] for unit in units]
 
   def rows(self) -> list[dict[str, Any]]:
-    """Returns the block efficiency by prompts, temperature, rule and length."""
+    """Returns the block efficiency for every combination of settings.
+
+    The settings are prompt set, temperature, kind of draft, rule and draft
+    length.
+    """
     rows = []
     for name, temperature, kind, units, runs in self._cells():
       place = {"prompts": name, "temperature": temperature, "draft": kind}
@@ -93,7 +98,10 @@ class Results:
     return rows
 
   def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:
-    """Returns `{statistic: [N - 1]}`, sums over all prompts by position."""
+    """Returns the sums of rounds and of each statistic over all prompts.
+
+    The sums of a statistic are an array `[N - 1]` over draft positions.
+    """
     runs = [run[kind] for unit, run in self.runs.items()
             if unit[1] == temperature]
     sums = np.sum([run["survival"] for run in runs], axis=0)
@@ -120,12 +128,16 @@ class Results:
     return rows
 
   def oracle(self) -> list[dict[str, Any]]:
-    """Returns the oracle length by temperature and number of candidates."""
+    """Returns the oracle length by temperature and number of candidates.
+
+    The report of `write` defines the oracle length.
+    """
     rows = []
     for temperature, some in itertools.groupby(
         self.positions(), lambda row: row["temperature"]):
       some = list(some)
-      # Probability that a draft has a position if all earlier ones are right.
+      # `drafted` is the probability that a draft has this position, given that
+      # the previous position is reached and its token is accepted.
       reached, accepted = (np.array([row[name] for row in some])
                            for name in ("reached", "accepted"))
       drafted = reached / np.append(1, (reached * accepted)[:-1])
@@ -159,7 +171,7 @@ def write(output_dir: pathlib.Path, results: Results,
   Args:
     output_dir: directory of the files.
     results: results of the evaluation.
-    faults: faults of the drafter; None if they were not looked for.
+    faults: faults of the drafter, or None if there was no search for faults.
     title: names of the drafter and the target.
   """
   rows, positions = results.rows(), results.positions()
@@ -184,7 +196,10 @@ def write(output_dir: pathlib.Path, results: Results,
 
 
 def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-  """Returns the rows of a table with one column per draft length."""
+  """Returns the rows of a table of block efficiency by draft length.
+
+  The table has one column per draft length, and one column for trees.
+  """
   table = {}
   for row in rows:
     place = row["prompts"], row["temperature"], row["draft"], row["verifier"]
@@ -200,7 +215,7 @@ def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _formatted(rows: list[dict[str, Any]], form: str) -> list[dict[str, str]]:
-  """Returns rows of text; numbers that are not defined are empty."""
+  """Returns rows with formatted numbers. Undefined numbers become ""."""
   columns = list(dict.fromkeys(name for row in rows for name in row))
 
   def cell(name, x):
@@ -215,7 +230,7 @@ def _formatted(rows: list[dict[str, Any]], form: str) -> list[dict[str, str]]:
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-  """Returns a Markdown table."""
+  """Returns rows as a Markdown table."""
   lines = [list(rows[0]), ["---"] * len(rows[0]), *(
       list(row.values()) for row in rows)]
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -225,7 +240,7 @@ def _fault_section(faults: Sequence[Finding] | None) -> str:
   if faults is None:
     return ""
   if not faults:
-    return ("\n## Faults\n\nNone found: no other way to read the heads is "
+    return ("\n## Faults\n\nNo faults: no other interpretation of the heads is "
             "better, and all their tensors are used.\n")
   return "\n## Faults\n\n" + "".join(
       f"- **{fault.fault}**: {fault.evidence}.\n" for fault in faults)

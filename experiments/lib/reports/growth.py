@@ -1,29 +1,29 @@
-"""Growth with gamma of the largest gain of block over token verification.
+"""Largest gain of block over token verification, as a function of gamma.
 
 gamma is the draft length. p and q are the distributions of target and drafter.
 Let s and t be the probabilities that the draft so far survives block and token
 verification. Let r = p(x)/q(x) be the ratio of the next token x. Block
-verification updates s to min(1, s r); token verification multiplies t by
-min(1, r). The choice of models determines only the distribution of r, under one
-linear constraint, E_q[r] <= 1. So a distribution on two points is sufficient,
-and a vocabulary of two tokens is sufficient if the models depend on their
-context.
+verification updates s to min(1, s r). Token verification multiplies t by
+min(1, r). The models matter only through the distribution of r, which must
+satisfy one linear constraint, E_q[r] <= 1. So a distribution on two points is
+sufficient. A vocabulary of two tokens is sufficient if the models depend on
+their context.
 
 The ratio of expected tokens, block over token, grows linearly in gamma. `walk`
-computes it for an explicit pair of models. The first token has probability 1
-under q and d under p. Then s makes steps of +m or -m, each with q = 1/2. So
-r = 1 + m/s or 1 - m/s, and E[s] is constant, while t loses a factor at every
-step down.
+computes the ratio for an explicit pair of models. In this pair, the first token
+has probability 1 under q and d under p. Then s changes by +m or -m, each with
+probability 1/2 under q. So r = 1 + m/s or 1 - m/s, and E[s] is constant. But
+every step down multiplies t by a factor below 1.
 
-The steps are m_k = c (k + k0)^-a with 1/2 < a < 1. The sum of m_k^2 is finite,
-so for small c there is a positive probability that s stays away from 0 and 1.
-Also, E[t_k] <= exp(-b k^(1 - a)), and the sum over k is finite. So the expected
-accepted tokens are at least a constant times gamma for block verification, but
-bounded for token verification.
+The step sizes are m_k = c (k + k0)^-a with 1/2 < a < 1. The sum of m_k^2 is
+finite. So for small c, s stays away from 0 and 1 with positive probability, and
+block verification accepts at least a constant times gamma tokens in
+expectation. Also, E[t_k] <= exp(-b k^(1 - a)), and the sum over k is finite. So
+the expected number of tokens that token verification accepts is bounded.
 
-No pair exceeds the ratio (1 + gamma) / 2. Both verifiers accept the first token
-with the same probability d, and E[s] never increases. So the ratio is at most
-(1 + gamma d) / (1 + d).
+No pair of models exceeds the ratio (1 + gamma) / 2. Both verifiers accept the
+first token with the same probability d, and E[s] never increases. So the ratio
+is at most (1 + gamma d) / (1 + d).
 """
 
 import math
@@ -37,12 +37,12 @@ import scipy.optimize
 
 from lib.figures import style
 
-_POINTS = 400  # steps of the grid of s in `walk`
+_POINTS = 400  # the grid of s in `walk` has the step 1 / _POINTS
 GAMMAS = (16, 64, 256, 1024, 4096)
 
 
 def two_phase(gamma: int) -> float:
-  """Returns the ratio of the best two-phase pair of models, in closed form.
+  """Returns the ratio of the best two-phase ("simple") pair, in closed form.
 
   The first token has probability 1 under q and d under p. The second token
   restores s = 1 with probability d and otherwise ends the block. After that,
@@ -57,10 +57,10 @@ def walk(gamma: int, d: float = 0.2, e: float = 0.9, c: float = 0.6,
          k0: float = 8, a: float = 0.7) -> float:
   """Returns the ratio of an explicit pair of models, linear in gamma.
 
-  The module docstring describes the pair. Values of s and steps are multiples
-  of 1 / 400, and no step leaves [0, 1]. From s = 1, the next token has
-  probability 1 under q and e under p. The defaults are the best of a coarse
-  search at gamma = 4,096.
+  The docstring of the module describes the pair and the parameters. Values of s
+  and steps are multiples of 1 / 400, and no step leaves [0, 1]. At s = 1, the
+  next token has probability 1 under q and e under p. The default parameters are
+  the result of a coarse search at gamma = 4,096.
   """
   index = np.arange(_POINTS + 1)
   # P(s = i / _POINTS), and E[t; s = i / _POINTS].
@@ -88,16 +88,21 @@ def walk(gamma: int, d: float = 0.2, e: float = 0.9, c: float = 0.6,
 def supremum(gamma: int, points: int = 96) -> float:
   """Returns the largest ratio over all models, to about three decimals.
 
-  The supremum is the largest lambda for which the game with payoff s - lambda t
-  has a positive value. The value is computed by dynamic programming on a grid
-  of s and u = t / s, both in [0, 1]. A move takes s to a distribution of s'
-  with mean at most s, either one point below s or two points around it. If
-  s' < s, t changes by the same factor and u is constant. If s' > s, t is
-  constant.
+  Consider the largest expected value of the total s - lambda t over all models.
+  The supremum of the ratio is the largest lambda for which this value is
+  positive. Dynamic programming computes the value on a grid of s and u = t / s,
+  both in [0, 1]. A move replaces s by a random s' with mean at most s. The
+  distribution of s' is one point below s, or two points around s. If s' < s, t
+  changes by the same factor, so u is constant. If s' > s, t is constant.
 
   Values between grid points in u are interpolated, so the result is neither a
   lower nor an upper bound. Its error is proportional to the square of the grid
-  width. If the closed form of `two_phase` is larger, it is returned instead.
+  width. If `two_phase` is larger, its value is returned instead.
+
+  Args:
+    gamma: draft length.
+    points: number of intervals of the grid of s. The grid of u has twice as
+      many.
   """
   s = jnp.linspace(0, 1, points + 1)
   u = jnp.linspace(0, 1, 2 * points + 1)
@@ -114,7 +119,7 @@ def supremum(gamma: int, points: int = 96) -> float:
     best = jnp.max(jnp.where(below[..., None], gain, -jnp.inf), axis=1)
 
     def split(best, high):
-      # Weight of s_high in a distribution on (s_low, s_high) with mean s.
+      # Probability of s_high in a distribution on s_low and s_high with mean s.
       weight = (s[:, None] - s) / jnp.maximum(s[high] - s, 1e-9)
       both = (1 - weight[..., None]) * gain + (
           weight[..., None] * gain[:, high, None])
@@ -138,8 +143,8 @@ def supremum(gamma: int, points: int = 96) -> float:
 
 def table() -> list[dict]:
   """Prints and returns the ratios of explicit pairs up to gamma 4,096."""
-  print("\nGrowth of the largest ratio: an explicit pair, the simple pair, and "
-        "the bound (1 + gamma) / 2:")
+  print("\nGrowth of the largest ratio: an explicit pair, the simple pair, "
+        "and the bound (1 + gamma) / 2:")
   print(f"{'gamma':>6s} {'explicit':>9s} {'/ gamma':>8s} {'two-phase':>9s} "
         f"{'bound':>8s}")
   rows = []
@@ -153,7 +158,7 @@ def table() -> list[dict]:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """Plots the ratios of the explicit and two-phase pairs, over gamma."""
+  """Plots the ratios of the explicit and two-phase pairs, divided by gamma."""
   figure, [[axes]] = style.panels()
   gammas = [row["gamma"] for row in rows]
   for name, label, color in zip(("ratio", "two_phase"), (

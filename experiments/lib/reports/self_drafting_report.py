@@ -1,8 +1,8 @@
 """Tables and figures of self_drafting_study.py.
 
-Arguments of several functions: `rows` are the results per drafter and verifier,
-`paired` the gains of verifiers on the same drafts, and `sources` the drafters
-with their targets.
+Arguments of several functions: `rows` contains the results, one row for each
+drafter and verifier. `paired` contains the gains of verifiers on the same
+drafts. `sources` contains the drafters with their targets.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import numpy as np
 from lib.figures import style
 from specjax.analysis import Estimate
 
-_SHOWN = 6  # columns of acceptance by position, and of accuracy by guess
+_SHOWN = 6  # printed positions of a draft, and printed guesses of a head
 _UNTRAINED = "untrained "  # prefix of the names of heads before training
-# `style` methods of draft trees by (kind of draft, verifier).
+# Names in `style` for verifiers on draft trees, by (kind of draft, verifier).
 _ON_TREES = {
     ("sampled tree", "recursive"): "without_replacement",
     ("sampled tree", "traversal"): "traversal",
@@ -32,12 +32,18 @@ _ON_TREES = {
 
 
 def passes(drafter: str):
-  """Returns the target passes per round: 2 for published PaSS, else 1."""
+  """Returns the number of target passes per round.
+
+  It is 2 for the published variant of PaSS, and 1 for all other drafters.
+  """
   return 2 if _kind(drafter) == "two passes" else 1
 
 
 def _kind(drafter: str):
-  """Returns the kind of draft, the part of a name after ", ", or ""."""
+  """Returns the kind of draft, which is the part of a name after ", ".
+
+  Returns "" if the name has no such part.
+  """
   return drafter.partition(", ")[2]
 
 
@@ -55,7 +61,7 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
   speeds = (f"{'speed-up':>8s} {'predicted':>9s} {'draft/step':>10s} "
             if "speedup" in rows[0] else "")
   print(f"{'T':>3s} {'drafter':{width}s} {'verifier':15s} "
-        f"{'tokens a round':>26s} {'a pass':>6s} {speeds}{'added':>9s}  "
+        f"{'tokens/round':>26s} {'/pass':>6s} {speeds}{'added':>9s}  "
         "accepted to position 1, 2, ...")
   for r in rows:
     print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
@@ -66,7 +72,8 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
              f"{r['draft_over_step']:10.2f} " if speeds else "")
           + f"{r['added_parameters']:9,d}  "
           + " ".join(f"{x:.2f}" for x in r["survival"][:_SHOWN]))
-  print("intervals are of 95 % over prompts; a pass is one of the target\n")
+  print("95 % intervals over prompts; /pass: tokens per pass of the target; "
+        "added: parameters\nof the drafter\n")
   for p in paired:
     print(f"temperature {p['temperature']:g}, {p['drafter']}: gain of "
           f"{style.rule(p['verifier'])} over {style.rule(p['over'])} on the "
@@ -76,8 +83,8 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
 
 def _print_accuracy(sources: list):
   """Prints the training and the accuracy of every head."""
-  print("\nhow often guess 1, 2, ... of a head is what the target writes, "
-        "greedily")
+  print("\nshare of positions where guess 1, 2, ... of a head equals the "
+        "target's greedy token")
   for source in sources:
     if source.training:
       print(f"{source.name}: {source.training['method']}, "
@@ -105,8 +112,8 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
       rows, directory / f"{name}_tokens.png",
       lambda r: r["block_efficiency"] / passes(r["drafter"]),
       lambda r: style.errors([r], "block_efficiency") / passes(r["drafter"]),
-      "tokens of a pass",
-      "Tokens of a pass of the target; 95 % intervals over prompts")
+      "tokens per target pass",
+      "Tokens per pass of the target; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot_drafts(
         rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
@@ -121,8 +128,8 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
                  value: Callable, error: Callable, name: str, title: str):
   """Plots a line for every draft and a point for every verifier.
 
-  Untrained heads have hollow points. In the figure of tokens per pass, a tick
-  shows the tokens per round if a round has two passes.
+  Untrained heads have hollow points. If a round has two target passes, a tick
+  in the figure of tokens per pass shows the tokens per round.
   """
   drafts = list(dict.fromkeys(
       r["drafter"].removeprefix(_UNTRAINED) for r in rows))
@@ -134,7 +141,7 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
     mine = [r for r in rows if r["temperature"] == temperature]
     for r in sorted(mine, key=lambda r: r["drafter"].startswith(_UNTRAINED)):
       _plot_draft(axes, r, _height(r, mine, drafts), value(r), error(r),
-                  name == "tokens of a pass")
+                  name == "tokens per target pass")
     axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel(name)
@@ -164,11 +171,11 @@ def _plot_draft(axes: Any, row: dict[str, Any], y: float, value: float,
       label="before training" if before else style.label(_method(row)))
   if of_tokens and not before and passes(row["drafter"]) > 1:
     axes.plot(row["block_efficiency"], y, "|", color=color, markersize=9,
-              label="tokens of a round\nof two passes")
+              label="tokens per round\nof two passes")
 
 
 def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Plots the acceptance by draft position, with a panel per source."""
+  """Plots the acceptance by draft position, with one panel per drafter."""
   first = rows[0]["temperature"]
   found = {}  # {source: {kind: row of the first verifier}}
   for r in rows:
@@ -193,13 +200,13 @@ def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
     axes.set_ylim(0, 1.05)
     axes.xaxis.get_major_locator().set_params(integer=True)
   figure.supxlabel("position", fontsize=9)
-  figure.supylabel("accepted up to there", fontsize=9)
-  style.save(figure, path, "How far a draft is accepted, temperature "
-             f"{first:g}")
+  figure.supylabel("probability of acceptance", fontsize=9)
+  style.save(figure, path, "Probability that a draft is accepted up to a "
+             f"position, temperature {first:g}")
 
 
 def _plot_training(curves: dict[str, list], path: pathlib.Path):
-  """Plots learning curves, at most `style.MOST` in a panel."""
+  """Plots learning curves, at most `style.MOST` per panel."""
   names = list(curves)
   groups = [names[i:i + style.MOST] for i in range(0, len(names), style.MOST)]
   figure, grid = style.panels(1, len(groups), sharex=True, sharey=True)
@@ -208,6 +215,6 @@ def _plot_training(curves: dict[str, list], path: pathlib.Path):
       tokens, value = zip(*curves[name])
       axes.plot(np.array(tokens) / 1e6, value, marker="o", markersize=4,
                 color=color, label=name)
-    axes.set_xlabel("million tokens of training")
-  grid[0, 0].set_ylabel("tokens of a round")
-  style.save(figure, path, "The heads' likeliest chain on held-out rows")
+    axes.set_xlabel("million training tokens")
+  grid[0, 0].set_ylabel("tokens per round")
+  style.save(figure, path, "The heads' most likely chain on held-out rows")

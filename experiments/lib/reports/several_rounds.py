@@ -1,7 +1,8 @@
 """Exact analysis of several rounds of block verification, for optimality.py.
 
-It has rows and tables of the counterexample to the paper's Theorem 2, of the
-theorems on expected rounds, and of the cheapest draft lengths.
+The paper is "Block Verification Accelerates Speculative Decoding". This module
+computes tables of the counterexample to its Theorem 2, of the theorems on
+expected rounds (R and T), and of the cheapest draft lengths.
 """
 
 from collections.abc import Callable
@@ -28,15 +29,15 @@ _THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 
 
 def counterexample(compiled: Mapping[str, sj.exact.Compiled]) -> list[dict]:
-  """Returns expected tokens of block verification and of `Patient`.
+  """Returns expected tokens of block verification and of the rule `Patient`.
 
   Args:
     compiled: `exact.Compiled` rules by name, including "block".
 
   Returns:
-    One row per pair of models: gamma, rounds, and for both rules a list of the
-    expected tokens after each round. The last row compares block verification
-    with a longer draft instead of `Patient`.
+    One row per pair of models, with gamma, the number of rounds, and a list of
+    the expected tokens after each round for both rules. The last row has block
+    verification with a longer draft in the place of `Patient`.
   """
   rules = {"block": compiled["block"],
            "patient": sj.exact.Compiled(sj.analysis.Patient())}
@@ -55,7 +56,7 @@ def counterexample(compiled: Mapping[str, sj.exact.Compiled]) -> list[dict]:
 
 
 def print_counterexample(rows: list[dict[str, Any]]) -> None:
-  """Prints the tokens after the first and the last round, as fractions."""
+  """Prints the expected tokens after the first and last round, as fractions."""
   print("\nExpected tokens after the first and the last round; Theorem 2 of "
         "the paper fails:")
   print(f"{'gamma':>5s} {'rounds':>6s}  {'block':>12s}  other rule")
@@ -75,7 +76,10 @@ def as_fraction(value: float) -> str:
 
 
 def _ties(vocab: int, depth: int, seed: int):
-  """Returns a pair with multiples of 1/4 as probabilities, so ratios tie."""
+  """Returns a pair of models with multiples of 1/4 as probabilities.
+
+  So many probability ratios are equal.
+  """
   rng = np.random.default_rng([vocab, seed])
   table = lambda n: rng.multinomial(
       4, np.full(vocab, 1 / vocab), size=vocab**n) / 4
@@ -84,7 +88,7 @@ def _ties(vocab: int, depth: int, seed: int):
 
 def theorems(compiled: Mapping[str, sj.exact.Compiled],
              pairs: int) -> list[dict]:
-  """Returns the margins of both theorems, one row per random pair.
+  """Returns the margins by which both theorems hold, one row per random pair.
 
   Args:
     compiled: `exact.Compiled` rules by name, including "block" and "token".
@@ -122,9 +126,8 @@ def _value_margin(rule: sj.exact.Compiled, rounds: np.ndarray,
   """Returns the minimum over contexts c of D(c) - q(p = 0 or eos | c).
 
   D(c) is the number of expected rounds that one more token saves. The second
-  term is the probability under the drafter of tokens that the target never
-  emits, or that end the sequence. Theorem R requires that the difference is
-  not negative.
+  term is the drafter's total probability of eos and of tokens that the target
+  never generates. Theorem R requires that the difference is not negative.
   """
   length, eos = settings["length"], settings["eos"]
   p, q = (np.concatenate(tables[:length]) for tables in settings["pair"])
@@ -154,9 +157,10 @@ def print_theorems(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _within(length: int, ended: Callable = lambda drafts: drafts):
-  """Returns a function that cuts drafts by `ended` and by the length.
+  """Returns a function that shortens drafts.
 
-  A draft is shorter than the number of tokens that remain up to `length`.
+  The function applies `ended`. It then cuts the drafts so that a round with its
+  next token does not generate more than `length` tokens in total.
   """
   def within(drafts):
     drafts = ended(drafts)
@@ -168,7 +172,8 @@ def _within(length: int, ended: Callable = lambda drafts: drafts):
 
 
 def _stop_rules(gamma: int, length: int) -> dict[str, list[Callable]]:
-  """Returns the stop rules of every family, as functions of the drafts."""
+  """Returns the stop rules of every family, as functions that shorten drafts.
+  """
   families = {
       "confidence": [
           stop_rules.Confidence(threshold=t) for t in _THRESHOLDS],
@@ -190,10 +195,15 @@ def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
                   pairs: int = 12) -> list[dict]:
   """Returns the mean cost of a sequence by stop rule and price.
 
-  The price is the cost of a drafted token. Costs are in target calls: rounds +
-  price * drafted tokens. For each price, every family of stop rules has its
-  best threshold and its best maximum gamma over all pairs. No draft exceeds the
-  end of the sequence.
+  The price is the cost of a drafted token. The unit of costs is a target call,
+  so the cost of a sequence is rounds + price * drafted tokens. For each price
+  and family of stop rules, the threshold and the maximum gamma are those with
+  the smallest mean cost over all pairs of models. No draft exceeds the end of
+  the sequence.
+
+  Args:
+    compiled: `exact.Compiled` rules by name, including "block".
+    pairs: number of pairs of models.
   """
   gamma, length = 4, 5
   ended = _stop_rules(gamma, length)
@@ -219,7 +229,7 @@ def draft_lengths(compiled: Mapping[str, sj.exact.Compiled],
 
 
 def print_draft_lengths(rows: list[dict[str, Any]]) -> None:
-  """Prints the costs relative to the optimal draft lengths."""
+  """Prints the optimal costs, and the excess costs of all stop rules."""
   names = [name for name in rows[0] if name not in ("token_cost", "best")]
   print("\nCost of 5 tokens in target calls with block verification, and its "
         "excess in % under other stop rules:")
@@ -233,7 +243,10 @@ def print_draft_lengths(rows: list[dict[str, Any]]) -> None:
 
 
 def plot_counterexample(path: pathlib.Path) -> None:
-  """Plots the tokens after two rounds of the counterexample with gamma 3."""
+  """Plots the distribution of tokens after two rounds of the counterexample.
+
+  The draft length gamma is 3.
+  """
   gamma, rounds = 3, 2
   longest = rounds * (gamma + 1)
   pair = sj.analysis.patient_pair(gamma, longest + gamma)

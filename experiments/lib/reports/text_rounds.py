@@ -1,7 +1,7 @@
-"""Rounds until a sequence is complete: latency in target calls.
+"""Statistics of the number of rounds until a sequence is complete.
 
-All verifiers have the same token limit. A sequence is complete at the limit or
-at an eos.
+This number is the latency in target calls. A sequence is complete at the token
+limit or at an eos. All verifiers have the same token limit.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ import numpy as np
 from lib.figures import style
 from specjax import analysis
 
-LEVEL = 0.9  # quantile in addition to the mean
-_TAIL = 0.025
+LEVEL = 0.9  # level of the reported quantile
+_TAIL = 0.025  # probability outside a 95 % interval, on each side
 
 
 def columns(rounds: Any, clusters: Sequence[str]):
-  """Returns the mean and 90 % quantile of a verifier's rounds, as columns.
+  """Returns the mean and the 90 % quantile of a verifier's rounds as columns.
 
   Args:
-    rounds: `[N]` rounds of N sequences; or `[N, K]`, probabilities of at most
-      k = 0, ..., K - 1 rounds.
-    clusters: `[N]` labels, see `analysis.estimate`.
+    rounds: `[N]`, numbers of rounds of N sequences. Or `[N, K]`, for each
+      sequence the probabilities of at most k = 0, ..., K - 1 rounds.
+    clusters: `[N]`, cluster labels of the sequences (see `analysis.estimate`).
   """
   [within] = _within(rounds)
   mean = analysis.estimate(np.divide, (1 - within).sum(1),
@@ -35,9 +35,9 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
   """Returns columns that compare the rounds of two verifiers.
 
   Args:
-    rounds: rounds of a verifier, see `columns`.
+    rounds: rounds of the first verifier (see `columns`).
     base: rounds of the other verifier with the same prompts.
-    clusters: `[N]` labels of the N sequences.
+    clusters: `[N]`, cluster labels of the N sequences.
 
   Returns:
     "rounds_gain" is the mean divided by the mean of `base`, minus 1. A sequence
@@ -45,10 +45,10 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
     "slow_texts" is the share of slow sequences minus their share in `base`.
     Both columns are negative if the first verifier is better.
 
-    If the rounds are counts, few sequences are slow and the interval of
-    "slow_texts" is too short. In a simulation, it missed the true value in 12 %
-    of the cases with 40 sequences, and in 8 % with 100. The interval of
-    "rounds_p90" missed it in 0 to 4 %.
+    If `rounds` are numbers of rounds, few sequences are slow, so the interval
+    of "slow_texts" is too short. In a simulation, it missed the true value in
+    12 % of the cases with 40 sequences, and in 8 % with 100 sequences. The
+    interval of "rounds_p90" missed the true value in 0 to 4 % of the cases.
   """
   within, within_base = _within(rounds, base)
   limit = _quantile(within_base.mean(0))
@@ -66,11 +66,11 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
 # `compared()` return.
 SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
          ("rounds_gain", "mean over token's", "+.1%"),
-         ("slow_texts", "slow texts over token's", "+.1%"))
+         ("slow_texts", "share slow - token's", "+.1%"))
 
 
 def print_table(rows: list[dict[str, Any]]):
-  """Prints the rounds of every drafter, temperature, gamma and verifier."""
+  """Prints the columns `SHOWN` of every row of a table."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':13s} "
         + " ".join(f"{head:>23s}" for _, head, _ in SHOWN))
@@ -80,9 +80,9 @@ def print_table(rows: list[dict[str, Any]]):
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
           f"{style.label(r['verifier']):13s} "
           + " ".join(f"{text.rpartition(' ')[0]:>23s}" for text in shown))
-  print("slow texts need more rounds than the 90 % quantile of token "
-        "verification; the column is their share less that of token's own "
-        "texts")
+  print("Slow sequences need more rounds than the 90 % quantile of token "
+        "verification. The column\nis their share minus that of token "
+        "verification.")
 
 
 def quantile(within: np.ndarray, clusters: Sequence[str]):
@@ -90,13 +90,14 @@ def quantile(within: np.ndarray, clusters: Sequence[str]):
 
   P(at most k rounds) is a mean over sequences. The interval of the quantile
   contains every k for which the interval of this mean contains 0.9 (Woodruff
-  1952). If all sequences need at most k rounds, the lower end for this k is the
-  Clopper-Pearson bound, with clusters as observations. With fewer than 36
-  clusters, that bound is below 0.9, and the interval is NaN.
+  1952). The lower end of the mean's interval is at most the Clopper-Pearson
+  bound for the case that all sequences need at most k rounds, with clusters as
+  observations. With fewer than 36 clusters, this bound is below 0.9, and the
+  interval of the quantile is NaN.
 
   Args:
     within: `[N, K]`, P(at most k rounds) of each of N sequences.
-    clusters: `[N]` labels.
+    clusters: `[N]`, cluster labels of the sequences.
   """
   value = _quantile(within.mean(0))
   low = 0
@@ -111,17 +112,17 @@ def quantile(within: np.ndarray, clusters: Sequence[str]):
 
 
 def given_text(ratios: np.ndarray, gamma: int, rule: str):
-  """Returns the distribution of the rounds, given the generated sequence.
+  """Returns the distribution of the number of rounds for a given sequence.
 
   The drafter's q must depend only on the sequence. Given the sequence, the
   position after each round is then a Markov chain
   (`analysis.progress_given_text`). Let r_1, ..., r_l be the ratios of the l
-  tokens after position n. A round that starts at n passes n + l with
+  tokens after position n. A round that starts at n continues beyond n + l with
   probability prod_j min(1, 1 / r_j) under token verification. Under block
-  verification the probability is 1 / max(1, max_j r_1 ... r_j).
+  verification, the probability is 1 / max(1, max_j r_1 ... r_j).
 
   Args:
-    ratios: `[T]`, p/q of every token of the sequence; inf where q is 0.
+    ratios: `[T]`, p/q of every token of the sequence. It is inf where q is 0.
     gamma: draft length.
     rule: "token" or "block".
 
@@ -149,7 +150,10 @@ def given_text(ratios: np.ndarray, gamma: int, rule: str):
 
 
 def _within(*rounds: Any):
-  """Returns P(at most k rounds), `[N, K]` with the same K for all arguments."""
+  """Returns P(at most k rounds), `[N, K]`, with the same K for all arguments.
+
+  `columns` describes the two possible forms of an argument.
+  """
   rounds = [np.asarray(x, np.float64) for x in rounds]
   if rounds[0].ndim == 2:
     return rounds
@@ -158,4 +162,5 @@ def _within(*rounds: Any):
 
 
 def _quantile(shares: np.ndarray):
+  # The smallest k with P(at most k rounds) >= LEVEL.
   return int((shares < LEVEL - 1e-9).sum())

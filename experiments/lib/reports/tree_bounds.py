@@ -1,9 +1,9 @@
 """Upper bounds for all valid verifiers in one round, on real draft trees.
 
 `analysis.accepted_bound` requires q, the drafter's distribution, after every
-node of a tree. A draft has q only after nodes with children. So trees are drawn
-with one additional child below every leaf, except the deepest leaves. The
-verifiers see the tree without the additional nodes.
+node of a tree. A draft contains q only after nodes that have children. So the
+drafter draws trees with one additional child below every leaf, except the
+deepest leaves. The verifiers see the tree without the additional nodes.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from specjax import analysis
 from specjax.interfaces import Verifier
 from specjax.trees import topology
 
-_TRACED_BYTES = 2**28  # limit for the distributions of one call
+_TRACED_BYTES = 2**28  # largest size of the traced distributions of one call
 UNKNOWN = dict.fromkeys(
     name + end for name in ("bounded_tokens", "bound", "over_bound")
     for end in ("", "_low", "_high"))
@@ -27,7 +27,7 @@ UNKNOWN = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judged:
-  """Results of the R rounds of all prompts.
+  """Results of all R rounds over all prompts.
 
   Attributes:
     prompts: `[R]`, index of each round's prompt.
@@ -47,11 +47,12 @@ def extended(parents: Sequence[int]):
   """Returns a tree with an additional child below every leaf but the deepest.
 
   Args:
-    parents: parents of a breadth-first tree, see `specjax.trees`.
+    parents: parents of a breadth-first tree (see `specjax.trees`).
 
   Returns:
-    `(parents, nodes)`: the parents of the larger tree, breadth-first, and the
-    indices of the original nodes in it.
+    `(parents, nodes)`. `parents` are the parents of the larger tree in
+    breadth-first order. `nodes` are the indices of the original nodes in the
+    larger tree.
   """
   depths = sj.trees.depths(parents)
   leaves = [node for node, depth in enumerate(depths)
@@ -71,10 +72,10 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
   """Decodes prompts and evaluates verifiers on the drafts.
 
   Args:
-    decoder: a `Decoder` with the larger tree of `extended`. Its drafter must
-      draw the first child of a node from q of the node's context.
+    decoder: `Decoder` with the larger tree of `extended`. Its drafter must draw
+      the first child of a node from q of the node's context.
     parents: parents of the tree that the verifiers see.
-    nodes: indices of its nodes in the larger tree.
+    nodes: indices of the nodes of this tree in the larger tree.
     rules: verifiers to evaluate.
     params: parameters of the decoder's models.
     prompts: sequences of token ids.
@@ -85,7 +86,7 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
     A `Judged`.
   """
   parents, larger = np.array(parents), np.array(decoder.drafter.parents)
-  # The deepest nodes have no child. They index row 0, which is not used.
+  # The deepest nodes have no child. Their entry is 0, and its row is not used.
   children = [int(np.argmax(larger == node)) for node in nodes]
 
   def one(draft, probs):
@@ -118,20 +119,22 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
 
 
 def columns(judged: Any, clusters: Sequence[str]):
-  """Returns the bound and every verifier's distance from it.
+  """Returns the bound and the distance of every verifier from it.
 
   The table of the bound is fitted on one half of the clusters and evaluated on
   the other half, and vice versa.
 
   Args:
     judged: result of `judge`.
-    clusters: `[prompts]` labels, see `analysis.estimate`.
+    clusters: `[prompts]`, cluster label of each prompt (see
+      `analysis.estimate`).
 
   Returns:
     A dict for every verifier. "bounded_tokens" is its number of tokens per
     target call on these drafts. "bound" is an upper bound for all valid
-    verifiers on these drafts in one round. "over_bound" is their ratio minus 1.
-    The verifier is at most this far below the best possible verifier.
+    verifiers on these drafts in one round. "over_bound" is the ratio of
+    "bounded_tokens" to "bound", minus 1. The best possible verifier is better
+    by at most this much.
   """
   places = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
   half = np.array([places[label] % 2 for label in clusters])[judged.prompts]

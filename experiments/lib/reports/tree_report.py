@@ -18,23 +18,24 @@ BASELINE, FASTEST = "autoregressive", "dynamic_program"
 
 def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
             law: int, best: int | None, clusters: Sequence[str]):
-  """Returns the results of a configuration, on its own and shared rollouts.
+  """Returns the results of a configuration on its own and on shared rollouts.
 
-  The baseline and the dynamic program's choice have no node budget. The runs of
-  every budget decode them again, with identical output. Speeds are computed
-  from all these runs, and token counts from the runs of the first budget.
+  The baseline and the dynamic program's choice do not depend on the node
+  budget. They are decoded again for every budget, with identical output. Speeds
+  are computed from all these runs, and token counts from the runs of the first
+  budget.
 
   Args:
-    runs: `{configuration: run}` of every budget and prompt, in this order.
+    runs: `{configuration: run}` for every budget and prompt, in this order.
     own: name of the configuration.
-    shared: name of the configuration whose rollouts are shared.
-    law: index of the method's verifier among the verifiers of the shared
+    shared: name of the configuration that generated the shared rollouts.
+    law: index of the configuration's verifier among the verifiers of the shared
       rollouts.
-    best: index of the best possible verifier there, or None.
-    clusters: labels of the prompts, see `analysis.estimate`.
+    best: index of the best possible verifier among these verifiers, or None.
+    clusters: cluster labels of the prompts (see `analysis.estimate`).
 
   Returns:
-    Columns of a row. The columns of speed exist if the runs have "seconds".
+    Columns of a row. They include the speed if the runs have "seconds".
   """
   once = runs[:len(clusters)]
   others, mine = ([run[name] for run in once] for name in (shared, own))
@@ -50,7 +51,7 @@ def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
 
 def _speed(runs: list[dict[str, dict[str, Any]]], own: str
            ) -> dict[str, float]:
-  """Returns the columns of speed; {} if the runs were not timed."""
+  """Returns the columns of speed. Empty if the runs were not timed."""
   if "seconds" not in runs[0][own]:
     return {}
   pace, baseline = (np.array([
@@ -62,7 +63,7 @@ def _speed(runs: list[dict[str, dict[str, Any]]], own: str
 
 def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
                clusters: Sequence[str]) -> dict[str, float | None]:
-  """Returns columns of the gain of verifier `law` over verifier `best`."""
+  """Returns the gain of verifier `law` over verifier `best`, as columns."""
   if best is None:
     return dict.fromkeys(("over_best", "over_best_low", "over_best_high"))
   rounds = [r["rounds"] for r in runs]
@@ -73,11 +74,11 @@ def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
 
 
 def print_table(rows: list[dict[str, Any]]):
-  """Prints every method at every number of nodes."""
+  """Prints the results of every method and number of nodes."""
   width = max(len(style.label(r["method"])) for r in rows)
   timed = "speedup" in rows[0]
   shown = lambda row, name: f"{Estimate.of_columns(row, name):.3f}"
-  print(f"{'':{width + 10}s} {'tokens of a pass of the target':>54s}")
+  print(f"{'':{width + 10}s} {'tokens per pass of the target':>54s}")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'same drafts':>26s} "
         f"{'own rollouts':>26s}"
         + (f" {'tokens/s':>9s} {'speed-up':>8s}" if timed else ""))
@@ -89,27 +90,27 @@ def print_table(rows: list[dict[str, Any]]):
           + (f" {r['tokens_per_second']:9.1f} {r['speedup']:7.2f}x" if timed
              else ""))
   _print_rounds(rows, width)
-  print("intervals are of 95 % over prompts")
+  print("95 % intervals over prompts")
   if timed:
     _print_choices(rows)
 
 
 def _print_choices(rows: list[dict[str, Any]]):
-  """Prints the dynamic program's choice beside the fastest tree measured."""
+  """Compares the dynamic program's choice with the fastest measured tree."""
   for temperature in dict.fromkeys(r["temperature"] for r in rows):
     mine = [r for r in rows if r["temperature"] == temperature]
     chosen = next(r for r in mine if r["method"] == FASTEST)
     best = max(mine, key=lambda r: r["speedup"])
     print(f"temperature {temperature:g}: the dynamic program's choice has "
           f"{len(chosen['parents'])} nodes and "
-          f"{chosen['speedup'] / best['speedup']:.2f} of the best speed-up "
-          f"measured ({style.label(best['method'])}, {best['nodes']} nodes)")
+          f"{chosen['speedup'] / best['speedup']:.2f} times the best measured "
+          f"speed-up ({style.label(best['method'])}, {best['nodes']} nodes)")
 
 
 def _print_rounds(rows: list[dict[str, Any]], width: int) -> None:
-  """Prints rounds per sequence, and distances from the best possible."""
-  print("rounds until a text is complete, own rollouts; tokens of a pass over "
-        "the best possible in one round on the same drafts:")
+  """Prints rounds per sequence, and the distance from the best verifier."""
+  print("rounds until a sequence is complete, own rollouts; tokens per pass "
+        "over those of the best possible verifier in one round, same drafts:")
   print(f"{'T':>4s} {'method':{width}s} {'nodes':>5s} {'mean':>26s} "
         f"{'90 % quantile':>20s} {'over the best':>38s}")
   for r in rows:
@@ -132,10 +133,10 @@ def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
-  """Writes the figures, from the rows of trees.csv."""
+  """Writes the figures from rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
-        "tokens of a pass", "Tokens of a pass of the target, the same drafts "
-        "for rules of the same trees; 95 % intervals over prompts")
+        "tokens per target pass", "Tokens per pass of the target, same drafts "
+        "for all rules on the same trees; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
           "Speed over that of autoregressive decoding")
@@ -150,7 +151,7 @@ def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
     _plot_panel(axes, [r for r in rows if r["temperature"] == temperature],
                 figure_of)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
-    axes.set_xlabel("nodes of a pass, the root included")
+    axes.set_xlabel("nodes per pass, including the root")
   grid[0, 0].set_ylabel(name)
   style.save(figure, path, title)
 

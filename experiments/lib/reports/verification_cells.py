@@ -5,10 +5,9 @@ prompt set, index, digest of the prompt). A cell is a combination of drafter,
 draft length, temperature and verifier.
 
 A gain is the block efficiency (tokens per target call) of a verifier divided by
-that of token verification, minus 1. "gain" compares both on the same drafts;
-"own_gain" compares the outputs that each verifier generates itself. Every
-estimate has columns "_low" and "_high", the 95 % interval over clusters of
-prompts.
+that of token verification, minus 1. "gain" compares both on the same drafts.
+"own_gain" compares the rollouts of each verifier. Every estimate has columns
+"_low" and "_high", the 95 % interval over clusters of prompts.
 """
 
 from collections.abc import Callable
@@ -38,7 +37,8 @@ def key(drafter: str, gamma: int, verifier: str):
 def shared_key(drafter: str):
   """Returns the name of the configuration with the shared drafts.
 
-  The shared drafts are from rollouts of token verification, largest gamma.
+  The shared drafts are from rollouts of token verification with the largest
+  gamma.
   """
   return f"{drafter} shared"
 
@@ -47,11 +47,14 @@ class Study:
   """Runs of all configurations, and results of every cell.
 
   Attributes:
-    runs: `{unit: {configuration: run}}`.
-    costs: seconds per pass, `{"verify": {gamma: ...}, "draft": {drafter:
-      ...}}`, or None if the latency was not measured.
-    cluster_of: function from a prompt's digest to its cluster label, see
-      `analysis.estimate`.
+    runs: `{unit: {name of a configuration: run}}`.
+    drafters: names of the drafters.
+    gammas: draft lengths.
+    verifiers: names of the verifiers.
+    costs: time per pass in seconds, `{"verify": {gamma: ...}, "draft":
+      {drafter: ...}}`, or None if the latency was not measured.
+    cluster_of: function from a prompt's digest to its cluster label (see
+      `analysis.estimate`).
   """
 
   def __init__(self, runs: dict[tuple, dict[str, dict[str, Any]]],
@@ -62,10 +65,10 @@ class Study:
     self._drafters, self._gammas, self._verifiers = drafters, gammas, verifiers
 
   def rows(self, prompts: str | None = None):
-    """Returns a row for every drafter, temperature, gamma and verifier.
+    """Returns the table rows of all cells, one row per cell.
 
     Args:
-      prompts: name of a prompt set; None combines all sets.
+      prompts: name of a prompt set. None combines all sets.
     """
     rows = []
     for mine, base in _cells([row for row in self.prompt_rows()
@@ -81,27 +84,30 @@ class Study:
     return rows
 
   def baseline_speed(self):
-    """Returns tokens per second of autoregressive decoding, None if unknown."""
+    """Returns tokens per second of autoregressive decoding; None if untimed."""
     runs = [runs.get(BASELINE, {}) for runs in self._runs.values()]
     if not all("seconds" in run for run in runs):
       return None
     return _tokens_per_second(runs)
 
   def half_width(self, verifier: str):
-    """Returns the largest half width of the intervals of a rule's gain.
+    """Returns the largest half width of the intervals of a verifier's gain.
 
-    The maximum is over all drafters, temperatures and draft lengths, with the
-    gain on the same drafts. If a gain has no interval, the result is None.
+    The gain is that on the same drafts. The maximum is over all drafters,
+    temperatures and draft lengths. If a gain has no interval, returns None.
     """
     return self._widest(verifier, lambda gain: (gain.high - gain.low) / 2)
 
   def clusters_needed(self, verifier: str, half_width: float):
-    """Returns the number of clusters for a half width, or None."""
+    """Returns the number of clusters that a half width of all gains requires.
+
+    If a gain has no interval, returns None.
+    """
     return self._widest(verifier, lambda gain: analysis.clusters_needed(
         gain, half_width))
 
   def _widest(self, verifier: str, figure: Callable):
-    """Returns the largest `figure(gain)`; None if a gain has no interval."""
+    """Returns the maximum of `figure(gain)`, or None without an interval."""
     rows = self.prompt_rows([verifier])
     gains = [estimates(rows, base)["gain"] for rows, base in _cells(rows)
              if rows[0]["verifier"] == verifier]
@@ -112,9 +118,9 @@ class Study:
   def prompt_rows(self, verifiers: list[str] | None = None):
     """Returns the acceptance of every rollout in every cell.
 
-    All intervals are computed from these rows. The columns "own_" count the
-    verifier's own rollouts. The columns "shared_" count the drafts that all
-    verifiers evaluate.
+    All intervals are computed from these rows. The columns "own_*" are sums
+    over the verifier's own rollouts. The columns "shared_*" are sums over the
+    drafts that all verifiers evaluate.
     """
     verifiers = list(dict.fromkeys(("token", *(verifiers or self._verifiers))))
     rows = []
@@ -131,7 +137,7 @@ class Study:
                   gamma: int, verifier: str):
     """Returns the accepted tokens and rounds of a rollout."""
     shared = runs[shared_key(drafter)]
-    # Entry 0 is the rule of the rollout; the verifiers follow in order.
+    # Entry 0 is that of the rollout's rule. The verifiers follow in order.
     survival = shared["survival"][1 + self._verifiers.index(verifier)]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
@@ -145,7 +151,7 @@ class Study:
             if unit[1] == temperature and prompts in (None, unit[3])]
 
   def _speed(self, units: list[tuple], drafter: str, gamma: int, verifier: str):
-    """Returns the speed columns of one cell; {} if nothing was timed."""
+    """Returns the speed columns of a cell. Empty if no run was timed."""
     name = key(drafter, gamma, verifier)
     pairs = [(self._runs[unit].get(name, {}), self._runs[unit].get(BASELINE))
              for unit in units]
@@ -162,7 +168,10 @@ class Study:
             **self._round_costs(drafter, gamma, own_runs)}
 
   def _round_costs(self, drafter: str, gamma: int, runs: list[dict[str, Any]]):
-    """Returns the milliseconds of a round: verify, draft and overhead."""
+    """Returns the costs in a round, in milliseconds.
+
+    They are those of the target call, of drafting one token, and the overhead.
+    """
     verify = self._costs["verify"][gamma]
     draft = self._costs["draft"][drafter]
     per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
@@ -176,18 +185,18 @@ def _tokens_per_second(runs: Sequence[dict[str, Any]]) -> float:
 
 
 def _speedups(halves: list[list[tuple]]):
-  """Returns the measured and the predicted speed-up, medians over prompts.
+  """Returns the measured and the predicted speed-up, as medians over prompts.
 
-  The prediction is the prompt's own block efficiency, divided by the cost of a
-  round on the other half of the prompts. It assumes that all prompts have the
-  same cost per round, but nothing about acceptance.
+  The prediction is the block efficiency of the prompt, divided by the cost of a
+  round on the other half of the prompts. It assumes that the cost of a round is
+  equal for all prompts. It makes no assumption about acceptance.
 
   Args:
     halves: two lists of `(run, autoregressive run)`, one per half of the
       prompts.
   """
-  # The unit of cost is an autoregressive step of the same prompt, because both
-  # runs were timed on the same machine.
+  # The cost of a round, in autoregressive steps of the same prompt. The ratio
+  # cancels the speed of the machine, because it timed both runs.
   steps = [statistics.median(
       (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
       for r, b in half) for half in halves]
@@ -218,10 +227,10 @@ def _cells(rows: list[dict[str, Any]]):
 
 
 def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
-  """Returns the acceptance of one cell, `{name: analysis.Estimate}`.
+  """Returns the acceptance of one cell as `{name: analysis.Estimate}`.
 
   Args:
-    rows: rows of `Study.prompt_rows` with one verifier.
+    rows: rows of `Study.prompt_rows` of the cell.
     base: rows of token verification with the same prompts.
   """
   of = lambda rows, name: np.array([r[name] for r in rows], np.float64)
@@ -240,13 +249,13 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
 
 
 def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
-  """Returns the `estimates` and rounds of a cell, as columns of a table.
+  """Returns the `estimates` and rounds of a cell as columns of a table.
 
-  The table is verification.csv. The rounds are counted per rollout of the
-  verifier, which ends at --max_new_tokens or an eos.
+  The table is verification.csv. Rounds are counted per rollout of the verifier.
+  A rollout ends at --max_new_tokens or an eos.
 
   Args:
-    rows: rows of `Study.prompt_rows` with one verifier.
+    rows: rows of `Study.prompt_rows` of the cell.
     base: rows of token verification with the same prompts.
   """
   found = estimates(rows, base)

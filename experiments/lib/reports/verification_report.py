@@ -10,7 +10,7 @@ from lib.reports import verification_cells as cells
 from specjax import analysis
 from specjax.utils import files
 
-# Columns of the table on stdout, with format and width.
+# Columns of the printed table: name, format and width.
 _SHOWN = (("block_efficiency", ".2f", 20),
           ("paired_block_efficiency", ".2f", 20), ("own_gain", "+.1%", 21),
           ("gain", "+.1%", 21))
@@ -18,16 +18,16 @@ _TABLE_GAMMA = 8  # draft length of the tables by prompt set and by temperature
 
 
 def _judged_afresh(verifier: str):
-  """Returns whether a verifier's state is reset at every shared draft.
+  """Returns True if a verifier's state is reset before every shared draft.
 
-  It is True for verifiers with a state that depends on earlier rounds. On
-  shared drafts such a verifier acts as in its first round.
+  This applies to verifiers with a state that depends on earlier rounds. On
+  shared drafts, such a verifier decides as in its first round.
   """
   return common.VERIFIERS[verifier].remembers
 
 
 def _shown(row: dict[str, Any], name: str, form: str):
-  """Returns an estimate and its interval as text; "-" if unknown."""
+  """Returns an estimate with its interval as text, or "-" if it is missing."""
   if name not in row:
     return "-"
   return format(
@@ -35,7 +35,7 @@ def _shown(row: dict[str, Any], name: str, form: str):
 
 
 def print_table(rows: list[dict[str, Any]]):
-  """Prints the results of every cell over all prompts."""
+  """Prints the results of all cells over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   print(f"{'':{width}s} {'':4s} {'':5s} {'':13s} {'tokens of a round':>41s} "
         f"{'gain over token':>43s} {'speed-up over':>14s}")
@@ -49,14 +49,14 @@ def print_table(rows: list[dict[str, Any]]):
                                    x, form, wide in _SHOWN) +
           f"{_speedup(r, 'speedup'):>14s} "
           f"{_speedup(r, 'predicted_speedup'):>9s}")
-  print(f"intervals are of 95 %, n={rows[0]['clusters']} clusters of prompts")
+  print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts")
   afresh = {style.label(r["verifier"]) for r in rows
             if _judged_afresh(r["verifier"])}
   if afresh:
-    print(f"* on the same drafts {', '.join(afresh)} starts afresh in every "
-          "round, which its own rollouts do not allow")
+    print(f"* On the same drafts, {', '.join(afresh)} decides every round as "
+          "a first round. On its own rollouts it does not")
   if "rounds" in rows[0]:
-    print("rounds until a text is complete, own rollouts:")
+    print("Number of rounds until a sequence is complete, own rollouts:")
     text_rounds.print_table(rows)
   _print_speed(rows)
 
@@ -68,15 +68,15 @@ def _print_speed(rows: list[dict[str, Any]]):
       print(f"{r['drafter']}, temperature {r['temperature']:g}, gamma "
             f"{r['gamma']}, {style.label(r['verifier'])}: {r['throughput']:.1f}"
             f" tokens per second, {r['throughput_gain']:+.0%} over "
-            "autoregressive decoding of as many rows")
+            "autoregressive decoding with the same batch size")
   if "speedup" in rows[0]:
     ratios = [r["measured_over_predicted"] for r in rows]
-    print("measured speed-up over the prediction from the other half of the "
-          f"prompts: {min(ratios):.2f} to {max(ratios):.2f}")
+    print("measured speed-up divided by the prediction from the other half of "
+          f"the prompts: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def _speedup(row: dict[str, Any], name: str):
-  """Returns a speed-up as text, "-" if it was not measured."""
+  """Returns a speed-up as text, or "-" if it was not measured."""
   return f"{row[name]:.2f}x" if name in row else "-"
 
 
@@ -102,22 +102,22 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
     f.write(_tables(rows, by_prompts).encode())
   _plot_estimate(
       rows, directory / "verification_tokens.png", "paired_block_efficiency",
-      "tokens of a round", "Tokens of a round on the same drafts; 95 % "
-      "intervals over prompts")
+      "tokens per target call", "Tokens per target call on the same drafts; "
+      "95 % intervals over prompts")
   _plot_estimate(
       rows, directory / "verification_gain.png", "gain", "gain in %",
-      "Gain in tokens of a round over token verification, on the same drafts; "
-      "95 % intervals over prompts", scale=100, skipped=("token",))
+      "Gain in tokens per target call over token verification, on the same "
+      "drafts; 95 % intervals over prompts", scale=100, skipped=("token",))
   if "speedup" in rows[0]:
     _plot_speed(rows, directory / "verification_speed.png")
 
 
 def summary(rows: list[dict[str, Any]]):
-  """Returns block verification's gain by draft length, as Markdown lines.
+  """Returns the gain of block verification by draft length as Markdown lines.
 
   The lines are the first table of the README. They contain only the first
-  drafter and temperature. The tokens and the second gain are computed from each
-  verifier's own rollouts.
+  drafter and the first temperature. The tokens per target call and the second
+  gain are from the rollouts of each verifier.
   """
   mine = [r for r in rows if r["prompts"] == "all" and all(
       r[name] == rows[0][name] for name in ("drafter", "temperature"))]
@@ -146,13 +146,13 @@ def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
   by_set = pick(by_prompts + rows, drafter=best, gamma=gamma,
                 temperature=first)
   return "\n".join([
-      "Tokens of a round (block efficiency) of each rule on its own rollouts. "
-      "Gain: in tokens of a round over token verification, on the same drafts; "
-      "for greedy block verification of a first round, for it starts afresh "
-      "there; or, where it says so, on each rule's own rollouts. Intervals are "
-      "of 95 % over n clusters of prompts. Speed-up: over autoregressive "
-      "decoding.", "",
-      f"Table 1. By prompts: gamma {gamma}, temperature {first:g}, drafter "
+      "Tokens: tokens per target call (block efficiency) of each rule on its "
+      "own rollouts. Gain: relative increase in tokens per target call over "
+      "token verification, on the same drafts or on each rule's own rollouts. "
+      "On the same drafts, greedy block verification decides every round as a "
+      "first round. Intervals: 95 %, over n clusters of prompts. Speed-up: "
+      "tokens per second over autoregressive decoding.", "",
+      f"Table 1. By prompt set: gamma {gamma}, temperature {first:g}, drafter "
       f"{best}.", "",
       *_table(by_set, ["prompts"]), "",
       f"Table 2. By drafter and gamma: temperature {first:g}, all prompts.", "",
@@ -162,7 +162,14 @@ def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
 
 
 def _table(rows: list[dict[str, Any]], labels: list[str]):
-  """Returns Markdown lines, one per setting with all its verifiers."""
+  """Returns a Markdown table as lines, one line per setting.
+
+  A line contains the results of all verifiers.
+
+  Args:
+    rows: rows of verification.csv.
+    labels: columns that identify a setting.
+  """
   lines = {}
   for r in rows:
     lines.setdefault(tuple(r[label] for label in labels), []).append(r)
@@ -177,7 +184,12 @@ def _table(rows: list[dict[str, Any]], labels: list[str]):
 
 
 def _line(values: tuple, rows: list[dict[str, Any]]) -> list[str]:
-  """Returns the cells of one setting."""
+  """Returns the table cells of one setting.
+
+  Args:
+    values: values that identify the setting.
+    rows: rows of verification.csv of the setting, one for each verifier.
+  """
   return [*(f"{v:g}" if isinstance(v, float) else str(v) for v in values),
           str(rows[0]["clusters"]),
           *(_shown(r, "block_efficiency", ".2f") for r in rows),
@@ -210,7 +222,10 @@ def _panels(rows: list[dict[str, Any]]):
 
 
 def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
-  """Returns `[(verifier, rows, arguments of style.apart)]` of a panel."""
+  """Returns the curves of a panel.
+
+  A curve is a tuple `(verifier, rows, arguments of style.apart)`.
+  """
   verifiers = list(dict.fromkeys(r["verifier"] for r in rows))
   return [(verifier, [r for r in rows if r["verifier"] == verifier],
            (place, len(verifiers)))
@@ -218,7 +233,7 @@ def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
 
 
 def _name(verifier: str):
-  """Returns the label of a curve that is measured on shared drafts."""
+  """Returns the label of a verifier's curve on shared drafts."""
   return style.label(verifier) + (
       "\n(first round only)" * _judged_afresh(verifier))
 
@@ -235,7 +250,7 @@ def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
 def _plot_estimate(rows: list[dict[str, Any]], path: pathlib.Path, name: str,
                    label: str, title: str, *, scale: float = 1,
                    skipped: tuple[str, ...] = ()):
-  """Plots one estimate with its intervals, a curve for each verifier."""
+  """Plots one estimate with its intervals, as one curve for each verifier."""
   figure, found = _panels(rows)
   for axes, curves in found:
     for verifier, mine, place in curves:

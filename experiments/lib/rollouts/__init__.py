@@ -1,1 +1,1 @@
-"""Resumable rollouts of configurations, and timing of compiled calls."""
+"""Resumable rollouts of configurations, and timing of programs."""

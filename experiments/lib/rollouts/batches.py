@@ -1,4 +1,4 @@
-"""Settings of batched rollouts, from the flags of a study.
+"""Settings of batched rollouts from the flags of a study.
 
   _BATCH = batches.flags()
   ...
@@ -23,12 +23,12 @@ class BatchFlags(NamedTuple):
   """Flags for batched rollouts."""
 
   size: absl_flags.FlagHolder
-  timing: absl_flags.FlagHolder | None  # of studies that measure speed
+  timing: absl_flags.FlagHolder | None  # None if the study never measures speed
   mesh: shared.MeshFlags
 
 
 def untimed_flags(size: int = 1) -> BatchFlags:
-  """Defines --batch and --mesh of a study that does not measure speed."""
+  """Defines --batch and --mesh for a study that never measures speed."""
   return BatchFlags(shared.batch(size), None, shared.mesh())
 
 
@@ -43,13 +43,14 @@ def flags(*timings: str) -> BatchFlags:
 
 def settings(given: BatchFlags, *, timed: bool = True,
              splits_prompts: bool = True) -> Batch | None:
-  """Joins the processes and returns the batch, or None to measure latency.
+  """Connects the processes and returns the settings; None: measure latency.
 
   Args:
     given: flags of the study.
-    timed: whether the study measures speed if --timing is not set.
-    splits_prompts: whether processes decode different prompts, each on a mesh
-      of its own devices. Otherwise all decode the same prompts on one mesh.
+    timed: if True, the study measures speed by default (without --timing).
+    splits_prompts: if True, each process decodes different prompts on a mesh of
+      its own devices. If False, all processes decode the same prompts on one
+      mesh.
 
   Raises:
     ValueError: the flags contradict each other, or the mesh does not divide
@@ -67,19 +68,19 @@ def settings(given: BatchFlags, *, timed: bool = True,
                      "all of them out")
   joined = meshes.join(mesh, rows=size, trains=False,
                        splits_prompts=splits_prompts)
-  # Every device has the complete drafter, because the number of its heads may
-  # not be a multiple of the model axis.
+  # The drafter is replicated on every device, because its number of heads may
+  # not be a multiple of the size of the model axis.
   return None if timing == "latency" else Batch(
       size=size, timed=timing == "throughput",
       placement=joined and Placement(mesh=joined, drafter="replicate"))
 
 
 def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
-  """Returns the parameters, on the mesh if there is one.
+  """Returns the parameters, placed on the mesh if there is one.
 
   Args:
     batch: result of `settings`.
-    decoder: decoder of these parameters.
+    decoder: decoder that uses these parameters.
     params: `{"target": ..., "drafter": ...}`.
   """
   if batch is None or batch.placement is None:
@@ -88,7 +89,9 @@ def placed(batch: Batch | None, decoder: sj.Decoder, params: Any) -> Any:
 
 
 def with_placed_params(batch: Batch | None, target: Any) -> Any:
-  """Returns a target, which several decoders share, with its parameters placed.
+  """Returns a target with its parameters placed on the mesh, if there is one.
+
+  Several decoders can share this target.
 
   Args:
     batch: result of `settings`.
@@ -100,7 +103,7 @@ def with_placed_params(batch: Batch | None, target: Any) -> Any:
 
 
 def window(batch: Batch | None) -> int | None:
-  """Returns the argument `window` of `resumable.run`, None without a batch.
+  """Returns the argument `window` of `resumable.run`, or None without a batch.
 
   A larger window leaves fewer rows idle, but stores more prefilled states.
   """

@@ -1,8 +1,8 @@
-"""Exact acceptance of drafters under all rules, from one rollout per draft.
+"""Measures the exact acceptance of drafters under several rules.
 
-A `Candidate` is one way in which a drafter drafts, such as a chain or a sampled
-tree. Its prompts are decoded in batches by one rule. All other rules that suit
-its drafts are evaluated on the same drafts.
+A `Candidate` is a drafter with a form of its drafts, such as a chain or a
+sampled tree. For each candidate, the prompts are decoded once, in batches and
+with one rule. All other rules for this form are evaluated on the same drafts.
 """
 
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from specjax import strategies
 from specjax.models import Pretrained
 from specjax.strategies import Strategy
 
-_DEPTH = 8  # assumed accuracies of a tree of a draft model, see `_tree`
+_DEPTH = 8  # largest depth of the tree of a draft model (see `_tree`)
 
 
 class Candidate(NamedTuple):
-  """One way in which a drafter drafts.
+  """Drafter with a form of its drafts, and the rules for this form.
 
   Attributes:
-    strategies: strategies with this drafter, which differ in their rule.
-    params: `params["drafter"]` of the decoder.
-    model: target model. For heads, it also returns the hidden states that they
-      read.
+    strategies: strategies with this drafter. They differ only in their rule.
+    params: parameters of the decoder, `{"target": ..., "drafter": ...}`.
+    model: target model. For heads, it also returns the hidden states that the
+      heads read.
   """
 
   strategies: tuple[Strategy, ...]
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
 
 
 def of_loaded(drafter: loading.Loaded) -> Candidate:
-  """Returns a loaded drafter with its own strategy."""
+  """Returns the candidate of a loaded drafter with its default strategy."""
   return Candidate((drafter.strategy,), drafter.params, drafter.model)
 
 
@@ -66,15 +66,15 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
                tokenizer: sj.data.Tokenizer, *, gamma: int, nodes: int,
                datastore: str | None, dtype: str | None,
                batch: decoders.Batch) -> dict[str, Candidate]:
-  """Returns the chains and trees of a drafter, by name.
+  """Returns the candidates with chains and with trees of a drafter, by name.
 
   Args:
     name: name of the drafter.
     target: target model.
-    loaded: draft models of `loading.load_target`.
-    tokenizer: the target's tokenizer.
+    loaded: draft models from `loading.load_target`.
+    tokenizer: tokenizer of the target.
     gamma: draft length of chains.
-    nodes: size of draft trees, root included.
+    nodes: size of draft trees, including the root.
     datastore: see `loading.load`.
     dtype: see `loading.load`.
     batch: settings of the rollouts.
@@ -104,9 +104,10 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
 
 
 def _tree(nodes: int) -> tuple[int, ...]:
-  """Returns a tree for a drafter whose acceptance rates are not known.
+  """Returns a tree for a drafter with unknown acceptance rates.
 
-  The assumed rate of the k-th most likely token is 2^-k at every depth.
+  It is optimal if the acceptance rate of the k-th most likely token is 2^-k at
+  every depth.
   """
   return sj.trees.medusa_tree(np.tile(0.5 ** np.arange(1, 11), (_DEPTH, 1)),
                               nodes)
@@ -119,14 +120,14 @@ class Judge:
   Attributes:
     target: target model, or a `traces.Trace`.
     candidates: candidates by name.
-    rules: names of the rules of chains. Trees have the rules of their
+    rules: names of the rules for chains. The rules for trees are those of their
       strategies.
     read: prompts.
     eos: token ids that end a row, or None.
-    new_tokens: largest number of new tokens.
+    new_tokens: largest number of new tokens per prompt.
     batch: settings of the rollouts.
     seed: seed of the rollouts.
-    detailed: whether chains also have the `statistics` of their tokens.
+    detailed: if True, the `statistics` of draft tokens are computed for chains.
   """
 
   target: Any
@@ -140,7 +141,7 @@ class Judge:
   detailed: bool = False
 
   def observed(self, name: str, temperature: float) -> dict[str, sj.Verifier]:
-    """Returns the rules and statistics of a candidate, by name."""
+    """Returns the observers of a candidate: rules and statistics, by name."""
     one = self.candidates[name]
     if not one.is_chain:
       return {common.VERIFIER_NAMES[x.verifier]: x.verifier
@@ -166,12 +167,11 @@ class Judge:
 
   def params(self, name: str) -> dict[str, Any]:
     """Returns the parameters of a candidate's decoder."""
-    return {"target": self.target.params,
-            "drafter": self.candidates[name].params}
+    return self.candidates[name].params
 
   def configurations(self, temperature: float
                      ) -> dict[str, decoders.DecoderRows]:
-    """Returns a configuration per candidate."""
+    """Returns the configuration of each candidate, by name."""
     nodes = max(one.drafter.num_nodes for one in self.candidates.values())
     return {name: decoders.DecoderRows(
         self.decoder(name, temperature), self.params(name), self.new_tokens,
@@ -180,15 +180,18 @@ class Judge:
 
   def runs(self, temperatures: Sequence[float], path: pathlib.Path
            ) -> dict[tuple, dict[str, Any]]:
-    """Decodes all prompts, and returns `{unit: {name of a candidate: run}}`.
+    """Decodes all prompts and returns the runs of all candidates.
 
     Args:
       temperatures: sampling temperatures.
-      path: JSONL file of the runs, from which an interrupted evaluation
-        resumes.
+      path: JSONL file of the runs. An interrupted evaluation resumes from it.
+
+    Returns:
+      `{unit: {name of a candidate: run}}` (see `resumable`).
     """
     fingerprint = resumable.fingerprint(
-        [self.target.params, *(x.params for x in self.candidates.values())],
+        [self.target.params, *(_own(x.params, self.target.params)
+                               for x in self.candidates.values())],
         [(name, x.strategies) for name, x in self.candidates.items()],
         self.eos, list(self.rules), self.new_tokens)
     units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
@@ -202,11 +205,12 @@ class Judge:
 
   def results(self, temperatures: Sequence[float], gammas: Sequence[int],
               path: pathlib.Path) -> drafter_evaluation.Results:
-    """Decodes all prompts and returns the results, see `runs`.
+    """Decodes all prompts and returns the results (see `runs`).
 
     Args:
       temperatures: sampling temperatures.
-      gammas: draft lengths of chains, at most that of the candidates.
+      gammas: draft lengths of chains. They must not exceed the draft length of
+        the candidates.
       path: JSONL file of the runs.
     """
     return drafter_evaluation.Results(
@@ -217,8 +221,13 @@ class Judge:
                   for name in self.candidates for t in temperatures})
 
 
+def _own(params: dict[str, Any], target: Any) -> Any:
+  """Returns the parameters that a candidate does not share with the target."""
+  return params["drafter"] if params["target"] is target else params
+
+
 def context(judged: Mapping[str, Candidate]) -> int:
-  """Returns the context length that all candidates have."""
+  """Returns the smallest context length of all candidates."""
   return min(one.strategies[0].decoder(one.model).context_length
              for one in judged.values())
 
@@ -231,12 +240,16 @@ def load(names: list[str], target: str, dtype: str | None,
   Args:
     names: names of the drafters.
     target: name of the target.
-    dtype: precision of the weights. None: the library's default.
+    dtype: precision of the weights. None means the library's default.
     batch: settings of the rollouts.
-    **options: gamma, nodes and datastore of `candidates`.
+    **options: arguments gamma, nodes and datastore of `candidates`.
+
+  Returns:
+    The target, the candidates by name, and the target's tokenizer.
 
   Raises:
-    ValueError: two drafters have the same name, or one does not fit.
+    ValueError: two drafters have the same name, or a drafter does not match
+      the target.
   """
   found, loaded, tokenizer = loading.load_target(names, target, dtype, batch)
   labels = list(map(models.label, names))

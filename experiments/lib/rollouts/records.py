@@ -1,7 +1,8 @@
-"""Storage of a study's runs in a JSONL file, for one or several processes.
+"""Stores the runs of a study in JSONL files, for one or several processes.
 
-A run is the result of one rollout, a dict. A unit is a tuple that identifies
-the prompt and the settings of runs.
+A run is a dict with the measurements of one rollout. A unit is a tuple that
+identifies the prompt and the settings. It has one run for each name, such as
+the name of a configuration.
 """
 
 from collections.abc import Callable
@@ -23,19 +24,23 @@ from specjax.utils import processes
 
 
 class Record:
-  """Runs by unit. Every run is appended to a file when it is complete.
+  """Runs of a study. Every run is appended to a file when it is complete.
 
-  The first process appends to `path`, for example runs.jsonl. Process 1 appends
-  to runs.1.jsonl in the same directory, and so on. The processes need no common
-  file system. All of them create the record and call `merge`.
+  Process 0 appends to `path`, for example runs.jsonl. Process 1 appends to
+  runs.1.jsonl in the same directory, and so on. The processes need no common
+  file system. All processes create the record and call `merge`.
 
   Attributes:
-    runs: `{unit: {name: run}}`, from the files of all processes when the record
-      was created, with the runs of this process. After `merge`, all runs.
+    runs: `{unit: {name: run}}`. Before `merge`, the runs that any process had
+      stored when the record was created, and new runs of this process. After
+      `merge`, the runs of all processes.
   """
 
   def __init__(self, path: pathlib.Path):
-    """Reads the runs; removes the incomplete last line of a killed process."""
+    """Reads the stored runs.
+
+    If a killed process has left an incomplete last line, removes this line.
+    """
     self._path, self._added = path, {}
     self._own = path if processes.is_first() else path.with_suffix(
         f".{jax.process_index()}{path.suffix}")
@@ -47,15 +52,16 @@ class Record:
       _update(self.runs, runs)
 
   def _shares(self) -> list[pathlib.Path]:
-    """Returns the files of other processes, for the first process."""
+    """Returns the files of other processes. Empty except in process 0."""
     return sorted(self._path.parent.glob(
         f"{self._path.stem}.*{self._path.suffix}")
         if processes.is_first() else ())
 
   def missing(self, units: list[tuple], names: Iterable[str]) -> list[tuple]:
-    """Returns the units that lack a run.
+    """Returns the units without a run of every name in `names`.
 
-    Rows of a batch are stored one by one, so a unit may lack some of `names`.
+    In batched decoding, the runs of a unit are stored one by one. So a unit may
+    have runs of some names only.
     """
     return [unit for unit in units if unit not in self.runs
             or not set(names) <= self.runs[unit].keys()]
@@ -77,7 +83,7 @@ class Record:
       yield add
 
   def merge(self) -> None:
-    """Writes the runs of all processes to `path`, and deletes other files."""
+    """Writes the runs of all processes to `path`, and deletes their files."""
     for runs in _from_all(self._added):
       _update(self.runs, runs)
     processes.by_the_first(self._write)
@@ -94,7 +100,7 @@ class Record:
 
 
 def _from_all(value: Any) -> list[Any]:
-  """Returns the value of every process; all processes call it."""
+  """Returns the values of all processes. All processes must call it."""
   if jax.process_count() == 1:
     return [value]
   gather = multihost_utils.process_allgather
@@ -117,7 +123,7 @@ def _remove_incomplete_line(path: pathlib.Path) -> None:
 
 
 def _read(paths: list[pathlib.Path]) -> dict[tuple, dict[str, Any]]:
-  """Returns the runs in files, without an incomplete last line."""
+  """Returns the runs in files. Ignores incomplete last lines."""
   runs = {}
   for path in filter(pathlib.Path.exists, paths):
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):

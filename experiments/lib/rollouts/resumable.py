@@ -1,8 +1,9 @@
 """Resumable rollouts of many configurations on the same prompts.
 
-A unit is a tuple that begins with (fingerprint, temperature, ...). Its
-rollouts continue one prompt by every configuration of its group. Every complete
-run is appended to a JSONL file, from which a killed study resumes.
+A unit is a tuple that begins with (fingerprint, temperature, ...) and
+identifies one prompt. Units of one group have the same configurations, and
+every configuration continues the prompt. Each result (run) is appended to a
+JSONL file. A killed study resumes from this file.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from lib import compilation
 from lib.rollouts import records
 from specjax.utils import fingerprints
 
-_MOST_DECODERS = 30  # compiled programs in memory, see `run`
+_MOST_DECODERS = 30  # largest number of compiled programs in memory (see `run`)
 _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 def fingerprint(params: Any, *settings: Any) -> str:
-  """Returns a short hash of parameters and all settings of a rollout."""
+  """Returns a short hash of parameters, settings, backend and jax version."""
   return fingerprints.fingerprint(
       params, settings, jax.default_backend(), jax.__version__)
 
@@ -40,12 +41,12 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
         group_of: Callable[[tuple], Any] = lambda unit: unit[1], *,
         beside: Sequence[Callable] = (), window: int | None = None,
         new_tokens: int | None = None):
-  """Decodes the units that are missing in `path`, and appends them.
+  """Decodes the units that are missing in a file, and appends their runs.
 
-  With a window, several processes share the units, and all of them return all
-  runs. A compiled CPU decoder maps up to 2,000 memory regions, and Linux allows
-  65,530 per process. So compiled code is dropped when more than 30 programs are
-  in memory.
+  With `window`, several processes share the units, and each process returns all
+  runs. Compiled programs are discarded when more than 30 are in memory. The
+  reason is that a compiled CPU decoder maps up to 2,000 memory regions, and
+  Linux allows 65,530 per process.
 
   Args:
     units: units, sorted by their group.
@@ -53,13 +54,16 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
     make_configurations: function from a group to `{name: Configuration}`, with
       at most about 30 entries.
     path: JSONL file of the runs.
-    group_of: function from a unit to its group. Default: its temperature.
-    beside: functions without arguments, compiled together with the decoders.
-    window: number of units per turn of a configuration, for batched decoding.
-      Units are sorted by length. Default: all configurations decode a unit
-      before the next unit, so that they are measured under the same conditions.
-    new_tokens: maximum number of tokens per rollout, to print the size of the
-      missing part before it is decoded. Default: nothing is printed.
+    group_of: function from a unit to its group. By default, the group is the
+      temperature.
+    beside: functions without arguments that compile more programs. They run in
+      parallel with the compilation of the decoders.
+    window: for batched decoding, number of units that a configuration decodes
+      before the next configuration does. Units are sorted by length. If None,
+      all configurations decode a unit before the next unit. They are then
+      measured under the same conditions.
+    new_tokens: maximum number of tokens per rollout. If given, the number of
+      missing prompts, programs and tokens is printed before decoding.
 
   Returns:
     `{unit: {name: run}}`.
@@ -102,8 +106,10 @@ def _missing(record: records.Record, groups: dict[Any, list[tuple]],
              window: int | None):
   """Returns missing units by group, and the configurations that decode them.
 
-  With a window, runs are stored by configuration. So the configurations of all
-  groups are made for their names. Otherwise complete groups need none.
+  With `window`, the runs of a unit are stored one by one. The search for
+  missing runs then needs the names of the configurations. So configurations are
+  created for all groups. Without `window`, they are created only for groups
+  with missing units.
   """
   left, made = {}, {}
   for group, units in groups.items():
@@ -120,7 +126,8 @@ def _print_size(left: dict[Any, list[tuple]],
   """Prints the numbers of prompts, programs and tokens that will be decoded.
 
   Args:
-    left: units by group, whose entries from the fourth name the prompt.
+    left: missing units by group. The entries of a unit from the fourth on
+      identify the prompt.
     made: configurations by group.
     new_tokens: maximum number of tokens per rollout.
   """
@@ -148,7 +155,7 @@ def _longest(units: list[tuple], prompt_of: Callable[[tuple], tuple]
 def _decode(configurations: dict[str, Any], units: list[tuple],
             prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
             window: int | None, stored: dict):
-  """Yields units with their runs; see `run` for the order."""
+  """Yields units with their runs, in the order that `run` describes."""
   if window is None:
     yield from _in_turn(configurations, units, prompt_of, bar)
   else:
@@ -171,7 +178,7 @@ def _in_turn(configurations: dict[str, Any], units: list[tuple],
 def _in_windows(configurations: dict[str, Any], units: list[tuple],
                 prompt_of: Callable[[tuple], tuple], bar: tqdm.tqdm,
                 window: int, stored: dict):
-  """Yields a unit and one run at a time; configurations take turns."""
+  """Yields pairs of a unit and one run; configurations alternate by window."""
   for start in range(0, len(units), window):
     for name, configuration in configurations.items():
       some = [unit for unit in units[start:start + window]
@@ -185,7 +192,7 @@ def _in_windows(configurations: dict[str, Any], units: list[tuple],
 
 
 class _Programs:
-  """Compiles the configurations of one group after another."""
+  """Compiles the programs of one group after another."""
 
   def __init__(self, beside: Sequence[Callable[[], Any]], bar: tqdm.tqdm):
     self._beside, self._bar = beside, bar
@@ -196,9 +203,10 @@ class _Programs:
     """Compiles every program of a group once.
 
     Args:
-      configurations: the configurations of the group, by name.
+      configurations: configurations of the group, by name.
       longest: longest prompt of the group.
-      share: part of the progress bar for compilation, in units of one prompt.
+      share: length of the progress bar's part for compilation. The unit is the
+        length for decoding one prompt.
     """
     programs = {one.program: one for one in configurations.values()}
     if len(self._compiled | programs.keys()) > _MOST_DECODERS:
@@ -215,5 +223,8 @@ class _Programs:
 
 
 def _advance(bar: tqdm.tqdm, step: float):
-  """Moves the bar, but not beyond its end, because steps are rounded."""
+  """Moves the bar by a step, but not beyond its end.
+
+  The sum of all steps may exceed the length because of rounding.
+  """
   bar.update(min(step, bar.total - bar.n))

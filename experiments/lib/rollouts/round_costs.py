@@ -80,7 +80,7 @@ class Rounds:
   """Rounds of several drafts on one target.
 
   Attributes:
-    target: `params["target"]` of the decoders.
+    target: target model.
     candidates: kinds of drafts by name.
     gammas: draft lengths of chains.
     batches: batch sizes.
@@ -123,8 +123,13 @@ class Rounds:
         verifier=sj.verifiers.Block() if one.is_chain
         else one.strategies[0].verifier)
 
-  def params(self, name: str) -> dict[str, Any]:
-    return {"target": self.target, "drafter": self.candidates[name].params}
+  def without_draft(self, drafter: sj.interfaces.Drafter
+                    ) -> tuple[sj.Decoder, Any]:
+    """Returns a decoder with a drafter without parameters, and its params."""
+    return sj.Decoder(
+        target=self.target.model, drafter=drafter,
+        verifier=sj.verifiers.Block()), {
+            "target": self.target.params, "drafter": ()}
 
 
 class Measured:
@@ -140,13 +145,11 @@ class Measured:
             ) -> tuple[float, float]:
     """Returns the measured seconds of a round without and with a draft."""
     decoder = self.rounds.decoder(name, gamma)
-    plain = dataclasses.replace(
-        decoder, drafter=sj.drafters.Empty(), verifier=sj.verifiers.Block())
     return tuple(self._stored(
         (decoder.target, decoder.drafter, batch, context),
         lambda: costs.seconds_of_rounds(
-            [(plain, {"target": self.rounds.target, "drafter": ()}),
-             (decoder, self.rounds.params(name))],
+            [self.rounds.without_draft(sj.drafters.Empty()),
+             (decoder, self.rounds.candidates[name].params)],
             batch=batch, used=context)))
 
   def seconds(self, name: str, gamma: int, batch: int, context: int
@@ -197,17 +200,13 @@ class Compiled:
   def _passes(self) -> Grid:
     """Counts of a target pass over nodes, batch size and slots in use."""
     rounds = self.rounds
-    target = next(iter(rounds.candidates.values())).model
     most = max(rounds.decoder(name, max(rounds.lengths(name))).num_nodes
                for name in rounds.candidates)
 
     def counts(nodes, batch):
       drafter = (sj.drafters.Empty() if nodes == 1 else
                  sj.strategies.prompt_lookup(nodes - 1).drafter)
-      decoder = sj.Decoder(target=target, drafter=drafter,
-                           verifier=sj.verifiers.Block())
-      return self._counts(decoder, {"target": rounds.target, "drafter": ()},
-                          batch)
+      return self._counts(*rounds.without_draft(drafter), batch)
 
     return self._over_slots(((1, most), _ends(rounds.batches)), counts)
 
@@ -217,8 +216,8 @@ class Compiled:
       self._grids[name] = self._over_slots(
           (_ends(self.rounds.lengths(name)), _ends(self.rounds.batches)),
           lambda gamma, batch: self._counts(
-              self.rounds.decoder(name, gamma), self.rounds.params(name),
-              batch))
+              self.rounds.decoder(name, gamma),
+              self.rounds.candidates[name].params, batch))
     return self._grids[name]
 
   def seconds(self, name: str, gamma: int, batch: int, context: int

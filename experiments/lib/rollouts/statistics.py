@@ -1,13 +1,15 @@
 """Statistics of drafted tokens, computed in the decoding loop.
 
-A `Statistic` is an observer of a decoder (`Decoder.observers`). It accepts
-nothing. In the place of its survival it reports one number per draft position,
-so no probabilities leave the loop. The drafts must be chains.
+A `Statistic` is an observer of a decoder (`Decoder.observers`). Other observers
+report the survival under a verification rule. A `Statistic` reports one number
+per draft position instead. So the probabilities themselves never leave the
+loop. The drafts must be chains.
 
 The number at position i is weighted by the probability that token verification
-accepts the i - 1 tokens before it. It is computed exactly from the two models'
-probabilities, without accept and reject decisions. Divide its sum by the sum of
-`drafted` to get a mean over the draft positions that verification reaches.
+accepts the i - 1 tokens before it. This weight is computed exactly from the
+probabilities of both models, without random decisions. The sum of a statistic
+divided by the sum of "drafted" is its mean over the draft positions that
+verification reaches.
 """
 
 import dataclasses
@@ -25,17 +27,20 @@ BINS = (0.0, 0.25, 0.5, 1.0, 2.0, math.inf)  # entropy of the target in nats
 
 @dataclasses.dataclass(frozen=True)
 class Statistic(sj.Verifier):
-  """A weighted number per draft position, see the top of this file.
+  """Weighted number per draft position (see the docstring of the module).
 
   Let p be the target's distribution at a position, and q the drafter's.
 
   Attributes:
-    kind: "drafted" for 1, "overlap" for sum_x min(p(x), q(x)), the probability
-      that token verification accepts a token of q, or "recall" for the
-      probability under p of the `top` most likely tokens of q.
-    top: number of tokens of a recall.
-    low: positions count if the entropy of p is at least `low` nats.
-    high: positions count if the entropy of p is below `high` nats.
+    kind: kind of the number before weighting. "drafted" is 1. "overlap" is
+      sum_x min(p(x), q(x)), the probability that token verification accepts a
+      token drawn from q. "recall" is the probability under p of the `top` most
+      likely tokens of q.
+    top: number of tokens for "recall".
+    low: smallest entropy of p in nats. The number is 0 at positions with a
+      smaller entropy.
+    high: limit for the entropy of p in nats. The number is 0 at positions with
+      this or a larger entropy.
   """
 
   kind: str
@@ -47,12 +52,15 @@ class Statistic(sj.Verifier):
   requires = ("chain",)
 
   def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
-    """Returns the law of token verification, which is not used."""
+    """Returns the law of token verification. The law is never used."""
     return sj.verifiers.Token().law(draft, target_probs)
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 0 and the numbers `[N]` of N nodes; that of the root is 0."""
+    """Returns 0 in place of the expectation, and the numbers `[N]` by node.
+
+    The number of the root is 0.
+    """
     del state, law, depths
     p, q = target_probs[:-1], draft.probs[1:].astype(target_probs.dtype)
     weights = sj.verifiers.Token().survival(draft, target_probs)[:-1]
@@ -77,9 +85,9 @@ def statistics(temperature: float, vocab_size: int) -> dict[str, Statistic]:
   """Returns the statistics of a rollout by name.
 
   Args:
-    temperature: sampling temperature. At 0, p and q have one possible token, so
-      recalls of several tokens and entropies are left out.
-    vocab_size: number of tokens.
+    temperature: sampling temperature. At 0, p and q are one-hot. So the recall
+      of several tokens and statistics by entropy are left out.
+    vocab_size: vocabulary size.
   """
   found = {"drafted": Statistic("drafted"), "overlap": Statistic("overlap")}
   if temperature == 0:

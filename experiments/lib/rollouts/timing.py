@@ -1,4 +1,4 @@
-"""Timing of compiled calls that can be repeated in place."""
+"""Measures the time of compiled functions."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from specjax.models import Transformer
 from specjax.trees import topology
 
-STEPS = 8  # passes per timed call, to amortise the overhead of the call
+STEPS = 8  # steps per timed call, which amortise the overhead of the call
 
 
 class Timed:
-  """Compiled call `(params, carry) -> carry` that can be repeated.
+  """Compiled function `(params, carry) -> carry` that can be timed repeatedly.
 
-  The carry is donated. The call returns it with unchanged lengths, so that
-  every repetition does the same work in place.
+  The carry is donated. The function must return it with unchanged lengths, so
+  that every call does the same work in place. One call has `steps` steps.
   """
 
   def __init__(self, function: Callable, params: Any, carry: Any,
@@ -32,7 +32,7 @@ class Timed:
     self()
 
   def __call__(self) -> float:
-    """Makes the call and returns the seconds per step."""
+    """Calls the function and returns the time per step in seconds."""
     start = time.perf_counter()
     self._carry = jax.block_until_ready(
         self._function(self._params, self._carry))
@@ -41,7 +41,8 @@ class Timed:
 
 def filled_cache(model: Transformer, params: Any, capacity: int, used: int,
                  batch: int = 1):
-  """Returns a cache with `capacity` slots per row, `used` of them filled."""
+  """Returns a cache with `capacity` slots per row, of which `used` are filled.
+  """
   cache = model.init_cache(params, batch, capacity)
   return cache.rollback(jnp.full((batch,), used, jnp.int32))
 
@@ -50,7 +51,17 @@ def passes(model: Transformer, params: Any, capacity: int, used: int,
            tokens: int, batch: int = 1, steps: int = STEPS):
   """Returns timed passes over a chain of `tokens` nodes.
 
-  The cache is rolled back after every pass, so all passes do the same work.
+  A step is one pass. The cache is rolled back after every pass, so all passes
+  do the same work.
+
+  Args:
+    model: model of the passes.
+    params: parameters of the model.
+    capacity: number of cache slots per row.
+    used: number of filled cache slots per row.
+    tokens: number of tokens per row and pass.
+    batch: number of rows.
+    steps: number of passes per call.
   """
   depths, ancestors = topology.causal(batch, tokens)
 
@@ -69,13 +80,16 @@ def passes(model: Transformer, params: Any, capacity: int, used: int,
 
 
 def large_sum(num_bytes: int) -> Timed:
-  """Returns a timed sum over an array, to measure memory bandwidth."""
+  """Returns a timed sum over an array of `num_bytes` bytes.
+
+  Its time measures the memory bandwidth.
+  """
   array = jnp.ones((num_bytes // 4,), jnp.float32)
   return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
 
 
 def bytes_read(model: Transformer, params: Any, slots: int) -> int:
-  """Returns the bytes of weights, keys and values read in one pass.
+  """Returns the number of bytes of weights, keys and values read in one pass.
 
   Args:
     model: model that makes the pass.
@@ -83,7 +97,7 @@ def bytes_read(model: Transformer, params: Any, slots: int) -> int:
     slots: number of filled cache slots, over all rows.
   """
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  if not model.config.tie_embeddings:  # an input table is not read whole
+  if not model.config.tie_embeddings:  # a pass reads few rows of the embedding
     weights -= params["embedding"].nbytes
   c = model.config
   slot = 2 * c.layers * c.kv_heads * c.head_dim
@@ -92,19 +106,19 @@ def bytes_read(model: Transformer, params: Any, slots: int) -> int:
 
 def fresh_times(calls: Mapping[Hashable, tuple[Callable, Any, Sequence]],
                 seconds: float) -> dict[Hashable, float]:
-  """Returns the minimum time of each call, with weights outside the caches.
+  """Returns the minimum time of each call with weights outside the caches.
 
-  Calls take turns, and every call uses the next weights of the sequence. The
+  The calls alternate, and each call uses other weights than the one before. All
   weights together must be much larger than the processor's caches. Otherwise a
-  call could read weights that an earlier call left in a cache.
+  call could find its weights in a cache.
 
   Args:
-    calls: `{name: (function, x, weights)}`. The timed call is
-      `function(x, w)`, with one element w of the sequence `weights`.
-    seconds: total duration of the measurement.
+    calls: `{name: (function, x, weights)}`. The timed call is `function(x, w)`,
+      where w is an element of the sequence `weights`.
+    seconds: total duration of the measurement in seconds.
 
   Returns:
-    `{name: seconds}`.
+    Minimum time of each call in seconds, by name.
   """
   least, made = dict.fromkeys(calls, float("inf")), itertools.count()
   end = time.perf_counter() + seconds
@@ -118,5 +132,5 @@ def fresh_times(calls: Mapping[Hashable, tuple[Callable, Any, Sequence]],
 
 
 def median(timed: Timed, times: int = 15) -> float:
-  """Returns the median seconds per step."""
+  """Returns the median time per step in seconds, over `times` calls."""
   return statistics.median(timed() for _ in range(times))

@@ -1,9 +1,10 @@
-"""Sequences that another model wrote, as a target for drafters without a model.
+"""Target that predicts known sequences, for drafters without a model.
 
-At temperature 0 a target accepts a draft up to the first token that it would
-not write itself. If its output is known, the target is not needed: a trace is
-a `Model` that predicts the next token of a known sequence with certainty.
-Decoding then gives the exact acceptance of a drafter on this target.
+At temperature 0, a target accepts draft tokens up to the first one that differs
+from its own output. So the target is not needed if its output is known. A trace
+is a `Model` that predicts the next token of a known sequence with probability
+1. Decoding with a trace gives the exact acceptance of a drafter on the target
+that generated the sequences.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from specjax import interfaces
 from specjax.utils import files
 from specjax.utils import fingerprints
 
-_ROOM = 256  # positions after a sequence, for drafts
+_ROOM = 256  # positions for drafts after the end of a sequence
 
 
 @struct.dataclass
@@ -29,33 +30,33 @@ class TraceCache(interfaces.Cache):
   """Cache of a `TraceModel`.
 
   Attributes:
-    lengths: `[B]` int32, committed tokens.
-    sequence: `[B]` int32, index of each row's sequence.
+    lengths: `[B]` int32, number of committed tokens.
+    sequence: `[B]` int32, index of the sequence of each row.
   """
 
   lengths: jax.Array
   sequence: jax.Array
 
   def commit(self, path: jax.Array, count: jax.Array) -> "TraceCache":
-    """Counts `count [B]` nodes of `path [B, N]` as committed."""
+    """Commits the first `count [B]` nodes of `path [B, N]`."""
     del path
     return self.replace(lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "TraceCache":
-    """Sets the committed tokens of every row to `lengths [B]`."""
+    """Sets the numbers of committed tokens to `lengths [B]`."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceModel(interfaces.Model):
-  """Predicts the tokens of known sequences.
+  """Model that predicts the tokens of known sequences.
 
-  The parameters are the sequences, `[M, T]` int32. The first token of a row is
-  `tokens + m`, the name of sequence m, and the last one is `end`. Drafts have
-  neither.
+  The parameters are the sequences, `[M, T]` int32. The first token of sequence
+  m is its identifier `tokens + m`, and the last token is `end`. Drafts contain
+  neither of them.
 
   Attributes:
-    tokens: number of tokens that the sequences may contain.
+    tokens: vocabulary size of the sequences, without identifiers and `end`.
     sequences: number M of sequences.
     context_length: largest number of tokens of a row.
   """
@@ -84,10 +85,11 @@ class TraceModel(interfaces.Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None,
                cache: TraceCache | None = None) -> sj.types.ModelOutput:
-    """Returns logits `[B, S, V]` that are 0 for the known next token.
+    """Returns logits `[B, S, V]`: 0 for the known next token, else -1e9.
 
-    The prediction depends on the position alone. It is wrong after a token
-    that is not in the sequence, but verification does not reach such a node.
+    The prediction depends only on the position. After a draft token that
+    differs from the sequence, the prediction is meaningless. Verification
+    rejects such a token, so it never uses this prediction.
     """
     del ancestors
     if depths is None:
@@ -108,9 +110,9 @@ class Trace:
 
   Attributes:
     model: `TraceModel` of the sequences.
-    params: its parameters, `[M, T]` int32.
-    prompts: the prompts, each after the name of its sequence.
-    longest: largest number of tokens of a completion, the end included.
+    params: parameters of the model, `[M, T]` int32.
+    prompts: prompts, each after the identifier of its sequence.
+    longest: largest number of tokens of a completion, including the end.
     tokenizer: always None.
   """
 
@@ -153,7 +155,7 @@ def read(path: str) -> Trace:
 
 
 def _row(value: Any, path: str, number: int) -> tuple[list[int], list[int]]:
-  """Returns prompt and completion of a line."""
+  """Returns the prompt and the completion in a line of the file."""
   found = [value.get(name) if isinstance(value, dict) else None
            for name in ("prompt", "completion")]
   for ids in found:

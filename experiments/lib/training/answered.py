@@ -1,4 +1,4 @@
-"""Training rows from conversations, optionally with the target's answers."""
+"""Rows of tokens from conversations, optionally with the target's answers."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from specjax.training import distillation
 
 
 class Conversation(NamedTuple):
-  """Tokens of messages and answers.
+  """Tokens of a conversation.
 
   Attributes:
-    tokens: all tokens.
-    answered: mask of the assistant's tokens.
+    tokens: tokens of all messages and answers.
+    answered: mask, True for tokens of the assistant's answers.
   """
 
   tokens: Sequence[int]
@@ -33,11 +33,11 @@ class Conversation(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Rows for training or evaluation.
+  """Rows of tokens for training or evaluation.
 
   Attributes:
-    tokens: `[R, row_tokens]` int32 tokens.
-    answered: `[R, row_tokens]` bool mask of the tokens of answers.
+    tokens: `[R, row_tokens]` int32.
+    answered: `[R, row_tokens]` bool, True for tokens of answers.
   """
 
   tokens: np.ndarray
@@ -49,14 +49,14 @@ class Conversations:
   """Generator of the target's answers to messages, and of training rows.
 
   Attributes:
-    target: target model, which generates the answers.
+    target: target model that generates the answers.
     tokenizer: tokenizer of the target.
     temperature: sampling temperature of the answers.
     row_tokens: length of a row. It is also the maximum length of message,
       template and answer together.
-    prompt_tokens: maximum length of a message. Longer messages keep their last
-      tokens.
-    seed: seed of the choice of messages and of the answers.
+    prompt_tokens: maximum length of a message in tokens. Longer messages keep
+      their last tokens.
+    seed: seed for the choice of messages.
     placement: placement of the decoder on a mesh, or None.
     files: keyword arguments of `distillation.write_answers`.
   """
@@ -71,10 +71,10 @@ class Conversations:
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def prompts(self, texts: Sequence[str], count: int) -> list[list[int]]:
-    """Returns the token ids of at most `count` messages.
+    """Returns the token ids of randomly chosen messages, in the chat template.
 
     Args:
-      texts: messages to choose from at random.
+      texts: messages to choose from.
       count: maximum number of messages.
     """
     order = np.random.default_rng(self.seed).permutation(len(texts))[:count]
@@ -93,12 +93,12 @@ class Conversations:
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
              ) -> list[Conversation]:
-    """Returns the messages with generated answers.
+    """Returns conversations of the messages and generated answers.
 
     Args:
-      prompts: result of `prompts`.
+      prompts: token ids of the messages, from the method `prompts`.
       directory: directory where the answers are stored.
-      seed: seed of the answers.
+      seed: seed for sampling the answers.
     """
     decoder = dataclasses.replace(
         common.autoregressive(self.target.model, self.temperature),
@@ -114,10 +114,10 @@ class Conversations:
             for text, prompt in zip(texts, prompts, strict=True)]
 
   def read(self, path: str) -> list[Conversation]:
-    """Returns complete conversations.
+    """Returns the conversations of a source, without generation.
 
     Args:
-      path: source of the conversations, see `conversations.field_of`.
+      path: source of the conversations (see `conversations.field_of`).
 
     Raises:
       ValueError: the source has no conversations, or a record is invalid.
@@ -142,7 +142,7 @@ class Conversations:
       chats: conversations to join.
 
     Raises:
-      ValueError: together they do not fill a row.
+      ValueError: the conversations together do not fill a row.
     """
     texts, answers = zip(*chats)
     return cut(np.concatenate([np.asarray(x, np.int32) for x in texts]),
@@ -154,8 +154,8 @@ def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
   """Cuts a stream of tokens into rows and drops an incomplete last row.
 
   Args:
-    tokens: `[T]` stream of tokens.
-    answered: `[T]` bool mask of the assistant's tokens.
+    tokens: `[T]`, stream of tokens.
+    answered: `[T]` bool, True for tokens of the assistant's answers.
     size: length of a row.
 
   Raises:

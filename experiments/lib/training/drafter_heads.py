@@ -42,21 +42,21 @@ class Learner(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Start:
-  """Creates or loads initial heads, with the flags of `train_drafter.py`.
+  """Settings of the initial heads, from the flags of `train_drafter.py`.
 
   Attributes:
     method: training method.
-    num_heads: number of tokens, after the next token, that new heads predict.
-    head_options: keyword arguments of new heads, see `method_options`.
-    options: keyword arguments of the objective, see `method_options`.
+    num_heads: number of tokens that new heads predict after the next token.
+    head_options: keyword arguments of new heads (see `method_options`).
+    options: keyword arguments of the objective (see `method_options`).
     keeps_features: True if the target's hidden states are stored in memory.
-    heads_from: directory or name of the heads to start from; None creates new
-      heads.
-    draft_vocabulary: number of different tokens that can be drafted; None
+    heads_from: directory or name of the heads at which training starts. None
+      creates new heads.
+    draft_vocabulary: number of different tokens that the heads can draft. None
       means all tokens.
-    narrow_head: True if the heads draft with the columns of the target's LM
-      head that belong to the draft vocabulary.
-    seed: seed of new heads.
+    narrow_head: True if the heads draft with the target's LM head, restricted
+      to the columns of the draft vocabulary.
+    seed: seed for the initialisation of new heads.
   """
 
   method: Method
@@ -70,7 +70,7 @@ class Start:
   seed: int
 
   def check(self, of_new_heads: Sequence[flags.FlagHolder]) -> None:
-    """Raises `ValueError` if flags exclude each other.
+    """Raises `ValueError` for flags that cannot be combined.
 
     Args:
       of_new_heads: flags that only apply to new heads.
@@ -91,8 +91,9 @@ class Start:
     Args:
       target: target model of the heads.
       tokenizer: tokenizer of the target.
-      counted: function from V to the counts `[V]` of tokens in the training
-        text. If it is None, the draft vocabulary consists of placeholders.
+      counted: function that maps V to the counts `[V]` of tokens in the
+        training text. If None, the draft vocabulary consists of placeholder
+        ids.
 
     Raises:
       ValueError: the heads do not match the method, the target or the flags.
@@ -114,9 +115,10 @@ class Start:
 
   def weights(self, learner: Learner, target: Pretrained
               ) -> tuple[Params, Params]:
-    """Returns the trainable and the frozen parameters, `{name: tree}` each.
+    """Returns the trainable and the frozen parameters, as dicts of trees.
 
-    Trainable parameters are float32. A teacher is the target before training.
+    Trainable parameters are float32. The teacher, if the objective needs one,
+    is the target before training.
     """
     trainable = {"drafter": learner.params}
     frozen = {"target": target.params}
@@ -138,7 +140,11 @@ class Start:
     return heads, heads.init(jax.random.key(self.seed), target.params)
 
   def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
-    """Returns the heads of `heads_from`, which must match the method."""
+    """Returns the heads of `heads_from` and their parameters.
+
+    Raises:
+      ValueError: the heads do not match the method.
+    """
     heads, params = methods.load_heads(
         self.heads_from, target.model, jnp.float32, target.params)
     if heads.kind != self.method.heads.kind:
@@ -150,7 +156,7 @@ class Start:
     return heads, params
 
   def _narrowed(self, heads: Heads) -> dict[str, bool]:
-    """Returns the field values of heads with a draft vocabulary."""
+    """Returns fields of the heads that a draft vocabulary changes."""
     if self.narrow_head:
       if not hasattr(heads, "narrow_head"):
         raise ValueError(
@@ -166,14 +172,18 @@ class Start:
 
   def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
                 counted: Counted | None) -> tuple[int, ...]:
-    """Returns the ids of the draft vocabulary, the most frequent tokens."""
+    """Returns the ids of the draft vocabulary.
+
+    These are the most frequent tokens and the end-of-text tokens.
+    """
     size, vocab_size = self.draft_vocabulary, target.model.vocab_size
     always = [end for end in models.ends(target, tokenizer) or ()
               if end < vocab_size]
     if not len(always) < size <= vocab_size:
       raise ValueError(f"--draft_vocabulary is {size}; the target has "
                        f"{vocab_size} tokens, and {len(always)} end-of-text "
-                       "tokens are always included: give a number between")
+                       "tokens are always included: give a number between "
+                       "these two")
     if counted is None:
       return tuple(range(size))
     counts = counted(vocab_size)

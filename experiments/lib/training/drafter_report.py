@@ -1,4 +1,4 @@
-"""Quality of heads on held-out text, before and after training."""
+"""Measures and reports the quality of heads on held-out text."""
 
 from collections.abc import Mapping
 import functools
@@ -23,30 +23,31 @@ from specjax.utils.files import write_json
 
 Measured = Mapping[str, Any]
 CURVE = "greedy_block_efficiency"  # metric of the learning curve
-DECODED_ROWS, DECODED_ROUNDS = 64, 16  # limits of greedy decoding
+DECODED_ROWS, DECODED_ROUNDS = 64, 16  # largest numbers in greedy decoding
 
 
 def evaluation_of(method: Method, target: Pretrained, heads: Heads,
                   params: Mapping[str, Any], objective: DrafterObjective,
                   held_out: np.ndarray) -> evaluation.Measure:
-  """Returns the evaluation function of a run.
+  """Returns the evaluation function of a training run.
 
-  It measures the accuracy of each head, block efficiency in greedy decoding,
-  and the held-out loss. The prompts are the first quarters of held-out rows.
-  Drafts are the heads' most likely chain. PaSS uses its folded variant, with
-  one target pass per round.
+  The function measures the accuracy of each head, the block efficiency of
+  greedy decoding, and the held-out loss. The prompts are the first quarters of
+  held-out rows. Drafts are the heads' most likely chain. PaSS uses its folded
+  variant, with one target call per round.
 
   Args:
     method: training method.
     target: target model with its parameters.
     heads: heads of the target.
-    params: parameters of the heads; only their structure is used.
+    params: parameters of the heads. Only their structure is used.
     objective: training objective.
-    held_out: `[R, S]` held-out rows.
+    held_out: `[R, S]`, tokens of held-out rows.
 
   Returns:
-    A function from parameters `{"target", "drafter", ...}` to `{name: number}`.
-    The result also contains "by_row" of `evaluation.head_accuracy`.
+    A function that maps parameters `{"target", "drafter", ...}` to a dict
+    `{name: number}`. The dict also contains "by_row" of
+    `evaluation.head_accuracy`.
   """
   accuracy = evaluation.head_accuracy(
       method.measure(target.model, heads), held_out)
@@ -72,23 +73,23 @@ def scalars(measured: Measured) -> dict[str, float]:
 
 
 def draw_curves(output_dir: pathlib.Path, heads: Heads, loss: str) -> None:
-  """Writes the learning curves of a run, see `curves.draw`."""
+  """Writes the learning curves of a run (see `curves.draw`)."""
   curves.draw(output_dir, [CURVE, "block_efficiency", *(
       f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], loss)
 
 
 def spent(output_dir: pathlib.Path, tokens_per_step: int, before: float,
           heads_from: str | None, steps: int) -> dict[str, Any]:
-  """Returns training tokens, minutes and learning curve with earlier runs.
+  """Returns the training tokens, the minutes and the learning curve of heads.
 
-  Earlier runs are the training runs of the initial heads.
+  They include the earlier training runs of the initial heads.
 
   Args:
-    output_dir: directory of the run.
+    output_dir: directory of this run.
     tokens_per_step: number of tokens per training step.
-    before: value of `CURVE` before the first step.
-    heads_from: directory of the initial heads, or None.
-    steps: number of steps of this run to count.
+    before: value of the metric `CURVE` before the first step.
+    heads_from: directory of the initial heads, or None for new heads.
+    steps: number of steps of this run to include.
   """
   tokens, minutes = metrics.spent(output_dir, tokens_per_step, steps)
   taken = {"tokens": 0, "minutes": 0, "curve": []}
@@ -112,7 +113,7 @@ def write(output_dir: pathlib.Path, method: Method, taken: dict[str, Any],
   Args:
     output_dir: directory of the run.
     method: training method.
-    taken: entries of training.json: data, tokens, minutes and curve.
+    taken: entries of training.json: data, tokens, minutes and learning curve.
     added: number of parameters of the heads.
     before: evaluation before the first step.
     measured: evaluation after the last step.
@@ -134,7 +135,7 @@ def write(output_dir: pathlib.Path, method: Method, taken: dict[str, Any],
 
 
 def shown(estimate: Estimate) -> str:
-  """Returns an estimate as text, such as "1.609 [1.555, 1.676]"."""
+  """Formats an estimate with its interval, such as "1.609 [1.555, 1.676]"."""
   if math.isnan(estimate.low):
     return f"{estimate.value:.3f} (no interval)"
   return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
@@ -158,11 +159,11 @@ def _print(method: Method, taken: dict[str, Any], added: int, before: Measured,
           f"{shown(evaluation.interval(measured, name, less))}", sep="")
   top = [*range(1, 1 + len(evaluation.by_head(measured, "top")[0]))]
   width = 6 * len(top) - 1
-  print(f"\nAccuracy of head k: share of positions of held-out text at which "
-        "one of the\nhead's j most likely tokens is the right one. Head 0 is "
+  print(f"\nAccuracy of head k: share of positions of held-out text where the "
+        "correct token\nis one of the head's j most likely tokens. Head 0 is "
         "the target's LM head.\n"
-        f"{'':14s}{'right: most likely to the target':{width + 5}s}"
-        "right: the next token of the text\n"
+        f"{'':14s}{'correct: argmax of the target':{width + 5}s}"
+        "correct: the next token of the text\n"
         f"head    loss  " + "   ".join(
             " ".join(f"{f'top {j}':>5s}" for j in top) for _ in range(2)))
   for k, (loss, target, data) in enumerate(zip(

@@ -1,7 +1,7 @@
-"""Rows for training and evaluating heads.
+"""Rows of tokens for training and evaluating heads.
 
-Rows are cut from documents or conversations, or the target generates them. In
-the second case it continues the beginnings of documents, or answers messages.
+Rows are cut from documents or conversations, or the target generates them. The
+target continues the beginnings of documents, or answers messages.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ from specjax.training import kept_features
 from specjax.utils.fingerprints import fingerprint
 
 Batches = Callable[[int], dict[str, Any]]
-ROW_TOKENS_DEFAULT = 512  # a row of a full context often exceeds the memory
-_MOST_BYTES = 2**31  # limit for the float32 logits of one pass
+ROW_TOKENS_DEFAULT = 512  # rows of the full context often exceed the memory
+_MOST_BYTES = 2**31  # largest size of the float32 logits of one pass
 _SIDES = "training", "held_out"
 
 
@@ -45,11 +45,12 @@ class Text:
 
   Attributes:
     corpus: fingerprint of all documents.
-    files: tokens of the documents; None if the documents are messages to the
-      target.
-    sides: training and held-out messages to the target, or None.
-    chats: training and held-out rows with the target's answers; None before
-      `Source.answered`.
+    files: tokens of the documents. None if the documents are messages that the
+      target answers.
+    sides: training messages and held-out messages that the target answers, or
+      None.
+    chats: training rows and held-out rows with the target's answers. None until
+      `Source.answered` generates them.
   """
 
   corpus: str
@@ -59,7 +60,7 @@ class Text:
 
   @property
   def streams(self) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out tokens, one array `[T]` each."""
+    """Training tokens and held-out tokens, each an array `[T]`."""
     return self.files.tokens
 
   @property
@@ -69,7 +70,7 @@ class Text:
 
   @property
   def tokens(self) -> str:
-    """Fingerprint of the training tokens."""
+    """Fingerprint of the training tokens, or of all rows with answers."""
     if self.chats is None:
       return self.files.fingerprints[0]
     return fingerprint(tuple(rows.tokens for rows in self.chats))
@@ -77,29 +78,29 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-  """Source of the rows of a run, with the flags of `train_drafter.py`.
+  """Source of the rows of a run, from the flags of `train_drafter.py`.
 
   Attributes:
-    data: source of documents or conversations, or self[:SOURCE[,MORE]] for
-      text that the target generates.
-    field: field of the source's records with the text or turns, or None.
+    data: source of documents or conversations. It is self[:SOURCE[,MORE]] if
+      the target generates the text.
+    field: field of a record that contains the text or turns, or None.
     batch_size: number of rows per step.
-    pass_rows: number of rows per pass of the target. A step has several passes
-      with --accumulate.
+    pass_rows: number of rows per pass of the target. With --accumulate, a step
+      has several passes.
     held_out_rows: number of rows for evaluation.
     self_rows: number of training rows that the target generates.
     prompt_tokens: number of tokens of the source at the start of a generated
       row.
     temperature: sampling temperature of generated rows.
     self_chat: True if the target answers the documents as messages. None means
-      True if the source has conversations.
+      True if and only if the source has conversations.
     rows_per_file: number of rows or answers that are generated together. None
-      is the default of `training.distillation`.
+      means the default of `training.distillation`.
     directory: directory of generated rows.
     answers_only: True if the loss only includes tokens of answers. None means
-      True if there are answers.
+      True if and only if the rows contain answers.
     keeps_features: True if the target's hidden states are stored in memory.
-    seed: seed of the shuffle, the choice of documents and the sampling.
+    seed: seed for the shuffle, the choice of documents and the sampling.
   """
 
   data: str
@@ -119,7 +120,7 @@ class Source:
 
   @property
   def own(self) -> str | None:
-    """Source of the beginnings that the target continues, or None."""
+    """Source of the documents for generation, or None without generation."""
     name, _, source = self.data.partition(":")
     return (source.partition(",")[0] or "stdlib") if name == "self" else None
 
@@ -130,7 +131,7 @@ class Source:
 
   @functools.cached_property
   def turns(self) -> str | None:
-    """Field of the source that contains conversations, or None."""
+    """Field of the source that contains the turns of conversations, or None."""
     return conversations.field_of(self.own or self.data, self.field)
 
   @property
@@ -152,8 +153,8 @@ class Source:
 
     Args:
       tokenizer: tokenizer of the target.
-      names: names of flags on the command line that only apply to generated
-        rows.
+      names: names of those flags on the command line that only apply to
+        generated rows.
     """
     if self.own is None:
       self._check_text(names)
@@ -183,9 +184,10 @@ class Source:
     """Returns the length of a row in tokens.
 
     Args:
-      row_tokens: value of --row_tokens; None is the default.
+      row_tokens: value of --row_tokens. None selects the default.
       target: target model.
-      heads: heads to train. A row has at least 2 tokens more than they predict.
+      heads: heads to train. A row must have at least 2 tokens more than the
+        heads predict.
 
     Raises:
       ValueError: the rows are too long for the target, too short for the heads
@@ -211,9 +213,9 @@ class Source:
     return value
 
   def counted(self, text: Text) -> Callable[[int], np.ndarray] | None:
-    """Returns a function from V to the counts `[V]` of training tokens.
+    """Returns a function that maps V to the counts `[V]` of training tokens.
 
-    The result is None if the target has not answered the messages yet.
+    Returns None if the target has not answered the messages yet.
     """
     if text.chats is not None:
       rows = text.chats[0]
@@ -231,7 +233,7 @@ class Source:
     return len(text.streams[0]) // (row_tokens - 1)
 
   def text(self, tokenizer: Tokenizer) -> Text:
-    """Reads the source, and tokenises it unless it has messages."""
+    """Reads the source, and tokenises it unless the target answers messages."""
     if self.own and self.self_rows < self.batch_size:
       raise ValueError(f"--self_rows is {self.self_rows}, less than "
                        f"--batch_size={self.batch_size}; set at least one "
@@ -246,7 +248,10 @@ class Source:
     return Text(corpus=files.corpus, files=files)
 
   def _messages(self) -> list[corpora.Document]:
-    """Returns the messages to the target: documents, or first user turns."""
+    """Returns the messages that the target answers.
+
+    These are the documents, or the first user turn of each conversation.
+    """
     if self.turns is None:
       return corpora.read_documents(self.own, self.field)
     return [corpora.Document(chat.name, asked["content"])
@@ -256,22 +261,22 @@ class Source:
 
   @property
   def _written(self) -> list[tuple[str, int, int]]:
-    """Name, number of generated rows and seed, for training and held-out."""
+    """Name, number and seed of the generated training and held-out rows."""
     return [(name, count, self.seed + i) for i, (name, count) in enumerate(
         zip(_SIDES, (self.self_rows, self.held_out_rows)))]
 
   @property
   def _files(self) -> dict[str, int]:
-    """Arguments of `training.distillation` with the size of its files."""
+    """Keyword arguments for `training.distillation` from `rows_per_file`."""
     return {} if self.rows_per_file is None else {
         "rows_per_file": self.rows_per_file}
 
   def answered(self, target: Pretrained, tokenizer: Tokenizer, text: Text,
                row_tokens: int, mesh: jax.sharding.Mesh | None) -> Text:
-    """Returns the text with the target's answers to its messages.
+    """Returns `text` with the target's answers to its messages.
 
     Args:
-      target: target model, which generates the answers.
+      target: target model that generates the answers.
       tokenizer: tokenizer of the target.
       text: text with the messages.
       row_tokens: length of a row.
@@ -298,12 +303,12 @@ class Source:
            ) -> Callable[[], tuple[Batches, np.ndarray]]:
     """Returns a function `() -> (step -> batch, held-out rows)`.
 
-    All checks are done before the function is returned. If the target continues
-    beginnings, the function generates the rows when it is called.
+    `rows` does all checks. If the target continues the beginnings of documents,
+    calling the function generates the rows.
 
     Args:
       target: target model.
-      objective: objective of the run. It requires `read` if features are kept.
+      objective: objective of the run. It must have `read` if `keeps_features`.
       text: text of the run, with answers if `chat`.
       row_tokens: length of a row.
       mesh: mesh of devices, or None.
@@ -338,10 +343,10 @@ class Source:
 
   def _complete_rows(self, files: token_files.TokenFiles, row_tokens: int
                      ) -> tuple[Rows, Rows]:
-    """Returns training and held-out rows of complete conversations.
+    """Returns training rows and held-out rows of complete conversations.
 
-    If the held-out conversations do not fill a row, the held-out row is
-    shorter.
+    If the held-out conversations have fewer tokens than a row, the held-out row
+    is shorter.
     """
     training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
     size = min(row_tokens, len(files.tokens[1]))
@@ -359,7 +364,10 @@ class Source:
 
   def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
                   ) -> list[np.ndarray]:
-    """Returns the beginnings of training and held-out rows."""
+    """Returns the prompts of the generated training rows and held-out rows.
+
+    The prompts are cut from the documents.
+    """
     if self.prompt_tokens >= row_tokens:
       raise ValueError(f"--self_prompt_tokens is {self.prompt_tokens} and a "
                        f"row has {row_tokens} tokens; set a smaller value")
@@ -369,9 +377,10 @@ class Source:
 
   def _batches(self, rows: Rows, objective: Objective | None,
                target: Pretrained | None) -> Batches:
-    """Returns a function `step -> batch`, with features if they are kept.
+    """Returns a function `step -> batch`, with features if `keeps_features`.
 
-    Rows without answers are left out if the loss only includes answers.
+    If the loss only includes tokens of answers, rows without answers are left
+    out.
     """
     useful = np.arange(len(rows.tokens))
     if self.weighs:

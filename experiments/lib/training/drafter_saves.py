@@ -1,4 +1,4 @@
-"""Checkpoints of trained heads: the last and the best evaluation."""
+"""Checkpoints of the heads at the last and at the best evaluation."""
 
 import dataclasses
 import pathlib
@@ -25,7 +25,8 @@ class Saves:
   """Writer of the heads of a run, and of the target if it is trained.
 
   Attributes:
-    directory: directory of the run. The best heads are in `best/` in it.
+    directory: directory of the run. Its subdirectory `best/` contains the heads
+      of the best evaluation.
     method: training method.
     heads: trained heads, without parameters.
     target: target model of the heads.
@@ -51,7 +52,7 @@ class Saves:
   untrained: dict[str, float]
 
   def taken(self, steps: int) -> dict[str, Any]:
-    """Returns data, tokens, minutes and learning curve after `steps` steps."""
+    """Returns the entries of training.json after `steps` training steps."""
     return {"data": self.data, "corpus": self.corpus, "steps": steps,
             **drafter_report.spent(
                 self.directory, self.tokens_per_step,
@@ -62,8 +63,9 @@ class Saves:
     """Writes trained parameters atomically.
 
     Args:
-      trained: trained parameters, "drafter" and, if it is trained, "target".
-      directory: output directory; None is the directory of the run.
+      trained: trained parameters by name: "drafter", and "target" if the target
+        is trained.
+      directory: output directory. None means the directory of the run.
 
     Returns:
       The parameters, rounded to the dtype on disk.
@@ -79,12 +81,14 @@ class Saves:
 
   def evaluated(self, step: int, trained: dict[str, Any],
                 measured: dict[str, float]) -> None:
-    """Writes the heads of an evaluation, see `Trainer.evaluated`.
+    """Writes the heads after an evaluation (see `Trainer.evaluated`).
+
+    If the evaluation is the best so far, also writes them to `best/`.
 
     Args:
       step: number of completed steps.
       trained: trained parameters by name.
-      measured: values of the evaluation.
+      measured: metrics of the evaluation by name.
     """
     trained = processes.gathered(trained)
     # Only the first process reads the directory, so that all processes agree.
@@ -99,12 +103,12 @@ class Saves:
       directories.append(self.directory / BEST)
     for directory in directories:
       self.write(trained, directory)
-      # Written last: if a run is killed before, the old value of the curve
-      # remains, and the heads do not count as better.
+      # This file is written after the heads. If the run is killed in between,
+      # the file keeps the old, lower metric, so later heads can replace these.
       write_json(directory / _TRAINING, training)
 
   def _best(self) -> tuple[int, float] | None:
-    """Returns `(steps, value)` of the heads in `best/`, or None."""
+    """Returns `(steps, metric)` of the heads in `best/`, or None."""
     path = self.directory / BEST / _TRAINING
     if not path.exists():
       return None

@@ -15,7 +15,7 @@ _TRAINING = "training.json"
 
 def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
            target: str) -> str:
-  """Returns a message with the command that exports heads.
+  """Returns a message for the user with the command that exports heads.
 
   Args:
     directory: directory of the heads.
@@ -25,8 +25,8 @@ def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
   """
   layouts = layouts_for(heads, model)
   if not layouts:
-    return (f"No layout of a server holds these {type(heads).__name__}; "
-            "generate.py and load_heads read them as they are")
+    return (f"No layout of a server supports these {type(heads).__name__}; "
+            "generate.py and load_heads read them without an export")
   flag = "" if target == "bundled" else f" --target={target}"
   return (f"To export them for servers: python experiments/export.py "
           f"--model={directory}{flag} --layout='{layouts[0]}' "
@@ -34,7 +34,7 @@ def advice(directory: pathlib.Path, heads: Heads, model: Transformer,
 
 
 def hub_name(target: str) -> str | None:
-  """Returns the name or path of a target for servers; None if there is none.
+  """Returns a target's name or path for servers, or None if unpublished.
 
   Args:
     target: value of --target.
@@ -49,10 +49,12 @@ def hub_name(target: str) -> str | None:
 
 
 def copy_training(name: str, directory: pathlib.Path) -> None:
-  """Copies the heads' accuracies, from which generate.py builds trees.
+  """Copies the file with the heads' accuracies, if it exists.
+
+  generate.py builds trees from these accuracies.
 
   Args:
-    name: name of the heads, see `models.load_self_drafter`.
+    name: name of the heads (see `models.load_self_drafter`).
     directory: directory of the exported heads.
   """
   path = models.heads_directory(name) / _TRAINING

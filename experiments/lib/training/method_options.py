@@ -1,7 +1,7 @@
 """Flags for the options of all training methods.
 
-Each `Option` of a `specjax.methods.Method` defines one flag. A flag is rejected
-if the chosen method does not have this option.
+Each `Option` of a `specjax.methods.Method` defines one flag. `Options.check`
+rejects a flag if the chosen method does not have this option.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ flags.disclaim_key_flags()
 
 
 class Options:
-  """Flags for one group of options: for objectives or for heads."""
+  """Flags for the options of the objectives or for those of the heads."""
 
   def __init__(self, field: str) -> None:
     """Defines the flags.
@@ -44,8 +44,8 @@ class Options:
 
     Args:
       method: training method.
-      own_text: True if the target generates the training text. It is the value
-        of options whose default is None.
+      own_text: True if the target generates the training text. Options whose
+        value is None get this value.
     """
     values = {option.name: self.flags[option.name].value
               for option in getattr(method, self._field)}

@@ -1,4 +1,4 @@
-"""Comparison of short training runs with several values of one flag."""
+"""Compares short training runs with several values of one flag."""
 
 from collections.abc import Callable
 import math
@@ -17,10 +17,11 @@ from specjax.utils.files import read_json
 # `--help` lists --sweep under the script, not under this file.
 flags.disclaim_key_flags()
 
-# Flags that can change the training and evaluation rows.
+# Flags that change the training or evaluation rows, except those that begin
+# with "self_".
 _OF_THE_ROWS = ("seed", "target", "dtype", "data", "field", "row_tokens",
                 "held_out_rows")
-Row = dict[str, Any]  # results of one training
+Row = dict[str, Any]  # results of one training run
 _TAKEN = ("sweep", "output_dir", "self_dir")
 
 
@@ -30,14 +31,14 @@ def define() -> flags.FlagHolder:
       "sweep", None, "Train once with each of several values of one flag, "
       "written FLAG:VALUE,VALUE,..., such as "
       "learning_rate:0.001,0.003,0.01. Each run has --steps steps (usually a "
-      "few hundred) and the directory --output_dir/FLAG=VALUE. A table of the "
-      "acceptance lengths is printed. The same command continues after an "
-      "interruption. Default: a single training run")
+      "few hundred) and writes to the directory --output_dir/FLAG=VALUE. "
+      "Prints a table of the acceptance lengths. After an interruption, the "
+      "same command continues. Default: a single training run")
 
 
 def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
         ) -> None:
-  """Calls `train` for every value, and prints and writes the table.
+  """Trains once for every value, and prints and writes a table of the results.
 
   Args:
     sweep: the flag --sweep. It is unset while `train` runs.
@@ -59,14 +60,14 @@ def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
     all_flags["output_dir"].value = str(directory)
     print(f"--{name}={value}", flush=True)
     rows.append({"value": value, **_trained(train, directory)})
-    jax.clear_caches()  # the compiled programs of many runs exceed the memory
+    jax.clear_caches()  # compiled programs of many runs would fill the memory
   rows.sort(key=lambda row: -row.get(drafter_report.CURVE, -math.inf))
   _print(name, rows)
   common.finish(base, "sweep", {"flag": name, "rows": rows})
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:
-  """Returns the flag's name and its values as text, after checking them."""
+  """Returns the flag's name and its values as strings, after checking them."""
   name, _, values = text.partition(":")
   values = values.split(",")
   if name not in flags.FLAGS or name in _TAKEN:
@@ -114,16 +115,16 @@ def _print(name: str, rows: list[Row]) -> None:
     print(f"{drafter_report.shown(length):22s}"
           f"{_behind(name, rows[0], row):22s}"
           f"{drafter_report.shown(decoded):22s}{row['minutes']:7.1f}")
-  print("[95 % interval over held-out rows]. less than best: difference on "
-        "the same\nrows, so runs can differ although their own intervals "
-        "overlap.")
+  print("[95 % interval over held-out rows]. less than best: difference to the "
+        "best run on\nthe same rows. It can be significant although the "
+        "intervals of the runs overlap.")
 
 
 def _behind(name: str, best: Row, row: Row) -> str:
-  """Returns the difference in acceptance length to the best run, as text.
+  """Returns how much shorter the acceptance length is than in the best run.
 
-  The difference is computed on the same held-out rows. The result is "-" for
-  the best run, or if the rows differ.
+  The difference with its interval is computed on the same held-out rows and
+  returned as text. The result is "-" for the best run, or if the rows differ.
   """
   most, other = best["by_row"], row["by_row"]
   if (row is best or _changes_rows(name)
@@ -136,5 +137,5 @@ def _behind(name: str, best: Row, row: Row) -> str:
 
 
 def _changes_rows(name: str) -> bool:
-  """Returns whether a flag changes the training or evaluation rows."""
+  """Returns True if a flag changes the training or evaluation rows."""
   return name in _OF_THE_ROWS or name.startswith("self_")

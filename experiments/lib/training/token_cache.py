@@ -12,22 +12,22 @@ from lib import progress
 from specjax.data import token_files
 from specjax.data import Tokenizer
 
-DIRECTORY = "SPECJAX_TOKENS"  # environment variable with the directory
-_LARGEST = 20 * 2**30  # limit in bytes for all corpora
+DIRECTORY = "SPECJAX_TOKENS"  # environment variable with the cache directory
+_LARGEST = 20 * 2**30  # largest total size of all corpora, in bytes
 
 
 def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
          ) -> token_files.TokenFiles:
-  """Returns the tokens of a corpus; see `token_files.read`.
+  """Returns the tokens of a corpus from the cache, or computes and stores them.
 
-  The tokens are stored in the directory of the environment variable
-  SPECJAX_TOKENS, by default ~/.cache/specjax/tokens. The path is printed on
-  stderr. If all corpora exceed 20 GiB, the least recently used ones are
-  deleted.
+  The environment variable SPECJAX_TOKENS names the directory of the cache, by
+  default ~/.cache/specjax/tokens. The path of the tokens is printed on stderr.
+  If the total size of all corpora exceeds 20 GiB, the least recently used ones
+  are deleted.
 
   Args:
-    source: source of the corpus.
-    field: field of its records with the text.
+    source: source of the corpus (see `token_files.read`).
+    field: field of a record that contains the text or the turns.
     tokenizer: tokenizer of the target.
     chat: True if the records are conversations.
   """
@@ -45,30 +45,35 @@ def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False
 
 
 def _directory() -> pathlib.Path:
-  """Returns the directory of all corpora; a temporary one if not writable."""
+  """Returns the cache directory, or a temporary one if it is not writable."""
   try:
     directory = pathlib.Path(os.environ.get(DIRECTORY) or (
         compilation.cache_directory() / "tokens"))
     directory.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=directory).close()
   except OSError as e:
-    print(f"tokens are not kept for the next run: {e}; name another directory "
-          f"by the environment variable {DIRECTORY}", file=sys.stderr)
+    print(f"tokens are not stored for the next run: {e}; set the environment "
+          f"variable {DIRECTORY} to another directory", file=sys.stderr)
     return common.temporary_directory()
   return directory
 
 
 def _shrink(directory: pathlib.Path, used: pathlib.Path,
             largest: int = _LARGEST) -> None:
-  """Deletes the least recently used corpora, except `used`.
+  """Deletes the least recently used corpora until the rest fits.
 
-  A run with a memory map of a deleted corpus can still read it.
+  A run that has a deleted corpus mapped into memory can still read it.
+
+  Args:
+    directory: cache directory.
+    used: path of a corpus that is not deleted.
+    largest: largest total size, in bytes.
   """
   entries = []
   for path in directory.glob("*-tokens*"):
     try:
       stats = [x.stat() for x in path.iterdir()]
-    except OSError:  # another process deletes it
+    except OSError:  # another process is deleting this corpus
       continue
     entries.append((max((x.st_mtime for x in stats), default=0),
                     sum(x.st_size for x in stats), path))

@@ -1,4 +1,4 @@
-"""Drafters of a block of tokens in one pass: DFlash and DSpark."""
+"""Methods that draft a block of tokens in one pass: DFlash and DSpark."""
 
 from specjax.methods.blocks import parallel_drafter
 from specjax.methods.blocks import parallel_objective

@@ -1,20 +1,21 @@
-"""Markov heads of DSpark: each slot is conditioned on the token before it.
+"""Markov heads of DSpark, which condition each token on the previous token.
 
-arXiv:2607.05147. One pass computes the logits of all slots of a block, so their
-tokens would be independent. A *Markov head* adds to the logits of slot k a bias
-of low rank r, computed from the embedding W1[x_(k-1)] of the previous token. So
-the draft distribution q_k of the slot is conditional on that token. Tokens are
-drawn from left to right. Each costs one product of r numbers with W2.
+arXiv:2607.05147. A block-parallel network computes the logits of all slots of a
+block in one pass. From these logits alone, the tokens of the slots would be
+independent. A *Markov head* adds a bias of low rank r to the logits of slot k.
+The bias is computed from the embedding W1[x_(k-1)] of the previous token, so
+the draft distribution q_k is conditional on this token. The tokens are sampled
+from left to right. Each token costs one product of r numbers with W2.
 
   plain   bias = W1[x] W2
   gated   bias = (sigmoid([h; W1[x]] G + b) * W1[x]) W2
   rnn     g, c, o = split([s; W1[x]; h] J + b), s' = sigmoid(g) s + (1 -
-          sigmoid(g)) tanh(c), bias = tanh(o) W2, from s = 0
+          sigmoid(g)) tanh(c), bias = tanh(o) W2, initially s = 0
 
-x is the token before the slot, h the hidden state of the slot, and s the state
-that the recurrent head passes from slot to slot. * is elementwise. For the
+x is the token before the slot, and h is the hidden state of the slot. s is the
+state of the recurrent head after the previous slot. * is elementwise. For the
 first slot, x is the block's anchor, the last committed token. W2 is initially
-0, so all biases are 0 until it is trained.
+0, so all biases of an untrained head are 0.
 """
 
 from typing import Any
@@ -31,7 +32,9 @@ KINDS = ("none", "plain", "gated", "rnn")
 
 def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
          draft_size: int | None = None) -> dict[str, Any]:
-  """Returns float32 parameters of a Markov head whose bias is 0.
+  """Returns initial float32 parameters of a Markov head.
+
+  With these parameters the bias is 0.
 
   Args:
     key: PRNG key.
@@ -39,7 +42,7 @@ def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
     vocab_size: vocabulary size V.
     width: width D of the slots' hidden states.
     rank: rank r of the bias.
-    draft_size: size of the draft vocabulary; None: V.
+    draft_size: size of the draft vocabulary. None means V.
   """
   embedding, mixing = jax.random.split(key)
   normal = lambda key, *shape: shape[0] ** -0.5 * jax.random.normal(
@@ -57,7 +60,10 @@ def init(key: jax.Array, kind: str, vocab_size: int, width: int, rank: int,
 
 
 def first_state(kind: str, params: Params, shape: tuple[int, ...]) -> Any:
-  """Returns the initial state of a Markov head, `[*shape, r]` or ()."""
+  """Returns the initial state of a Markov head.
+
+  The state is `[*shape, r]` for the kind "rnn", and () for other kinds.
+  """
   if kind != "rnn":
     return ()
   return jnp.zeros((*shape, params["w1"].shape[1]), params["w1"].dtype)
@@ -70,12 +76,13 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
   Args:
     kind: type of the head, one of `KINDS` except "none".
     params: parameters, see `init`.
-    state: state of the previous slot `[..., r]`, or ().
+    state: state of the head after the previous slot, `[..., r]` or ().
     hidden: hidden state `[..., D]` of the slot.
     before: token before the slot, `[...]` int32.
 
   Returns:
-    Bias `[..., V]`, at least float32, and the state of this slot.
+    Bias `[..., V]` in float32 or a wider dtype, and the state of the head after
+    this slot.
   """
   chex.assert_equal_shape_prefix([hidden, before], before.ndim)
   x = params["w1"][before]
@@ -91,7 +98,7 @@ def step(kind: str, params: Params, state: Any, hidden: jax.Array,
 
 def along(kind: str, params: Params, hidden: jax.Array, before: jax.Array
           ) -> jax.Array:
-  """Returns the biases of the K slots of blocks whose tokens are known.
+  """Returns the biases of the K slots of blocks with known tokens.
 
   Args:
     kind: type of the head, one of `KINDS` except "none".

@@ -1,11 +1,14 @@
 """Attention masks for training drafters that predict several positions.
 
 A *row* is a training sequence. Every query and key is an *element*, either a
-true token of the row or a drafted position. Its *anchor* is the position of the
-last true token that it has read. Its *depth* is the number of positions after
-the anchor. All methods follow one rule: an element attends to the true tokens
-up to its anchor, and to the drafted positions with the same anchor. Elements of
-the methods as (anchor, depth):
+true token of the row or a drafted position. The *anchor* of an element is the
+position of the last true token that the element attends to. The *depth* of an
+element is its distance from the anchor. In the other modules of this folder,
+the anchor of a block is its slot 0, one position later.
+
+All methods follow one rule: an element attends to the true tokens up to its
+anchor, and to the drafted positions with the same anchor. The elements of each
+method are, as (anchor, depth):
 
   training-time test   position t at step i is (t, i)
   P-EAGLE              the same, with all steps in one pass
@@ -18,10 +21,10 @@ the methods as (anchor, depth):
 step reads the complete row (`FeatureHeads.step` with `keys`). Tests apply the
 rule to the steps of EAGLE-3, the copies of PARD and the steps of P-EAGLE. The
 objectives of specjax train on rows with one document each. Masks for several
-documents are for other objectives.
+documents serve other objectives.
 
 EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
-DFlash (arXiv:2602.06036). All functions take one row; use `jax.vmap` for a
+DFlash (arXiv:2602.06036). All functions apply to one row. Use `jax.vmap` for a
 batch.
 """
 
@@ -37,9 +40,10 @@ class Elements:
   """N queries or keys of a row.
 
   Attributes:
-    anchor: position of the last true token that is read, `[N]` int32; -1: none.
-    depth: position after the anchor, `[N]` int32. 0 is the true token at the
-      anchor; d > 0 is the d-th drafted position after it.
+    anchor: position of the last true token that the element attends to, `[N]`
+      int32. -1 means that there is no such token.
+    depth: distance from the anchor, `[N]` int32. 0 is the true token at the
+      anchor, and d > 0 is the d-th drafted position after the anchor.
     document: index of the document, `[N]` int32. An element does not attend to
       other documents.
   """
@@ -55,20 +59,20 @@ class Elements:
 
 
 def text(documents: ArrayLike) -> Elements:
-  """Returns the true tokens of a row.
+  """Returns the elements of a row's true tokens.
 
   Args:
-    documents: document of each token, `[T]` int32.
+    documents: index of each token's document, `[T]` int32.
   """
   return steps(documents, 0)
 
 
 def steps(documents: ArrayLike, depth: int) -> Elements:
-  """Returns an element `depth` positions after every token of a row.
+  """Returns one element per token of a row, `depth` positions after the token.
 
   Args:
-    documents: document of each token, `[T]` int32.
-    depth: step of the training-time test, or number of PARD's copy.
+    documents: index of each token's document, `[T]` int32.
+    depth: step i of the training-time test, or number i of a copy in PARD.
   """
   documents = jnp.asarray(documents, jnp.int32)
   return Elements(
@@ -77,16 +81,16 @@ def steps(documents: ArrayLike, depth: int) -> Elements:
 
 
 def blocks(first: ArrayLike, size: int, documents: ArrayLike) -> Elements:
-  """Returns the slots of blocks, block by block.
+  """Returns the elements of the slots of n blocks, block by block.
 
   Args:
     first: position of slot 0 of each block, `[n]` int32. The positions must
       differ, because slots attend to all slots with the same anchor.
     size: number of slots of a block.
-    documents: document of each token, `[T]` int32.
+    documents: index of each token's document, `[T]` int32.
 
   Returns:
-    n * size elements; slot k is at position first + k.
+    n * size elements. Slot k of a block is at position first + k.
   """
   first = jnp.asarray(first, jnp.int32)
   slots = jnp.arange(1, size + 1, dtype=jnp.int32)
@@ -103,13 +107,14 @@ def joined(*parts: Elements) -> Elements:
 
 def visible(queries: Elements, keys: Elements, causal: bool = True
             ) -> jax.Array:
-  """Returns the keys that each query attends to, `[Q, K]` bool.
+  """Returns the attention mask, `[Q, K]` bool.
 
   Args:
     queries: Q elements.
     keys: K elements.
     causal: True if a drafted position attends only to drafted positions up to
-      its own depth, False (DFlash) if it attends to all with its anchor.
+      its depth. False (DFlash) if it attends to all drafted positions with the
+      same anchor.
   """
   chex.assert_rank([queries.anchor, keys.anchor], 1)
   column = lambda x: x[:, None]

@@ -1,16 +1,16 @@
-"""DDTree: the best tree of a product distribution (arXiv:2604.12989).
+"""Trees of DDTree, the best trees of a product distribution.
 
-A block-parallel drafter predicts K distributions q_1..q_K in one pass,
-independent of the drafted tokens. The probability of a path is the product of
-the probabilities of its tokens. It never exceeds the probability of the path
-without its last token. So the N - 1 most likely paths form a tree, the best one
-of N nodes.
+See arXiv:2604.12989. A block-parallel drafter predicts K distributions q_1..q_K
+in one pass, independent of the drafted tokens. The probability of a path is the
+product of the probabilities of its tokens. This product never exceeds the
+probability of the path without its last token. The N - 1 most likely paths
+therefore form a tree, the best tree of N nodes.
 
 The paper finds the paths with a heap. This module computes each level from the
 level above. Let the nodes p = 0, 1, ... of a level and the tokens r = 0, 1, ...
-of the next level be sorted by probability. At least (p + 1)(r + 1) - 1 paths
-are at least as likely as the path of token r below node p. So only pairs (p, r)
-with (p + 1)(r + 1) <= n can be among the best n.
+of the next level be sorted by probability. At least (p + 1)(r + 1) - 1 other
+paths are at least as likely as the path of token r below node p. Therefore it
+suffices to consider the pairs (p, r) with (p + 1)(r + 1) <= n for the n best.
 """
 
 import functools
@@ -24,12 +24,12 @@ from specjax.utils import fields
 
 
 def most_nodes(depth: int, vocab_size: int) -> int:
-  """Returns the node count N of the complete tree of depth `depth`."""
+  """Returns the number of nodes of the complete tree, including the root."""
   return sum(vocab_size**d for d in range(depth + 1))
 
 
 def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises `ValueError` if a tree of this size does not exist."""
+  """Raises `ValueError` if there is no tree of `num_nodes` nodes."""
   fields.check_at_least("depth", depth, 1)
   fields.check_at_least("num_nodes", num_nodes, 2)
   most = most_nodes(depth, vocab_size)
@@ -41,12 +41,12 @@ def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
 
 @functools.cache
 def _pairs(above: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the pairs (p, r) that can be among the best `size` of a level.
+  """Returns the pairs (p, r) to consider for the `size` best paths of a level.
 
   Args:
     above: number of nodes p in the level above.
     ranks: number of tokens r.
-    size: number of paths that are selected.
+    size: number of paths to select.
   """
   place, rank = np.divmod(np.arange(above * ranks), ranks)
   few = (place + 1) * (rank + 1) <= size
@@ -57,12 +57,12 @@ def best_tree(log_probs: jax.Array, num_nodes: int
               ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the most likely paths of one sequence as a tree.
 
-  Ties are resolved in this order: nearest to the root, most likely parent,
-  lowest token id.
+  Among equally likely paths, the function prefers the path nearest to the root,
+  then the path with the most likely parent, then the lowest token id.
 
   Args:
-    log_probs: log probabilities `[K, V]` of the levels. A token with -inf is
-      selected only if too few others remain.
+    log_probs: log probabilities `[K, V]` of the tokens at depths 1..K. A token
+      with -inf is selected only if there are too few other paths.
     num_nodes: number of nodes N, at most `most_nodes(K, V)`.
 
   Returns:
@@ -73,8 +73,8 @@ def best_tree(log_probs: jax.Array, num_nodes: int
   size = num_nodes - 1
   likeliest, ids = jax.lax.top_k(log_probs, min(size, log_probs.shape[1]))
   ids = ids.astype(jnp.int32)
-  # By rounding, a probability can exceed 1, and a path could be more likely
-  # than its parent. So log probabilities are clipped to 0.
+  # Because of rounding, a probability can exceed 1. A path could then be more
+  # likely than its parent. Clipping the log probabilities at 0 prevents this.
   likeliest = jnp.minimum(likeliest, 0)
   values, first = jnp.zeros((1,), log_probs.dtype), 0  # root
   levels = []
@@ -87,8 +87,9 @@ def best_tree(log_probs: jax.Array, num_nodes: int
     levels.append((new, tokens[chosen_rank], first + chosen_place))
     first, values = first + values.shape[0], new
   values, tokens, parents = (jnp.concatenate(x) for x in zip(*levels))
-  # `top_k` prefers lower indices among equal values, and ancestors have lower
-  # indices. So the parent of a selected node is selected.
+  # `top_k` must also select the parent of every selected node. This holds
+  # because a parent is at least as likely and has a lower index, and `top_k`
+  # prefers lower indices among equal values.
   _, best = jax.lax.top_k(values, size)
   best = jnp.sort(best)
   nodes = jnp.append(jnp.zeros_like(best[:1]), best + 1)

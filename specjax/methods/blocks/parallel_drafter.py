@@ -1,8 +1,8 @@
-"""Drafting from the distributions of a block: DFlash, DSpark, DDTree.
+"""Drafters of DFlash, DSpark and DDTree, with a block-parallel network.
 
 DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
-In a round a few draft layers run one pass over a block, which predicts K
-tokens. With a Markov head the tokens are drawn from left to right, with one
+In each round, a few draft layers run one pass over a block and predict K
+tokens. With a Markov head the tokens are sampled from left to right, with one
 product of rank r per token. See `parallel_network`.
 """
 
@@ -52,9 +52,9 @@ class ParallelState:
 
   Attributes:
     cache: keys and values of the draft layers for all committed tokens except
-      the last. They are computed from the target's features, and the target has
-      not read the last token yet.
-    rule: state of the stop rule; () without one.
+      the last. The layers compute them from the target's features, and the
+      target has not read the last token yet.
+    rule: state of the stop rule. () without a stop rule.
   """
 
   cache: Any
@@ -62,20 +62,25 @@ class ParallelState:
 
 
 class BlockDrafter(Drafter):
-  """Base of drafters with a block-parallel network.
+  """Base class of drafters with a block-parallel network.
 
   Subclasses are frozen dataclasses with `heads`, `cache`, `transform`, `target`
   (set by `bind`), `depth` and `num_nodes`. `params["drafter"]` contains the
-  parameters of the heads. Keys and values of a draft block are dropped after
-  the round. `commit` computes the keys and values of accepted tokens from the
-  target's features in the verifying pass.
+  parameters of the heads. The keys and values of a draft block are not stored.
+  `commit` computes the keys and values of accepted tokens from the target's
+  features in the target call.
   """
 
   conditional = True
-  autoregressive = False  # q depends on the position where the block began
+  autoregressive = False  # q depends on the start position of the block
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns a copy with the target and the transform set.
+
+    Raises:
+      ValueError: the heads do not fit the target, or the draft is deeper than
+        the number of predicted tokens.
+    """
     self.heads.check_fits(target)
     if self.depth > self.heads.num_forecasts:
       raise ValueError(
@@ -86,7 +91,10 @@ class BlockDrafter(Drafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> ParallelState:
-    """Returns the state with all tokens of the prompts except the last."""
+    """Returns the state after prefill.
+
+    The cache contains all tokens of the prompts except the last.
+    """
     batch, columns = prompt.tokens.shape
     empty = self.heads.init_cache(
         params["drafter"], batch, prompt.capacity, self.cache)
@@ -97,16 +105,25 @@ class BlockDrafter(Drafter):
     return ParallelState(cache=cache.rollback(prompt.lengths - 1))
 
   def _extended(self, params, cache, hidden, positions):
-    """Returns the cache with the keys and values of tokens as its block.
+    """Returns the cache with the keys and values of S tokens as its block.
 
-    They are computed from the hidden states `[B, S, ...]` of the target.
+    Args:
+      params: parameters of the heads.
+      cache: cache of the draft layers.
+      hidden: hidden states `[B, S, ...]` of the target at the tokens.
+      positions: positions of the tokens, `[B, S]` int32.
     """
     heads = self.heads
     context = heads.context(params, heads.tap(self.target, hidden))
     return heads.with_context(params, cache, context, positions)
 
   def forecast(self, params: chex.ArrayTree, state: DecodeState):
-    """Returns hidden states `[B, K, D]` and logits `[B, K, Vd]` of blocks."""
+    """Runs the network on one block per row.
+
+    Returns:
+      Hidden states `[B, depth, D]` and logits `[B, depth, Vd]` of the first
+      `depth` predictions.
+    """
     hidden = self.heads.block(params["drafter"], params["target"],
                               rounds.roots(state), state.drafter.cache)
     hidden = hidden[:, :self.depth]
@@ -114,16 +131,22 @@ class BlockDrafter(Drafter):
 
   def steps(self, params: chex.ArrayTree, state: DecodeState, hidden: jax.Array,
             logits: jax.Array):
-    """Returns the `step`, `carry` and `logits` of `_trees.grow` for a block.
+    """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`.
 
     The carry contains the states of the Markov head at the nodes of a level.
     The logits `[B, V]` predict the token after the root.
+
+    Args:
+      params: parameters of the target and the drafter.
+      state: decoding state.
+      hidden: hidden states of the blocks, from `forecast`.
+      logits: logits of the blocks, from `forecast`.
     """
     heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
 
     def step(tokens, depths, ancestors, above, carry):
       del ancestors
-      at = depths[..., None] + 1  # the slot of the token after a node
+      at = depths[..., None] + 1  # slot that predicts the token after a node
       base = jnp.take_along_axis(logits, at, axis=1)
       if heads.markov == "none":
         return heads.whole(base), carry
@@ -146,7 +169,10 @@ class BlockDrafter(Drafter):
   def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """Adds the keys and values of committed tokens except the last."""
+    """Returns the state with the keys and values of the new committed tokens.
+
+    The last committed token is excluded.
+    """
     del draft
     path = verdict.path[:, :self.depth + 1]
     hidden = jnp.take_along_axis(
@@ -159,12 +185,15 @@ class BlockDrafter(Drafter):
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
-    """Returns the state unchanged because `commit` reads all tokens."""
+    """Returns the state unchanged.
+
+    No tokens are missing, because `commit` adds all committed tokens.
+    """
     del params, since
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the network."""
+    """Returns an empty `PartitionSpec`, which replicates the network."""
     check_divisible("kv_heads of the block-parallel network",
                     self.heads.kv_heads, size, axis)
     return PartitionSpec()
@@ -172,27 +201,30 @@ class BlockDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(BlockDrafter, _trees.StaticTree):
-  """Samples a static tree or a chain from the distributions of a block.
+  """Drafter that samples a static tree or a chain from one block.
 
   Without a Markov head all nodes of a depth have the same draft distribution
   (DFlash). With a Markov head the distribution of a node depends on its
   parent's token (DSpark).
 
-  A stop rule shortens a chain after it is drawn, because all its distributions
-  come from one pass. The decision to drop a token uses only earlier tokens.
-  Rules with parameters use the parameters of the confidence head, and its input
-  as `hidden`.
+  One pass computes the logits of all tokens. Therefore the drafter first
+  samples a complete chain, and then a stop rule drops tokens at its end. The
+  decision to drop a token uses only earlier tokens. A rule with parameters uses
+  the parameters of the confidence head. Every rule gets the input of the
+  confidence head as hidden state.
 
   Attributes:
     heads: block-parallel network of the target, which predicts K tokens.
-    parents: draft tree, at most K deep, see `specjax.trees`, stored
-      breadth-first; `range(-1, K)` is a chain of K tokens.
+    parents: parent index of each node of the draft tree, see `specjax.trees`.
+      The depth is at most K. `range(-1, K)` is a chain of K tokens. The nodes
+      are stored in breadth-first order.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-    stop: stop rule for chains; None: all chains have K tokens.
+    transform: transform of the draft logits. None means the target's transform.
+      Any transform is lossless, because the verifier gets the transformed
+      distributions.
+    stop: stop rule for chains. None means that no chain ends early.
     cache: class of the draft layers' cache.
-    target: target model; `bind` sets it.
+    target: target model, set by `bind`.
   """
 
   heads: ParallelHeads
@@ -226,20 +258,23 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     return self.proposal == "top_k"
 
   def with_gamma(self, gamma: int) -> "Parallel | None":
-    """Returns a chain of `gamma` tokens; None if the drafts are trees."""
+    """Returns a drafter of chains of `gamma` tokens.
+
+    The result is None if this drafter's drafts are trees.
+    """
     if not self.chain:
       return None
     return dataclasses.replace(self, parents=tuple(range(-1, gamma)))
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Parallel":
-    """Returns the drafter specialised to a target."""
+    """Returns a copy with the target and the transform set."""
     _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
     return _trees.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> ParallelState:
-    """Returns the state after the prompts, with the stop rule's state."""
+    """Returns the state after prefill, with the stop rule's state."""
     state = super().init(params, prompt, prefill_output)
     if self.stop is None:
       return state
@@ -248,7 +283,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, ParallelState]:
-    """Drafts a tree for each row."""
+    """Returns a draft tree for each row."""
     if self.num_nodes == 1:
       return (rounds.root_only(state, self.heads.vocab_size),
               state.drafter)
@@ -262,7 +297,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
         rule=stop_rules.record_chains(state.drafter.rule, draft, self.depth))
 
   def _ended(self, params, state, hidden, tokens, probs):
-    """Returns `probs [B, K, V]` of chains, with 0 after the rule's stop."""
+    """Returns the chains' `probs [B, K, V]`, set to 0 for dropped tokens."""
     own, roots = params["drafter"], rounds.roots(state)
     before = jnp.concatenate([roots[:, None], tokens[:, :-1]], axis=1)
     evidence = self.heads.evidence(own, hidden, before)
@@ -277,7 +312,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
   def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ParallelState:
-    """Adds the committed tokens and updates the stop rule's state."""
+    """Returns the state after a round, with the stop rule's state updated."""
     new = super().commit(params, drafter, draft, verdict, target_output, count)
     if self.stop is None:
       return new
@@ -287,24 +322,26 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelTree(BlockDrafter):
-  """Drafts the most likely paths of a block deterministically.
+  """Drafter of deterministic trees, the most likely paths of a block.
 
   Without a Markov head, the draft is DDTree's tree, the N - 1 most likely paths
-  under the K distributions (`_slot_trees`). With a Markov head or under
-  constraints, a distribution depends on the path. Then each level expands its
-  `top_k` most likely nodes, as in EAGLE-2 (`_dynamic_trees.expand`). The tree
-  is a deterministic function of the context, so `TargetWalk` is exact.
+  under the K distributions (`_slot_trees`). With a Markov head or with
+  constraints, the distribution of a node depends on its path. In this case the
+  `top_k` most likely nodes of each level get children, as in EAGLE-2
+  (`_dynamic_trees.expand`). `TargetWalk` is exact, because the tree is a
+  deterministic function of the context.
 
   Attributes:
     heads: block-parallel network of the target, which predicts K tokens.
     num_nodes: number of nodes N, including the root.
-    depth: number of tokens of the longest path, at most K; None: K.
-    top_k: number of expanded nodes per level, and of children of each.
-    transform: transform of logits to the probabilities of paths. It is separate
-      from the decoder's, because at temperature 0 all but one probability would
-      be 0.
+    depth: maximum number of tokens of a path, at most K. None means K.
+    top_k: number of nodes per level that get children, and number of children
+      of each such node. Without a Markov head and constraints, it is unused.
+    transform: transform of logits to the probabilities of paths. It differs
+      from the target's transform, because at temperature 0 that transform sets
+      all probabilities except one to 0.
     cache: class of the draft layers' cache.
-    target: target model; `bind` sets it.
+    target: target model, set by `bind`.
   """
 
   heads: ParallelHeads
@@ -336,7 +373,7 @@ class ParallelTree(BlockDrafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, ParallelState]:
-    """Drafts a tree for each row."""
+    """Returns a draft tree for each row."""
     del uniforms
     hidden, logits = self.forecast(params, state)
     if not self._expands:
@@ -353,8 +390,9 @@ class ParallelTree(BlockDrafter):
     tokens, parents, values = _slot_trees.best_tree(
         jnp.log(self.transform(logits)), self.num_nodes)
     probs = jax.nn.one_hot(tokens, logits.shape[-1])
-    # `probs` is one-hot, also if the network's output is NaN. NaN is copied to
-    # it, so that the decoding loop reports the error.
+    # `one_hot` returns finite probabilities even if the network's output is
+    # NaN. This line copies NaN from `values` to `probs`, so that the decoding
+    # loop reports the error.
     probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
     return Draft.tree(root, parents, tokens, probs)
 
@@ -363,11 +401,11 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
              parents: Sequence[int] | None = None, proposal: str = "iid",
              verifier: Verifier = BLOCK,
              stop: stop_rules.StopRule | None = None) -> Strategy:
-  """Samples a chain or a tree from the distributions of a block.
+  """Returns a strategy that samples a chain or a tree from a block.
 
   DSpark (arXiv:2607.05147) has a Markov head, which conditions each token on
-  the previous one; DFlash (arXiv:2602.06036) does not. Both papers use chains
-  and token verification.
+  the previous one. DFlash (arXiv:2602.06036) has no Markov head. Both papers
+  use chains and token verification.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -378,11 +416,12 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 
   Args:
     heads: block-parallel network of the target, which predicts K tokens.
-    gamma: drafted tokens of a chain, at most K; None: K.
-    parents: draft tree of N nodes; None: a chain.
+    gamma: draft length of a chain, at most K. None means K.
+    parents: parent index of each node of a draft tree. None means a chain of
+      `gamma` tokens.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
     verifier: verification rule for these drafts.
-    stop: stop rule of a chain; None: all chains have gamma tokens.
+    stop: stop rule for chains. None means that no chain ends early.
   """
   if parents is None:
     most = heads.num_forecasts
@@ -393,10 +432,11 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 
 
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
-  """Drafts the most likely paths of a block, verified by `TargetWalk`.
+  """Returns a strategy that drafts the most likely paths of a block.
 
-  DDTree (arXiv:2604.12989). Without a Markov head, the draft consists of the
-  N - 1 most likely paths under the block's distributions.
+  DDTree (arXiv:2604.12989). The verifier is `TargetWalk`. Without a Markov
+  head, the draft consists of the N - 1 most likely paths under the block's
+  distributions.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(

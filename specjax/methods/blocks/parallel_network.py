@@ -1,18 +1,17 @@
-"""A network that drafts a block of tokens in one pass: DFlash and DSpark.
+"""Network of DFlash and DSpark, which drafts a block of tokens in one pass.
 
-DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block is the last
-committed token, its *anchor*, followed by mask tokens. In the draft layers all
-slots of the block attend to each other. They attend to earlier committed tokens
-through the target's features, its hidden states h_l after layers l:
+DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block consists of the
+last committed token, the *anchor* of the block, and mask tokens. In the draft
+layers all slots of the block attend to each other. The slots attend to earlier
+committed tokens through the target's hidden states h_l after layers l:
 
-  H = norm(W [h_l1; ..; h_lm])                      once a token, `context`
-  k, v of layer i = keys and values that layer i computes from H
-                                                           `with_context`
-  block -> draft layers over (H's k, v; the block) -> norm -> LM head
+  H = norm(W [h_l1; ..; h_lm])                                   (`context`)
+  k, v of layer i = keys and values computed from H         (`with_context`)
+  block -> draft layers with k, v of H and of the block -> norm -> LM head
 
-The layers do not change H. So the keys and values of a committed token need
-only a product with H, and are written once. The embedding and the LM head are
-the target's.
+The layers do not change H. Therefore the keys and values of a committed token
+are computed only once, by one product with H per layer. The embedding and the
+LM head are those of the target.
 """
 
 from collections.abc import Sequence
@@ -54,25 +53,27 @@ class ParallelHeads(TransformerConfig):
   """Block-parallel network of a target, which predicts K tokens.
 
   Attributes:
-    block_size: number of slots of a block, including the anchor's.
+    block_size: number of slots of a block, including the slot of the anchor.
     taps: hidden states of the target that are fused to H, by the names of
       `TransformerConfig.features`. A "target layer id" i of published files is
       i + 1 here.
-    from_anchor: True if each slot predicts the token after it, the anchor's
-      included, so K = block_size (DSpark). False if each mask predicts the
-      token at its own position, so K = block_size - 1 (DFlash).
-    markov: type of the Markov head, one of `_coupling.KINDS`; "none": the
+    from_anchor: True if each slot predicts the next token, so K = block_size
+      (DSpark). False if each mask predicts the token at its own position, so
+      K = block_size - 1 (DFlash).
+    markov: type of the Markov head, one of `_coupling.KINDS`. With "none" the
       tokens of a block are independent.
     markov_rank: rank r of the Markov head.
     confidence: input of the confidence head, which predicts the acceptance of a
-      token. "hidden": the slot's hidden state h. "markov": [h; W1[x]] with the
-      Markov head's embedding of the previous token x. "none": no such head.
-    ids: sorted tokens that can be drafted, Vd in number; empty: all.
-    mask_token: token id whose target embedding is the mask; None: the mask is a
-      trained vector.
+      token. "hidden" is the slot's hidden state h. "markov" is [h; W1[x]] with
+      the Markov head's embedding of the previous token x. "none" means that
+      there is no confidence head.
+    mask_token: id of a token whose target embedding is the mask. None means
+      that the mask is a trained vector.
+    ids: sorted ids of the Vd tokens that can be drafted. Empty means all
+      tokens.
 
   All other attributes configure the draft layers. The width and the vocabulary
-  are the target's.
+  size are those of the target.
   """
 
   block_size: int
@@ -111,7 +112,7 @@ class ParallelHeads(TransformerConfig):
                        "mask")
 
   def _check_heads(self) -> None:
-    """Checks the kinds of the Markov head and of the confidence head."""
+    """Checks the fields `markov` and `confidence`."""
     for name, choices in (("markov", _coupling.KINDS),
                           ("confidence", _CONFIDENCE)):
       if getattr(self, name) not in choices:
@@ -142,10 +143,10 @@ class ParallelHeads(TransformerConfig):
       target: target model.
       count: number K of predicted tokens.
       layers: number of draft layers.
-      mlp_width: width of the layers' MLPs; None: the target's.
-      taps: hidden states of the target that are read, or a string such as
-        "2,4,final". Empty: three, evenly spread up to the input of the last
-        layer.
+      mlp_width: inner width of the layers' MLPs. None means the target's.
+      taps: hidden states of the target that the heads read, or a string such as
+        "2,4,final". If it is empty, the heads read three hidden states, evenly
+        spread up to the input of the last layer.
       **options: other fields of the class.
     """
     config = target.config
@@ -173,16 +174,17 @@ class ParallelHeads(TransformerConfig):
             f"1,{FINAL}")
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns float32 parameters, partly with the names of a `Transformer`.
+    """Returns initial float32 parameters.
 
     Args:
       key: PRNG key.
       target_params: parameters of the target.
 
     Returns:
-      The draft layers and `final_norm`; `fc` and `hidden_norm`, which compute
-      H; `mask [D]` if it is trained; `markov`, see `_coupling.init`; and
-      `confidence`, the `kernel` and `bias []` of the confidence head.
+      Dictionary with the draft layers and `final_norm`, named as in a
+      `Transformer`, and `fc` and `hidden_norm`, which compute H. Depending on
+      the fields, it also contains `mask [D]`, `markov` (see `_coupling.init`)
+      and `confidence`, the `kernel` and `bias []` of the confidence head.
     """
     stack, fusion, mask, markov = jax.random.split(key, 4)
     x = jnp.zeros((1, 1, self.width))
@@ -208,10 +210,7 @@ class ParallelHeads(TransformerConfig):
     return params
 
   def tapped(self, target: Transformer) -> Transformer:
-    """Returns a target that outputs the hidden states named in `taps`.
-
-    Its other outputs are unchanged.
-    """
+    """Returns a target that also outputs the hidden states in `taps`."""
     self.check_taps(target)
     names = target.config.features or (FINAL,)
     features = tuple(dict.fromkeys((*self.taps, *names)))
@@ -228,13 +227,13 @@ class ParallelHeads(TransformerConfig):
       params: parameters of the heads.
 
     Returns:
-      `(target, {"target", "drafter"})`; the target outputs the hidden states
-      named in `taps`.
+      `(target, {"target": target_params, "drafter": params})`. The returned
+      target also outputs the hidden states in `taps`.
     """
     return self.tapped(target), {"target": target_params, "drafter": params}
 
   def check_fits(self, target: Model) -> None:
-    """Checks that a target has our sizes and outputs the hidden states.
+    """Checks that a target fits these heads.
 
     Raises:
       ValueError: a size differs, or the target does not output the hidden
@@ -247,12 +246,17 @@ class ParallelHeads(TransformerConfig):
           f"read {self.taps}: use the target that `heads.attach` returns")
 
   def tap(self, target: Transformer, hidden: jax.Array) -> jax.Array:
-    """Returns the m tapped states `[..., m D]` in the target's output."""
+    """Returns the m hidden states in `taps`, concatenated, `[..., m D]`.
+
+    Args:
+      target: target model.
+      hidden: hidden states in the target's output.
+    """
     return jnp.concatenate(
         [target.feature(hidden, tap) for tap in self.taps], axis=-1)
 
   def context(self, params: Params, features: jax.Array) -> jax.Array:
-    """Fuses m hidden states `[B, S, m D]` of tokens to H `[B, S, D]`."""
+    """Returns H `[B, S, D]`, fused from m hidden states `[B, S, m D]`."""
     kernel = params["fc"]["kernel"]
     fused = layers_lib.product(features.astype(kernel.dtype), kernel)
     return layers_lib.Norm(self).apply(
@@ -270,7 +274,8 @@ class ParallelHeads(TransformerConfig):
                    positions: jax.Array) -> Cache:
     """Returns the cache with the keys and values of S tokens as its block.
 
-    `rollback` or `commit` of the result adds tokens of the block to the cache.
+    The methods `rollback` and `commit` of the returned cache make tokens of the
+    block part of the cached sequence.
 
     Args:
       params: parameters of the network.
@@ -289,7 +294,13 @@ class ParallelHeads(TransformerConfig):
 
   def slots(self, params: Params, target_params: Params, anchors: jax.Array
             ) -> jax.Array:
-    """Returns inputs `[..., block_size, D]` of blocks with `anchors [...]`."""
+    """Returns the inputs of blocks, `[..., block_size, D]`.
+
+    Args:
+      params: parameters of the network.
+      target_params: parameters of the target, for the embedding.
+      anchors: token ids of the anchors, `[...]` int32.
+    """
     table = target_params["embedding"]
     dtype = params["fc"]["kernel"].dtype
     mask = (params["mask"] if self.mask_token is None
@@ -303,15 +314,15 @@ class ParallelHeads(TransformerConfig):
 
   def read(self, params: Params, slots: jax.Array, positions: jax.Array,
            visible: jax.Array, cache: Cache) -> jax.Array:
-    """Returns the hidden states of slots after the last norm.
+    """Returns the hidden states of slots after the final norm.
 
     Args:
       params: parameters of the network.
       slots: inputs `[B, S, D]` of the slots of one or several blocks.
       positions: positions `[B, S]` int32.
-      visible: mask `[B, S, T]` bool over the T tokens that follow the cache's
-        committed ones. All slots attend to committed tokens.
-      cache: cache of the draft layers; it is not changed.
+      visible: attention mask `[B, S, T]` bool over the T tokens after the
+        committed tokens of the cache. All slots attend to committed tokens.
+      cache: cache of the draft layers.
 
     Returns:
       Hidden states `[B, S, D]`.
@@ -321,13 +332,16 @@ class ParallelHeads(TransformerConfig):
 
   def block(self, params: Params, target_params: Params, anchors: jax.Array,
             cache: Cache) -> jax.Array:
-    """Returns hidden states `[B, K, D]` of the slots that predict, per row.
+    """Runs the network on one block per row.
 
     Args:
       params: parameters of the network.
       target_params: parameters of the target, for the embedding.
       anchors: last committed tokens, `[B]` int32.
       cache: cache with all committed tokens except the anchors.
+
+    Returns:
+      Hidden states `[B, K, D]` of the slots that predict tokens.
     """
     size, batch = self.block_size, anchors.shape[0]
     positions = cache.lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
@@ -337,14 +351,14 @@ class ParallelHeads(TransformerConfig):
     return self.predicting(hidden)
 
   def predicting(self, hidden: jax.Array) -> jax.Array:
-    """Selects from `[..., block_size, D]` the slots that predict, K in number.
+    """Returns the K of `block_size` slots that predict tokens, `[..., K, D]`.
     """
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
     """Returns the slots' logits `[..., K, Vd]` without the Markov head's bias.
 
-    They are in float32 or a wider dtype.
+    The logits are in float32 or a wider dtype.
     """
     head = networks.lm_head(target_params)
     if self.ids:
@@ -359,13 +373,16 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      hidden: hidden states `[..., K, D]` of the slots that predict.
+      hidden: hidden states `[..., K, D]` of the slots that predict tokens.
       before: token before each predicted token, `[..., K]` int32.
     """
     return _coupling.along(self.markov, params["markov"], hidden, before)
 
   def whole(self, logits: jax.Array) -> jax.Array:
-    """Expands logits `[..., Vd]` to `[..., V]`; other tokens get -inf."""
+    """Expands logits `[..., Vd]` to `[..., V]`.
+
+    Tokens that cannot be drafted get probability 0.
+    """
     return networks.whole(logits, self.ids, self.vocab_size)
 
   def evidence(self, params: Params, hidden: jax.Array, before: jax.Array
@@ -374,7 +391,7 @@ class ParallelHeads(TransformerConfig):
 
     Args:
       params: parameters of the network.
-      hidden: hidden states `[..., D]` of slots that predict.
+      hidden: hidden states `[..., D]` of slots that predict tokens.
       before: token before each predicted token, `[...]` int32.
     """
     if self.confidence != "markov":
@@ -384,7 +401,10 @@ class ParallelHeads(TransformerConfig):
 
   def confidences(self, params: Params, hidden: jax.Array, before: jax.Array
                   ) -> jax.Array:
-    """Returns the logits `[..., K]` of acceptance; arguments as `coupled`."""
+    """Returns the logits `[..., K]` of the predicted acceptance probabilities.
+
+    The arguments are those of `coupled`.
+    """
     own = params["confidence"]
     evidence = self.evidence(params, hidden, before).astype(jnp.float32)
     return evidence @ own["kernel"] + own["bias"]
@@ -400,7 +420,7 @@ def _states(text):
 
 
 class _Layers(nn.Module):
-  """Draft layers and the norm after them."""
+  """Draft layers and the final norm."""
 
   config: TransformerConfig
 
@@ -414,7 +434,7 @@ class _Layers(nn.Module):
 
 
 class _Kept(NamedTuple):
-  """Cache view that stores the keys and values of a pass, without attention."""
+  """Cache wrapper that stores keys and values, and skips the attention."""
 
   cache: Any
 

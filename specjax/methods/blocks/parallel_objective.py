@@ -2,9 +2,9 @@
 
 DFlash (arXiv:2602.06036), D-PACE and DSpark (arXiv:2607.05147) train a network
 that predicts a block of K tokens after an *anchor*. In every training row some
-positions are sampled as anchors. The target, which is frozen, reads the row
-once. Then the draft layers process the blocks of all anchors in one pass. Each
-block attends to the target's features of the tokens before its anchor.
+positions are sampled as anchors. The frozen target reads the row once. Then the
+draft layers process the blocks of all anchors in one pass. Each block attends
+to the target's hidden states at the tokens before the block's anchor.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ class Blocks:
   """Predictions and labels of the n blocks of every row.
 
   Attributes:
-    hidden: hidden states `[B, n, K, D]` of the slots that predict.
+    hidden: hidden states `[B, n, K, D]` of the slots that predict tokens.
     logits: logits `[B, n, K, V]` with the Markov head's bias.
     before: true token before each predicted token, `[B, n, K]` int32.
     labels: true tokens to predict, `[B, n, K]` int32.
-    target: logits `[B, n, K, V]` of the target for the same tokens.
+    target: logits `[B, n, K, V]` of the target at the same positions.
   """
 
   hidden: jax.Array
@@ -78,24 +78,24 @@ class ParallelObjective:
 
     c (-log q_k(x_k)) + (1 - c) |q_k - p_k|_1 + a BCE(s_k, 1 - TV(q_k, p_k))
 
-  where x_k is the true token, q_k the drafter's and p_k the target's
-  distribution, and s_k the confidence head's output. The binary cross-entropy
-  BCE is absent without a confidence head. TV is the total variation distance,
-  and 1 - TV the acceptance probability of token verification. DSpark has
-  c = 0.1 and a = 1. DFlash has c = 1 and no confidence head. A Markov head
-  reads the true previous token. Tokens that the heads cannot draft have q_k = 0
-  and no cross-entropy.
+  where x_k is the true token, q_k is the drafter's and p_k the target's
+  distribution, and s_k is the confidence head's output. TV is the total
+  variation distance, and 1 - TV is the acceptance probability of token
+  verification. Without a confidence head, the loss has no binary cross-entropy
+  BCE. DSpark has c = 0.1 and a = 1. DFlash has c = 1 and no confidence head. A
+  Markov head reads the true previous token. For a token that the heads cannot
+  draft, q_k is 0, and the cross-entropy is omitted.
 
   Attributes:
     model: target model.
     heads: block-parallel network of the target.
-    anchors: largest number of blocks per row.
-    position_weights: form of the weights. "decay": w_k = exp(-(k - 1) / d),
-      divided by the sum of all weights. "dpace": w_k = sum_{j>=k} prod_{i<=j}
-      (q_i(x_i) + 1) / 2, divided by the number of slots, without gradient
-      (D-PACE, with its constant 1/2).
+    anchors: maximum number of blocks per row.
+    position_weights: form of the weights. "decay" is w_k = exp(-(k - 1) / d),
+      divided by the sum of all weights. "dpace" (D-PACE, with its constant 1/2)
+      is w_k = sum_{j>=k} prod_{i<=j} (q_i(x_i) + 1) / 2, divided by the number
+      of slots. These weights get no gradient.
     position_decay: constant d of "decay".
-    ce_share: weight c of the cross-entropy.
+    ce_share: weight c of the cross-entropy, in [0, 1].
     confidence_weight: weight a of the confidence loss.
   """
 
@@ -131,10 +131,11 @@ class ParallelObjective:
                key: jax.Array) -> Loss:
     """Returns the loss and metrics.
 
-    The metric `head_<k>/train_loss` is the cross-entropy of slot k, a mean over
-    the tokens that the heads can draft. `acceptance` is the mean of 1 - TV.
-    `accepted` is the expected number of tokens that token verification accepts
-    on the data, the mean of sum_k prod_{i<=k} (1 - TV_i).
+    The metric `head_<k>/train_loss` is the cross-entropy of slot k, averaged
+    over the tokens that the heads can draft. `acceptance` is the mean of
+    1 - TV. `accepted` is the mean of sum_k prod_{i<=k} (1 - TV_i), the expected
+    number of tokens accepted by token verification on the data. With a
+    confidence head, `confidence_loss` is the weighted mean of the BCE.
     """
     chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
@@ -165,16 +166,16 @@ class ParallelObjective:
     return loss, metrics
 
   def _known(self, labels):
-    """Returns True for labels that the heads can draft, else False."""
+    """Returns a mask of the labels that the heads can draft."""
     ids = self.heads.ids or range(self.heads.vocab_size)
     known = np.isin(np.arange(self.heads.vocab_size), ids)
     return jnp.asarray(known)[labels]
 
   def weights(self, nats: jax.Array) -> jax.Array:
-    """Returns the slot weights w_k `[..., K]`.
+    """Returns the slot weights w_k before division, `[..., K]`.
 
     Args:
-      nats: cross-entropies -log q_k(x_k) `[..., K]`, which "dpace" uses.
+      nats: cross-entropies -log q_k(x_k) `[..., K]`, used by "dpace".
     """
     if self.position_weights == "dpace":
       reach = jnp.cumprod(
@@ -185,9 +186,10 @@ class ParallelObjective:
         jnp.exp(-place / self.position_decay), nats.shape)
 
   def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
-    """Samples distinct anchors `[B, n]` int32 whose block is within the row.
+    """Returns distinct random anchors `[B, n]` int32, with blocks in the row.
 
-    The first token of a row is never an anchor because no token precedes it.
+    The first token of a row is never an anchor, because an anchor's block needs
+    at least one token before it.
 
     Args:
       key: PRNG key.
@@ -208,9 +210,10 @@ class ParallelObjective:
     """Returns the predictions of blocks at given anchors.
 
     Args:
-      params: parameters `{"target", "drafter"}`; the target gets no gradient.
+      params: parameters `{"target": ..., "drafter": ...}`. The target's
+        parameters get no gradient.
       tokens: token ids `[B, S + 1]` int32.
-      anchors: positions in the row, `[B, n]` int32, distinct within a row.
+      anchors: positions of the anchors, `[B, n]` int32, distinct within a row.
     """
     chex.assert_rank([tokens, anchors], 2)
     heads, own = self.heads, params["drafter"]
@@ -234,7 +237,7 @@ class ParallelObjective:
         target=target.reshape(batch, count, size, -1))
 
   def _hidden(self, own, target_params, features, tokens, anchors):
-    """Runs all blocks in one pass over the features.
+    """Runs the draft layers on all blocks in one pass.
 
     Returns:
       Hidden states `[B, n, block_size, D]`.
@@ -258,12 +261,12 @@ class ParallelObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns `score(k, logits [B, n, V], positions [B, n])` of all k, stacked.
+    """Returns the results of `score` for slots k = 1..K, stacked along axis 0.
 
-    A Markov head reads the true tokens of the row. The positions are one before
-    the anchors, because slot k of the K slots predicts the token at
-    `positions + 1 + k`. If the heads have a draft vocabulary, probabilities are
-    at least e^-20, also of tokens that they cannot draft.
+    A Markov head reads the true tokens of the row. `positions [B, n]` is
+    `anchors - 1`, because slot k predicts the token at `anchors + k`, and
+    `score` expects `positions + 1 + k`. With a reduced draft vocabulary, the
+    probabilities of all V tokens are at least e^-20.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
@@ -277,8 +280,8 @@ class ParallelObjective:
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
   """Returns the mask of one row's blocks, `[n size, length + n size]` bool.
 
-  A slot attends to the tokens before its block's anchor, which is slot 0 of the
-  block, and to all slots of its block.
+  The anchor of a block is slot 0. A slot attends to the row's tokens before the
+  anchor, and to all slots of the block.
 
   Args:
     anchors: positions of the anchors, `[n]` int32.
@@ -293,13 +296,13 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
 
 
 def _at(x, anchors, size):
-  """Gathers `[B, n, size]` from `x [B, S]`, starting at the anchors."""
+  """Returns `size` values of `x [B, S]` from each anchor on, `[B, n, size]`."""
   at = anchors[..., None] + jnp.arange(size)
   return jnp.take_along_axis(
       x, at.reshape(len(x), -1), axis=1).reshape(at.shape)
 
 
-_SHORT = 4  # tokens of a short chain, the draft length of other methods
+_SHORT = 4  # draft length of a short chain, as in other methods
 
 
 def _parallel_strategy(heads, verifier: Verifier | None, gamma, tree
@@ -347,23 +350,24 @@ PARALLEL = Method(
     head_options=(
         Option("layers", 1, "parallel: number of draft layers"),
         MLP_WIDTH, TAPS,
-        Option("from_anchor", True, "parallel: predict the next token also at "
-               "the last committed token (DSpark). With --nofrom_anchor only "
-               "mask tokens predict (DFlash)"),
+        Option("from_anchor", True, "parallel: the slot of the last committed "
+               "token also predicts a token (DSpark). With --nofrom_anchor "
+               "only mask tokens predict tokens (DFlash)"),
         Option("markov", "plain", "parallel: type of the Markov head, which "
-               "conditions a token on the token before it; none: tokens of a "
-               "block are independent", ("none", "plain", "gated", "rnn")),
+               "conditions a token on the token before it. With none the "
+               "tokens of a block are independent",
+               ("none", "plain", "gated", "rnn")),
         Option("markov_rank", 32, "parallel: rank of the Markov head"),
-        Option("confidence", "markov", "parallel: input of the head that "
-               "predicts whether a token is accepted: hidden, the hidden "
-               "state; markov, also the previous token; none, no such head",
-               ("none", "hidden", "markov"))),
+        Option("confidence", "markov", "parallel: input of the confidence "
+               "head, which predicts whether a token is accepted: hidden (the "
+               "hidden state), markov (also the previous token) or none (no "
+               "confidence head)", ("none", "hidden", "markov"))),
     options=(
-        Option("anchors", 32, "parallel: largest number of blocks that are "
+        Option("anchors", 32, "parallel: maximum number of blocks that are "
                "sampled per training row"),
         Option("position_weights", "decay", "parallel: loss weights of the "
-               "tokens of a block: decay, exponential; dpace, from the "
-               "drafter's probabilities (D-PACE)", ("decay", "dpace")),
+               "tokens of a block: decay (exponential) or dpace (from the "
+               "drafter's probabilities, D-PACE)", ("decay", "dpace")),
         Option("position_decay", 4.0, "parallel: number of tokens after which "
                "the weight of --position_weights=decay falls to 1/e"),
         Option("ce_share", 0.1, "parallel: share of the cross-entropy on the "

@@ -1,4 +1,4 @@
-"""Published DFlash and DSpark drafters: tables, readers and writers."""
+"""File layouts of published DFlash and DSpark drafters."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -30,7 +30,7 @@ _MARKOV_WRITTEN = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
 
 
 class Row(Stored):
-  """A parameter that a file stores as the only row of a matrix."""
+  """Parameter stored as the only row of a matrix."""
 
   def shapes(self, config, shape):
     return [(1, *shape)]
@@ -44,14 +44,14 @@ class Row(Stored):
 
 
 def input_size(heads: ParallelHeads) -> int:
-  """Returns the number of input ids: the vocabulary, and a trained mask's."""
+  """Returns the number of input ids: V, or V + 1 with a trained mask."""
   return heads.vocab_size + (heads.mask_token is None)
 
 
 class MaskRow(Stored):
-  """A trained mask, which a file stores as the row after an embedding.
+  """Trained mask, stored as an additional row after the target's embedding.
 
-  `split` takes the embedding with this row.
+  The argument of `split` is the complete matrix, the embedding with this row.
   """
 
   def shapes(self, config, shape):
@@ -66,10 +66,10 @@ class MaskRow(Stored):
 
 
 class InputRows(Stored):
-  """A table with a row per token, and a row of zeros for a trained mask.
+  """Table with one row per token, stored with a row for a trained mask.
 
-  Only the file has the last row. It is never read, because no token follows a
-  mask.
+  With a trained mask, the file has a last row of zeros. The parameter does not
+  contain this row, because the Markov head never reads a mask token.
   """
 
   def shapes(self, config, shape):
@@ -97,13 +97,14 @@ _PARALLEL_SPECULATORS = _PARALLEL | {
 
 
 def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """Reads DFlash of z-lab and SpecForge, and DSpark of SpecForge and DeepSpec.
+  """Returns the heads of a DFlash or DSpark drafter.
 
-  Keys are in `dflash_config`, at the top level, or in both places. Layer ids
-  refer to layer outputs.
+  The DFlash drafters are those of z-lab and SpecForge. The DSpark drafters are
+  those of SpecForge and DeepSpec. Keys are in `dflash_config`, at the top
+  level, or in both places. Layer ids refer to layer outputs.
 
   Args:
-    found: files of the drafter.
+    found: opened files of the drafter.
     from_anchor: value of `ParallelHeads.from_anchor` in this layout.
   """
   keys = found.keys()
@@ -122,12 +123,12 @@ def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
 
 
 def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """Reads DFlash and DSpark of speculators.
+  """Returns the heads of a DFlash or DSpark drafter of speculators.
 
   The mask is trained if its id is the first id after the target's vocabulary.
 
   Args:
-    found: files of the drafter.
+    found: opened files of the drafter.
     from_anchor: default of the key `sample_from_anchor`.
   """
   outer = found.keys()
@@ -181,7 +182,7 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
 
 
 def _confidence(found, own):
-  """Returns the kind of the confidence head."""
+  """Returns the field `ParallelHeads.confidence`."""
   with_markov = own("confidence_head_with_markov")
   has_head = own("enable_confidence_head")
   if has_head is None:
@@ -192,9 +193,9 @@ def _confidence(found, own):
 
 
 def _parallel_speculators(heads, algorithm, architecture, **keys):
-  """Returns the configuration keys of speculators.
+  """Returns the contents of config.json in speculators' format.
 
-  The id of a trained mask is the first after the target's vocabulary.
+  The id of a trained mask is the first id after the target's vocabulary.
   """
   mask = heads.mask_token
   return speculators_keys(
@@ -227,7 +228,7 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
 def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
                    params: chex.ArrayTree, target_params: chex.ArrayTree
                    ) -> Any:
-  """Returns parameters whose trained mask follows the target's embedding."""
+  """Returns parameters with the trained mask as a row after the embedding."""
   del form
   if heads.mask_token is not None:
     return params
@@ -242,7 +243,7 @@ _writer = functools.partial(
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, from_anchor=True)
-# The layouts of speculators have a writer, because vLLM reads them.
+# Only the layouts of speculators have a writer, because vLLM reads them.
 LAYOUTS = {
     "dspark of deepspec": _parallel_layout(
         read=_dspark, architectures=("Qwen3DSparkModel",)),

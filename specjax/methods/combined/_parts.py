@@ -1,4 +1,4 @@
-"""Base of drafters that consist of other drafters."""
+"""Base class of drafters that consist of other drafters."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ from specjax.types import Verdict
 
 
 class Parts(Drafter):
-  """Base of drafters that consist of other drafters.
+  """Base class of drafters that consist of other drafters.
 
   Subclasses are frozen dataclasses with `parts`, a tuple of drafters.
-  `params["drafter"]` is a tuple with the parameters of each part, and may be
-  missing if no part has parameters. The state is a tuple of their states.
+  `params["drafter"]` is a tuple with the parameters of each part. It may be
+  missing if no part has parameters. The state is a tuple of the parts' states.
   """
 
-  # The part that drafts a token depends on the position where the draft began.
-  # So the token's distribution depends on it too.
+  # Another part may draft a token if the draft begins at another position. So
+  # the token's distribution depends on that position.
   autoregressive = False
 
   @property
@@ -46,13 +46,13 @@ class Parts(Drafter):
     return min(part.context_length for part in self.parts)
 
   def all_are(self, capability: str) -> bool:
-    """Returns True if every part declares a capability."""
+    """Returns True if every part declares this capability."""
     return all(capability in interfaces.capabilities(part)
                for part in self.parts)
 
   def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:
-    """Returns the parts bound to a target, as drafters that follow a sequence.
+    """Returns the parts, bound to a target and able to follow any sequence.
 
     Raises:
       ValueError: a part does not fit the target.
@@ -80,7 +80,11 @@ class Parts(Drafter):
     return states
 
   def params_of_parts(self, params: Params) -> list[dict[str, Any]]:
-    """Returns the parameters of each part."""
+    """Returns `{"target": ..., "drafter": ...}` for each part.
+
+    Raises:
+      ValueError: `params["drafter"]` does not have one entry for each part.
+    """
     by_part = params.get("drafter")
     if by_part is None:
       by_part = (None,) * len(self.parts)
@@ -94,13 +98,13 @@ class Parts(Drafter):
 
   def asked(self, i: int, params: Params, uniforms: jax.Array,
             state: DecodeState) -> tuple[Draft, Any]:
-    """Returns the draft and the state of part i.
+    """Runs `propose` of part i; returns its draft and its state.
 
     Args:
-      i: number of the part.
+      i: index of the part.
       params: parameters of all parts.
-      uniforms: uniforms `[B, num_uniforms]` of all parts, of which part i uses
-        its own columns; or a key per row if a part draws from keys.
+      uniforms: uniforms `[B, num_uniforms]` of all parts. Part i uses its own
+        columns. If a part draws from keys, this is a PRNG key per row.
       state: decoding state.
     """
     part = self.parts[i]
@@ -119,13 +123,13 @@ class Parts(Drafter):
   def commit(self, params: Params, drafter: tuple[chex.ArrayTree, ...],
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> tuple[Any, ...]:
-    """Commits each part, with the draft of the complete combination."""
+    """Returns the state of each part after the combination's verification."""
     return tuple(
         part.commit(own, state, draft, verdict, target_output, count)
         for part, own, state in zip(
             self.parts, self.params_of_parts(params), drafter))
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
-    """Returns the specifications of each part."""
+    """Returns the partition specifications of each part's parameters."""
     return tuple(part.param_specs(axis, size)
                  for part in self.parts)

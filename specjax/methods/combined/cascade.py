@@ -1,23 +1,23 @@
-"""Cascades: a small model drafts for the target, with a drafter of its own.
+"""Cascades: a small model drafts for the target and also has a drafter.
 
-Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623); the
+Staged speculative decoding (Spector and Re 2023, arXiv:2308.04623), the
 vertical cascade of Cascade Speculative Drafting (Chen et al. 2023,
-arXiv:2312.11462); TriForce (Sun et al. 2024, arXiv:2404.11912).
+arXiv:2312.11462) and TriForce (Sun et al. 2024, arXiv:2404.11912).
 
   target  <-  gamma tokens  <-  small model  <-  chain or tree  <-  drafter
 
-The inner loop is speculative decoding with the small model as the target of its
-drafter. It is lossless, so every drafted token follows the small model's
+The inner loop is speculative decoding with the small model as the target of the
+inner drafter. It is lossless. So every drafted token follows the small model's
 distribution given the tokens before it, as if the small model had drafted
-alone. This distribution is the draft distribution q that the verifier uses.
+alone. The verifier uses this distribution as the draft distribution q.
 
-The last inner round may write more than gamma tokens. The surplus is dropped.
-This is exact, because tokens are dropped by their position. A choice by the
-tokens themselves would bias the draft.
+The last inner round may write more than gamma tokens. All tokens after the
+first gamma are dropped. This is exact, because only the position decides which
+tokens are dropped. A choice by the tokens themselves would bias the draft.
 
-With a tail the inner drafter drafts further tokens after the gamma tokens, as
-in the horizontal cascade of CS Drafting: the last tokens are rarely accepted,
-so they are drafted cheaply.
+A tail consists of further tokens from the inner drafter after the gamma tokens,
+as in the horizontal cascade of CS Drafting. The last tokens of a draft are
+rarely accepted, so a cheaper drafter proposes them.
 """
 
 from collections.abc import Mapping
@@ -50,33 +50,34 @@ from specjax.types import Prompt
 from specjax.types import Trace
 from specjax.utils import fields
 
-# End-of-sequence id of the inner loop. No token has it, because only the
-# target's tokens end a sequence.
+# End-of-sequence id of the inner loop. No token has this id, so no draft token
+# ends a sequence. Only the target's tokens do.
 _NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cascade(Drafter):
-  """Drafts gamma tokens of a small model, which decodes with a drafter itself.
+  """Drafts with a small model that itself decodes speculatively.
 
-  The inner loop runs the decoder's rounds with the small model as the target,
-  until every row has gamma tokens or has reached its limit: at most gamma
-  rounds. A round costs a pass of the small model over the inner draft. The
-  inner verifier's state is reset before each draft.
+  The inner loop runs the decoder's rounds with the small model as the target.
+  It ends when every row has gamma new tokens or has reached its limit, after at
+  most gamma rounds. A round costs a pass of the small model over the inner
+  draft. The inner verifier's state is reset before each draft.
 
   `params["drafter"]` is `{"target": parameters of the small model, "drafter":
   parameters of the inner drafter}`. The inner drafter may be a cascade.
 
   Attributes:
     model: draft model over the target's vocabulary.
-    drafter: drafter of the small model. It needs `follow` if it has a state.
+    drafter: drafter of the small model. If it has a state, it must implement
+      `follow`.
     gamma: draft length, at least 1.
     verifier: lossless rule by which the small model verifies its drafter.
-    tail: True if a chain of the inner drafter follows the gamma tokens, without
-      a pass of the small model. The draft distribution of a token in the tail
+    tail: True to append a chain of the inner drafter to the gamma tokens,
+      without a pass of the small model. The draft distribution of these tokens
       is the inner drafter's.
-    transform: transform of the small model's logits, and of the inner drafter's
-      unless it has one; None: the decoder's.
+    transform: transform of the small model's logits; None uses the decoder's
+      transform. The inner drafter also uses it, unless it has its own.
   """
 
   model: Model
@@ -150,7 +151,8 @@ class Cascade(Drafter):
   def follow(self) -> "Cascade":
     """Returns the drafter unchanged.
 
-    `propose` compares its tokens with the committed ones, as in `_following`.
+    `propose` compares the tokens in the small model's cache with the committed
+    tokens, as in `_following`.
     """
     return self
 
@@ -173,7 +175,7 @@ class Cascade(Drafter):
 
   def _read(self, own: Mapping[str, chex.ArrayTree], prompt: Prompt,
             prefill_output: ModelOutput) -> ModelOutput:
-    """Reads the prompt with the small model."""
+    """Runs the small model on the prompt and returns its output."""
     del prefill_output
     return read_prompt(self.model, own["target"], prompt)
 
@@ -185,9 +187,8 @@ class Cascade(Drafter):
     inner = self._resumed(own, state, uniforms if takes_keys else None)
     uniforms = None if takes_keys else uniforms.reshape(
         uniforms.shape[0], self.gamma + self.tail, -1).swapaxes(0, 1)
-    # The rounds of the inner loop write to a reserved block of the cache, which
-    # is written back once after them.
-    # `settle` moves it into the cache once, after the loop.
+    # The rounds of the inner loop write to a reserved block of the cache. After
+    # the loop, `settle` moves the block into the cache once.
     inner = inner.replace(target_cache=inner.target_cache.reserve(
         self.gamma + self.drafter.num_nodes))
     inner, laws = self._written(own, inner, uniforms)
@@ -196,8 +197,8 @@ class Cascade(Drafter):
     drafted = at < inner.lengths[:, None]
     tokens = jnp.take_along_axis(inner.tokens, at, axis=1, mode="clip")
     tokens = jnp.where(drafted, tokens, 0)
-    # The inner loop ends before a row's limit only if the row's logits are not
-    # finite. Probabilities of NaN make the decoding loop report this error.
+    # A row ends before its limit only if its logits are not finite. Then its
+    # probabilities are set to NaN, so that the decoding loop reports the error.
     broken = ~state.done & (inner.lengths < inner.limits)
     probs = jnp.where(drafted[..., None], laws,
                       jnp.where(broken, jnp.nan, 0.0)[:, None, None])
@@ -219,7 +220,7 @@ class Cascade(Drafter):
     Args:
       own: parameters of the small model and of its drafter.
       state: state of the outer loop.
-      keys: key per row, or None if the inner drafter takes uniforms.
+      keys: PRNG key per row, or None if the inner drafter takes uniforms.
     """
     before = state.drafter
     room = before.tokens.shape[1] - state.tokens.shape[1]
@@ -233,7 +234,8 @@ class Cascade(Drafter):
 
   def _cache(self, own: Mapping[str, chex.ArrayTree], state: DecodeState
              ) -> Any:
-    """Returns the small model's cache of committed tokens without the root."""
+    """Returns the small model's cache with all committed tokens but the root.
+    """
     before = state.drafter
     since = _following.agreed(before.tokens, before.lengths - 1, state)
     return _following.caught_up(
@@ -252,9 +254,9 @@ class Cascade(Drafter):
       i, inner, laws = carry
       new, _, trace = stage(
           own, inner, self._round_uniforms(inner, uniforms, i))
-      # `put_rows` also writes distributions beyond the emitted tokens. The next
-      # round overwrites them. In a finished row they are after the first gamma
-      # distributions, and are cut off below.
+      # `put_rows` also writes distributions after those of the new tokens. The
+      # next round overwrites these. In a finished row they come after the first
+      # gamma distributions and are cut off below.
       laws = dense.put_rows(laws, self._on_path(trace).astype(laws.dtype),
                       inner.lengths - start)
       return i + 1, new, laws
@@ -282,10 +284,10 @@ class Cascade(Drafter):
       own: parameters of the small model and of its drafter.
       state: state of the outer loop.
       inner: state after the inner loop.
-      uniforms: uniforms of the rounds, or None with keys.
+      uniforms: uniforms of the rounds, or None if the inner drafter takes keys.
     """
-    # A round's keys are derived from its number. The inner loop has at most
-    # gamma rounds, with numbers below gamma. So the tail uses the number gamma.
+    # A round's keys are derived from the round's number. The rounds of the
+    # inner loop have numbers below gamma. So the tail uses the number gamma.
     inner = inner.replace(limits=state.limits, done=state.done,
                           rounds=jnp.full_like(inner.rounds, self.gamma))
     tail, drafter = self._stage.propose(
@@ -305,18 +307,21 @@ class Cascade(Drafter):
 
   def catch_up(self, params: Params, state: DecodeState, since: jax.Array
                ) -> DecodeState:
-    """Returns the state unchanged, because `propose` compares its tokens."""
+    """Returns the state unchanged, because `propose` reads missing tokens."""
     del params, since
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of both stages."""
+    """Returns the partition specifications of the model and the drafter."""
     return {"target": self.model.param_specs(axis, size),
             "drafter": self.drafter.param_specs(axis, size)}
 
 
 def _reader(drafter: Drafter) -> Drafter | None:
-  """Returns the part that reads its target's cache, or None."""
+  """Returns the drafter, or a part of it, that reads its target's cache.
+
+  The result is None if no part reads this cache.
+  """
   if drafter.reads_cache:
     return drafter
   readers = map(_reader, drafter.parts)
@@ -326,12 +331,12 @@ def _reader(drafter: Drafter) -> Drafter | None:
 def cascade(model: Model, drafter: Drafter, gamma: int,
             inner: Verifier = BLOCK, verifier: Verifier = BLOCK,
             tail: bool = False) -> Strategy:
-  """Drafts a chain of a small model, which decodes with its own drafter.
+  """Drafts a chain with a small model that itself decodes speculatively.
 
   Staged speculation (Spector and Re 2023, arXiv:2308.04623), the vertical
-  cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462), TriForce (Sun et
-  al. 2024, arXiv:2404.11912). The drafted tokens have the small model's
-  distribution, with fewer passes of the small model than tokens.
+  cascade of CS Drafting (Chen et al. 2023, arXiv:2312.11462) and TriForce (Sun
+  et al. 2024, arXiv:2404.11912). The drafted tokens follow the small model's
+  distribution, but need fewer passes of the small model than there are tokens.
 
   >>> import jax
   >>> import specjax as sj
@@ -352,9 +357,9 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
     drafter: drafter of the small model; it may be a cascade.
     gamma: draft length.
     inner: lossless rule by which the small model verifies its drafter.
-    verifier: rule by which the target verifies the draft, for chains.
-    tail: True if the inner drafter continues after the gamma tokens, as in the
-      horizontal cascade of CS Drafting.
+    verifier: rule for chains by which the target verifies the draft.
+    tail: True to append tokens of the inner drafter to the gamma tokens, as in
+      the horizontal cascade of CS Drafting.
   """
   return Strategy(Cascade(
       model=model, drafter=drafter, gamma=gamma, verifier=inner, tail=tail),

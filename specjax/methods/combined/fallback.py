@@ -1,6 +1,6 @@
 """Fallback to a second drafter in rows where the first has no draft.
 
-An example is an n-gram drafter with a language model for rows without a match.
+An example is an n-gram drafter with a draft model for rows without a match.
 SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
 al. 2024, arXiv:2411.10666) fall back to a trained drafter.
 """
@@ -31,18 +31,19 @@ from specjax.utils import fields
 class Fallback(_parts.Parts):
   """Uses the first drafter in rows where it has a draft, else the second.
 
-  This is exact, because the existence of the first draft does not depend on its
-  sampled tokens. In a round in which every row has a first draft, the second
-  drafter does not run. It reads the missing tokens later. So a drafter with a
-  state needs `follow`, see `interfaces.Drafter`. `params["drafter"]` is a pair
-  of the drafters' parameters.
+  This is exact, because the existence of a first draft does not depend on its
+  sampled tokens. If all rows of a round have a first draft, the second drafter
+  does not run, and reads the missing tokens later. So a drafter with a state
+  must implement `follow`, see `interfaces.Drafter`. `params["drafter"]` is a
+  pair of the drafters' parameters.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
-    second: drafter of the other rows, possibly another `Fallback`.
-    min_tokens: smallest number of tokens of a first draft, at least 1. A row
-      with fewer uses the second drafter. Values above 1 need a first drafter
-      that samples nothing (`num_uniforms` is 0).
+    second: drafter for the other rows, possibly another `Fallback`.
+    min_tokens: minimum number of tokens of a first draft, at least 1. If a
+      row's first draft has fewer tokens, the row uses the second drafter.
+      Values above 1 need a first drafter that samples nothing (`num_uniforms`
+      is 0).
   """
 
   first: Drafter
@@ -83,7 +84,7 @@ class Fallback(_parts.Parts):
 
   @property
   def tells(self) -> bool:
-    """True if `lacking` is known before uniforms are drawn, at no cost."""
+    """True if `lacking` needs neither uniforms nor a pass of a model."""
     return self._draws_nothing_first and not interfaces.has_model(self.first)
 
   @property
@@ -143,7 +144,7 @@ class Fallback(_parts.Parts):
         parents=draft.parents.at[:, 0].set(-1)), (first, second)
 
   def _padded(self, draft: Draft) -> Draft:
-    """Pads the draft to the size of the larger one."""
+    """Pads a draft to `num_nodes`, the size of the larger draft."""
     nodes = draft.tokens.shape[1]
     missing = self.num_nodes - nodes
     below = jnp.arange(nodes - 1, self.num_nodes - 1, dtype=jnp.int32)
@@ -156,10 +157,10 @@ class Fallback(_parts.Parts):
 
 def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
              ) -> Strategy:
-  """Drafts with one drafter, and with another in rows where it has no draft.
+  """Drafts with a second drafter in rows where the first has no draft.
 
   SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and SAM-Decoding (Hu et
-  al. 2024, arXiv:2411.10666) do so with a trained drafter.
+  al. 2024, arXiv:2411.10666) use a trained second drafter.
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
@@ -170,7 +171,7 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
 
   Args:
     first: preferred drafter.
-    second: drafter of the other rows.
-    verifier: rule that is exact for both.
+    second: drafter for the other rows.
+    verifier: rule that is exact for the drafts of both drafters.
   """
   return Strategy(Fallback(first=first, second=second), verifier)

@@ -1,7 +1,7 @@
 """Merges the drafts of several drafters into one tree.
 
-The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for drafters of any
-kind: language models, cascades, n-grams, trees of the most likely tokens.
+This is the merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for any
+drafters: language models, cascades, n-grams, trees of the most likely tokens.
 """
 
 from collections.abc import Iterator
@@ -32,21 +32,24 @@ from specjax.verifiers import tree
 class Merge(_parts.Parts):
   """Merges drafts below one root; equal prefixes share nodes.
 
-  The prefix of a node is the tokens on its path. Children of nodes with equal
-  prefixes become children of the first such node, and are tried in the order of
-  the drafters. Later nodes with the prefix remain as leaves. A verifier never
-  accepts such a leaf, but its rejection changes the residual distribution. So
-  dropping a sampled leaf would bias the output, see `topology.prefix_tree`.
+  The prefix of a node consists of the tokens on its path. If several nodes have
+  equal prefixes, all their children become children of the first such node. A
+  verifier tries these children in the order of the drafters. The later nodes
+  with this prefix remain as leaves. A verifier never accepts such a leaf, but
+  its rejection changes the residual distribution. So dropping a sampled leaf
+  would bias the output, see `topology.prefix_tree`.
 
   The drafters use independent uniforms. So a node's distribution in its
   drafter's draft is also its distribution given all nodes before it. Put
-  sampled drafts before deterministic ones, because the order has no
-  disadvantage for the latter (Hu et al. 2025, arXiv:2502.18779).
+  sampled drafts before deterministic ones, because deterministic drafts have no
+  disadvantage from being tried later (Hu et al. 2025, arXiv:2502.18779).
+
+  `params["drafter"]` is a tuple of the drafters' parameters.
 
   Attributes:
-    drafters: two or more drafters. A drafter with a state needs `follow`, see
-      `interfaces.Drafter`. Stop rules must not have memory over rounds.
-      `params["drafter"]` is a tuple of the drafters' parameters.
+    drafters: two or more drafters. A drafter with a state must implement
+      `follow`, see `interfaces.Drafter`. Stop rules must not store anything
+      between rounds.
   """
 
   drafters: tuple[Drafter, ...]
@@ -105,7 +108,8 @@ def _stop_rules(drafters: Sequence[Drafter]) -> Iterator[stop_rules.StopRule]:
 
 
 def _merged(draft: Draft) -> Draft:
-  """Moves children of nodes with equal prefixes below the first such node."""
+  """Moves the children of all nodes with equal prefixes to the first of them.
+  """
   same = tree.same_text(draft)
   first = jnp.where(jnp.diagonal(same), jnp.argmax(same, axis=-1),
                     jnp.arange(same.shape[0])).astype(jnp.int32)
@@ -117,8 +121,8 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
            ) -> Strategy:
   """Merges the drafts of several drafters; equal prefixes share nodes.
 
-  The merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781) for drafters of
-  any kind.
+  This is the merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for any
+  drafters.
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
@@ -128,7 +132,7 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
   8
 
   Args:
-    members: the drafters, in the order in which their drafts are tried.
+    members: drafters, in the order in which a verifier tries their drafts.
     verifier: rule for trees.
   """
   return Strategy(Merge(drafters=tuple(members)), verifier)

@@ -31,19 +31,20 @@ class Acceptance:
     -mean_t (a_t log s_t + w (1 - a_t) log(1 - s_t)).
 
   The paper samples a token y ~ q_t and uses min(1, p_t(y) / q_t(y)) as the
-  label a_t. The loss is linear in the label. So the label is replaced by its
-  mean over y, a_t = sum_v min(p_t(v), q_t(v)), which has no sampling noise.
+  label a_t. Here the label is its mean over y, sum_v min(p_t(v), q_t(v)). The
+  loss is linear in the label, so its expectation is the same, without the
+  sampling noise.
 
-  In decoding, the tokens before a drafted token are often drafted too. So in
-  training a share of the row's tokens is replaced by samples of the draft
-  model, and both models read the mixed row.
+  During decoding, a draft token often follows other draft tokens. Training
+  imitates this: samples of the draft model replace a random part of each row's
+  tokens. Both models then read this mixed row.
 
   Attributes:
     model: draft model.
     target: target model with the same vocabulary.
-    head: stop rule whose parameters are trained, under the name "stop".
+    head: stop rule to train. Its parameters are `params["stop"]`.
     rejection_weight: weight w of rejections, 6 in the paper.
-    mixing: share of the tokens that are replaced, 0.15 in the paper.
+    mixing: probability that a token is replaced, 0.15 in the paper.
   """
 
   model: Transformer
@@ -68,10 +69,10 @@ class Acceptance:
     """Returns the loss in nats, and metrics.
 
     Args:
-      trainable: parameters `{"stop"}` of the head.
-      frozen: parameters `{"target", "drafter"}`.
-      batch: batch with `tokens [B, S + 1]`.
-      key: PRNG key of the replaced tokens.
+      trainable: `{"stop": parameters of the head}`.
+      frozen: parameters of the two models, `{"target": ..., "drafter": ...}`.
+      batch: batch with `tokens [B, S + 1]`; the models read the first S.
+      key: PRNG key for the choice and the samples of the replaced tokens.
 
     Returns:
       `(loss, {"acceptance": mean label a_t, "forecast": mean prediction s_t})`.
@@ -93,9 +94,10 @@ class Acceptance:
 
   def _mixed(self, drafter: Params, tokens: jax.Array, key: jax.Array
              ) -> jax.Array:
-    """Replaces a share of the tokens by samples of the draft model.
+    """Replaces random tokens by samples of the draft model.
 
-    A sample is drawn given the row's original tokens before it.
+    Each sample is conditioned on the original tokens before it. The first token
+    of a row is never replaced.
     """
     which, draw = jax.random.split(key)
     laws = jax.nn.softmax(self.model(drafter, tokens).logits[:, :-1])

@@ -39,7 +39,7 @@ class Stopping:
   """State of a `DraftModel` with a stop rule.
 
   Attributes:
-    cache: cache of the model.
+    cache: cache of the draft model.
     rule: state of the stop rule.
   """
 
@@ -53,22 +53,23 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
   At the start of a round the cache is rolled back to the committed tokens. The
   first step reads the last *two* committed tokens. If the last draft was
-  accepted completely, both are missing in the cache, because the model did not
-  read the last drafted token. Otherwise only one is missing, and reading the
+  accepted completely, the cache lacks both tokens, because the model never read
+  the last draft token. Otherwise the cache lacks only one, and reading the
   other again does not change the cache. So one pass of fixed size completes the
   caches of all rows.
 
-  With a stop rule the chain of each row may end early. The loop ends when the
+  With a stop rule the chain of each row may end early. Drafting ends when the
   chains of all rows have ended.
 
   Attributes:
     model: draft model over the target's vocabulary.
-    gamma: draft length, at least 0.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-    stop: rule of `methods.stop_rules`; None: all chains have gamma tokens. If
-      the rule has parameters, `params["drafter"]` is `{"model": parameters of
-      the model, "stop": parameters of the rule}`.
+    gamma: draft length; 0 drafts nothing.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
+    stop: rule of `methods.stop_rules`; None drafts gamma tokens in all chains.
+      If the rule has parameters, `params["drafter"]` is `{"model": parameters
+      of the model, "stop": parameters of the rule}`.
   """
 
   model: Model
@@ -81,13 +82,14 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # With a stop rule, the rows of `probs` after the end of a chain are 0. The
-    # end depends on the position where the draft began, and so do these rows.
+    # An autoregressive drafter's q does not depend on the position where the
+    # draft began. With a stop rule it does: rows of `probs` after the end of a
+    # chain are 0, and the end depends on where the draft began.
     return self.stop is None
 
   @property
   def full(self) -> bool:
-    # A constraint may leave no token to draft.
+    # If a constraint forbids all tokens, a node is padding.
     return self.stop is None and not (
         self.transform and self.transform.constraints)
 
@@ -178,7 +180,7 @@ class DraftModel(_common.OneModel, _common.DrawnChain):
         self.stop, drafter.rule, draft, verdict, count))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the model's specifications; a stop rule's are replicated."""
+    """Returns the model's partition specs; a stop rule is replicated."""
     specs = super().param_specs(axis, size)
     if self.stop is None or not self.stop.has_params:
       return specs
@@ -245,11 +247,12 @@ def early_stopping(model: Model, gamma: int,
 
 
 def greedy_block_verification(model: Model, gamma: int) -> Strategy:
-  """Drafts a chain for the rule that accepts most tokens in a single round.
+  """Drafts a chain and verifies it with greedy block verification.
 
-  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). To be exact, the rule
-  modifies the target distribution of the following rounds. Then later rounds
-  accept fewer tokens, which can outweigh the gain.
+  Sun et al. 2024 (arXiv:2403.10444, Algorithms 4 to 6). The rule accepts the
+  most tokens in a single round. To stay exact, it modifies the target
+  distribution of the following rounds. These rounds accept fewer tokens, and
+  the loss can outweigh the gain.
 
   >>> from specjax import testing
   >>> greedy_block_verification(testing.MarkovModel(7), gamma=4).verifier

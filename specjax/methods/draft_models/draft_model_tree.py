@@ -2,7 +2,7 @@
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
 arXiv:2402.12374), RSD (Jeon et al. 2024, arXiv:2402.14160) and the drafts of
-Hu et al. 2025 (arXiv:2502.18779) are choices of `parents` and `proposal`.
+Hu et al. 2025 (arXiv:2502.18779) differ only in `parents` and `proposal`.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ from specjax.types import Verdict
 class DraftModelTree(_common.OneModel, _trees.StaticTree):
   """Samples the children of every node from a draft model.
 
-  A round costs one pass over the last two committed tokens, and one pass over
-  the nodes with children of each level below the root. The model does not read
-  leaves. An accepted path ends with at most one leaf, so at most two committed
-  tokens are missing from the cache.
+  The first pass of a round reads the last two committed tokens. Then each level
+  below the root costs one pass over its nodes with children. The model does not
+  read leaves. An accepted path ends with at most one leaf, and the next token
+  follows it. So the cache lacks at most two committed tokens.
 
   Attributes:
     model: draft model over the target's vocabulary.
@@ -48,12 +48,14 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
     proposal: sampling method of the K children of a node. "iid": independent
       samples, all equal at temperature 0; "without_replacement": distinct
       samples, each from the renormalised remaining probabilities; "top_k": the
-      K most likely tokens; "hybrid": first a sample outside the K - 1 most
-      likely tokens, then these. At temperature 0 the last three methods draft
-      the same children. "hybrid" puts the least likely child first, which makes
-      a difference if the subtrees of siblings differ.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+      K most likely tokens; "hybrid": a sample outside the K - 1 most likely
+      tokens, followed by these K - 1 tokens. At temperature 0 the last three
+      methods draft the same children. Only their order differs: "hybrid" puts
+      the least likely child first. The order matters if the subtrees of
+      siblings differ.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
   """
 
   model: Model
@@ -63,8 +65,8 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
 
   @property
   def autoregressive(self) -> bool:
-    # Without i.i.d. children, the distribution of a child also depends on its
-    # earlier siblings.
+    # An autoregressive drafter's q depends on the context alone. Unless the
+    # children are i.i.d., q of a child also depends on its earlier siblings.
     return self.iid
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
@@ -92,7 +94,7 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
   def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Any:
-    """Returns the cache with the accepted path compacted."""
+    """Returns the cache with only the accepted path of the draft."""
     del params, draft, target_output
     slots, size = _trees.fed_slots(self.parents)
     slots = jnp.tile(slots, (count.shape[0], 1))
@@ -100,7 +102,7 @@ class DraftModelTree(_common.OneModel, _trees.StaticTree):
 
 
 def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts a tree of independent samples for recursive rejection.
+  """Drafts a tree of i.i.d. children for recursive rejection sampling.
 
   Miao et al. 2023 (arXiv:2305.09781, multi-step speculative sampling).
 
@@ -117,7 +119,7 @@ def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def spectr(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts a tree of independent samples for K-SEQ.
+  """Drafts a tree of i.i.d. children for the verifier K-SEQ.
 
   Sun et al. 2023 (arXiv:2310.15141). The paper drafts K chains of L tokens,
   which is the tree `trees.full_tree((K, *[1] * (L - 1)))`.
@@ -134,10 +136,10 @@ def spectr(model: Model, parents: Sequence[int]) -> Strategy:
 
 
 def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts a static tree with different siblings for recursive rejection.
+  """Drafts a static tree without replacement for recursive rejection sampling.
 
-  Chen et al. 2024 (arXiv:2402.12374): `trees.sequoia_tree` finds the tree for
-  a measured acceptance, and siblings are drawn without replacement.
+  Chen et al. 2024 (arXiv:2402.12374). Siblings are drawn without replacement.
+  `trees.sequoia_tree` computes the best tree for measured acceptance rates.
 
   >>> from specjax import testing, trees
   >>> best = trees.sequoia_tree([0.5, 0.3], nodes=4)
@@ -155,8 +157,9 @@ def sequoia(model: Model, parents: Sequence[int]) -> Strategy:
 def rsd(model: Model, branching: Sequence[int]) -> Strategy:
   """Drafts a tree with constant branching per level (RSD-C).
 
-  Jeon et al. 2024 (arXiv:2402.14160): siblings are drawn without replacement,
-  as by their Gumbel-top-k trick, and rejected recursively.
+  Jeon et al. 2024 (arXiv:2402.14160). Siblings are drawn without replacement,
+  with the same distribution as in the paper's Gumbel-top-k trick. Recursive
+  rejection sampling verifies them.
 
   >>> from specjax import testing, trees
   >>> rsd(testing.MarkovModel(7), branching=(2, 2, 1)).drafter.num_nodes
@@ -164,13 +167,13 @@ def rsd(model: Model, branching: Sequence[int]) -> Strategy:
 
   Args:
     model: draft model over the target's vocabulary.
-    branching: children of a node at depth 0, 1, ...
+    branching: number of children of each node at depth 0, 1, ...
   """
   return sequoia(model, shapes.full_tree(branching))
 
 
 def traversal(model: Model, parents: Sequence[int]) -> Strategy:
-  """Drafts a tree with different siblings for traversal verification.
+  """Drafts a tree without replacement for traversal verification.
 
   Weng et al. 2025 (arXiv:2505.12398). The rule verifies the tree from the
   leaves to the root. On a chain it equals block verification.
@@ -207,9 +210,9 @@ def top_k_tree(model: Model, parents: Sequence[int]) -> Strategy:
   """Drafts the most likely children of every node, verified by `TargetWalk`.
 
   Miao et al. 2023 (arXiv:2305.09781, expansion-based speculation). `TargetWalk`
-  samples the target's token at a node, and continues at the child with this
-  token, if there is one. For deterministic drafts no exact rule accepts more
-  tokens in one round.
+  samples the target's token at a node. If a child has this token, it continues
+  there. For deterministic drafts no exact rule accepts more tokens in one
+  round.
 
   >>> from specjax import testing, trees
   >>> top_k_tree(testing.MarkovModel(7), trees.full_tree((3, 2))).verifier

@@ -1,4 +1,4 @@
-"""Draft models with trees whose shape follows their confidence.
+"""Draft models that build trees shaped by their own probabilities.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), for any language model.
 """
@@ -34,9 +34,9 @@ class DynamicTreeState:
   """State of a `DynamicTree` between propose and commit.
 
   Attributes:
-    cache: cache of the model.
-    slots: `[B, N]` int32, index of each node in the block of tokens that the
-      model read.
+    cache: cache of the draft model.
+    slots: `[B, N]` int32, position of each tree node among the nodes that the
+      draft model read; arbitrary for the other nodes.
   """
 
   cache: Cache
@@ -45,22 +45,25 @@ class DynamicTreeState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
-  """Expands the likeliest nodes of every level, and drafts the best of all.
+  """Expands the likeliest nodes of every level, and drafts the best nodes.
 
   The value of a node is the product of the model's probabilities on its path.
-  Every level expands its `top_k` best nodes by `top_k` children each. Of all
-  children, the N - 1 best are drafted. They form a tree with the root, because
-  a child's value is at most its parent's, and ties go to the parent. The tree
-  is a deterministic function of the context, so the draft distributions are
-  one-hot.
+  On every level, the `top_k` nodes with the largest values get `top_k` children
+  each. The draft consists of the root and the N - 1 generated nodes with the
+  largest values. It is a tree, because a child's value is at most its parent's,
+  and among equal values the parent is preferred. The tree is a deterministic
+  function of the context, so the draft distributions are one-hot.
 
   Attributes:
     model: draft model over the target's vocabulary.
-    depth: number of levels below the root, one pass each.
-    top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, the root included.
-    transform: transform of logits to confidences. It is separate from the
-      decoder's, because at temperature 0 all but one confidence would be 0.
+    depth: number of levels below the root; each level costs one pass of the
+      model.
+    top_k: number of nodes per level that get children, and number of children
+      of each.
+    num_nodes: number N of nodes of the draft, including the root.
+    transform: transform from logits to the probabilities that determine the
+      values. It is separate from the decoder's transform, because at
+      temperature 0 all probabilities but one would be 0.
   """
 
   model: Model
@@ -71,8 +74,8 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
 
   @property
   def autoregressive(self) -> bool:
-    # The values of all candidates together decide which nodes are drafted, so a
-    # node's presence depends on other paths.
+    # Nodes are selected by comparing the values of all generated nodes. So the
+    # presence of a node also depends on other paths, unless there is only one.
     return self.chain
 
   @property
@@ -115,7 +118,7 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
   def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Any:
-    """Returns the cache with the accepted path compacted."""
+    """Returns the state; its cache keeps only the accepted path."""
     del params, draft, target_output
     cache = _common.keep_path(drafter.cache, drafter.slots, verdict.path,
                               self._fed, count)
@@ -124,11 +127,11 @@ class DynamicTree(_common.OneModel, _dynamic_trees.ExpandedTree):
 
 def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
                 num_nodes: int = 60) -> Strategy:
-  """Drafts a tree whose shape follows the model's confidence.
+  """Drafts the likeliest nodes of a tree expanded by the draft model.
 
   The dynamic draft trees of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
-  4), for any language model. The draft is deterministic, and the target's walk
-  (`verifiers.TargetWalk`) verifies it.
+  4), for any language model. The draft is deterministic, and
+  `verifiers.TargetWalk` verifies it.
 
   >>> from specjax import testing
   >>> eagle2_tree(testing.MarkovModel(7), 3, 2, 6).drafter.num_nodes
@@ -136,9 +139,11 @@ def eagle2_tree(model: Model, depth: int = 6, top_k: int = 10,
 
   Args:
     model: draft model over the target's vocabulary.
-    depth: number of levels below the root, one pass of the model each.
-    top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, the root included.
+    depth: number of levels below the root; each level costs one pass of the
+      model.
+    top_k: number of nodes per level that get children, and number of children
+      of each.
+    num_nodes: number N of nodes of the draft, including the root.
   """
   return Strategy(
       DynamicTree(model=model, depth=depth, top_k=top_k, num_nodes=num_nodes),

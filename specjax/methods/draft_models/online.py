@@ -1,14 +1,15 @@
 """Online speculative decoding: a draft model that is trained while decoding.
 
 Online speculative decoding (OSD), Liu et al. 2023 (arXiv:2310.07177).
-Verification computes the target's distributions at the drafted tokens. So
-distillation of the drafter costs only the drafter's gradient. The drafter
-changes only between rounds, and drafts contain the distributions from which
-their tokens were sampled. So every schedule of updates is exact.
+Verification computes the target's distributions at the drafted tokens anyway.
+So distillation costs only the drafter's gradient. Updates may follow any
+schedule without changing the output distribution, for two reasons: the drafter
+changes only between rounds, and every draft contains the distributions from
+which its tokens were sampled.
 
-OSD trains all weights of one drafter for all requests. Here the model's weights
-are fixed, and a correction of its logits z [V] is learned from its last hidden
-state h [F]:
+OSD trains all weights of one drafter for all requests. Here the weights of the
+draft model are fixed. A learned correction is added to its logits z [V]. The
+correction is a function of its last hidden state h [F]:
 
   z + c + U' A' h,   A [F, r], U [r, V], c [V].
 
@@ -74,9 +75,9 @@ class Learner:
   """State of an `Online` drafter; the first axis of every leaf is the batch B.
 
   Attributes:
-    cache: cache of the model.
-    correction: `Correction` of every row.
-    optimizer: state of the optimizer of every row.
+    cache: cache of the draft model.
+    correction: correction of each row's logits.
+    optimizer: state of each row's optimizer.
     since: `[B]` int32, number of committed tokens before the last draft.
   """
 
@@ -88,7 +89,11 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class _Corrected(AroundModel):
-  """Model with parameters `{"model": ..., "correction": ...}`."""
+  """Model whose logits are corrected.
+
+  Its parameters are `{"model": parameters of the inner model, "correction":
+  Correction}`.
+  """
 
   model: Model
 
@@ -115,23 +120,24 @@ class Online(_common.OneModel, _common.DrawnChain):
   """`DraftModel` with a correction of the logits that is learned online.
 
   After a round the model reads its draft again in one pass, to compute its
-  hidden states. The correction takes a gradient step on the mean cross-entropy
-  -sum_x p(x) log q(x) at the training positions, where p is the target's
-  distribution and q the drafter's, both at temperature 1. So the distribution
-  of a draft depends on the rounds before it.
+  hidden states. Then the correction takes a gradient step. The loss is the
+  cross-entropy -sum_x p(x) log q(x), averaged over the training positions. p is
+  the target's distribution and q the drafter's, both at temperature 1. So the
+  distribution of a draft depends on earlier rounds.
 
-  `params["drafter"]` are the parameters of the model, which do not change.
+  `params["drafter"]` contains the parameters of the model, which do not change.
 
   Attributes:
     model: draft model over the target's vocabulary that returns hidden states.
     gamma: draft length, at least 1.
-    rank: rank r of the correction; 0: the bias alone.
+    rank: rank r of the correction; 0 leaves only the bias c.
     learning_rate: learning rate of the optimizer.
     optimizer: function from a learning rate to an optax transformation.
-    positions: training positions: "rejected", the token that the target
-      replaced (OSD); "path", also the accepted tokens; "all", every drafted
-      token and the next one.
-    every: number of rounds whose gradients are averaged for a step.
+    positions: training positions. "rejected": the position of the rejected
+      draft token (OSD). "path": the positions of all accepted tokens and of the
+      next token. "all": the positions of all draft tokens and the position
+      after the last.
+    every: number of rounds over which gradients are averaged before a step.
     transform: transform of the draft logits, see `DraftModel`.
   """
 
@@ -192,12 +198,14 @@ class Online(_common.OneModel, _common.DrawnChain):
         since=jnp.zeros_like(prompt.lengths))
 
   def going_on(self, state: DecodeState, learned: Learner) -> DecodeState:
-    """Returns the state of new sequences with an earlier correction.
+    """Returns a decoding state that continues learning from earlier sequences.
 
     Args:
-      state: state of `Decoder.prefill`, or a later one.
-      learned: `drafter` of the last state of the earlier sequences, in the same
-        row order.
+      state: decoding state of the new sequences, from `Decoder.prefill` or
+        later.
+      learned: field `drafter` of the last decoding state of the earlier
+        sequences. Row i continues with the correction and the optimizer state
+        of row i.
 
     Raises:
       ValueError: `learned` has another number of rows, or comes from another
@@ -219,7 +227,10 @@ class Online(_common.OneModel, _common.DrawnChain):
   def commit(self, params: Params, drafter: Learner, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Learner:
-    """Takes a gradient step in rows with training positions."""
+    """Returns the state after a gradient step.
+
+    Rows without new tokens or without training positions do not take a step.
+    """
     place = jnp.arange(self.num_nodes, dtype=jnp.int32)
     stop = verdict.num_accepted[:, None]
     weights = {"rejected": (place == stop) & (stop < self.gamma),
@@ -238,7 +249,7 @@ class Online(_common.OneModel, _common.DrawnChain):
 
   def _read_again(self, params: chex.ArrayTree, drafter: Learner, draft: Draft
                   ) -> ModelOutput:
-    """Returns the model's output at the N nodes of a draft, uncorrected."""
+    """Returns the model's output, without correction, at a draft's N nodes."""
     batch, size = draft.tokens.shape
     return self.model(
         params, draft.tokens, *topology.causal(batch, size),
@@ -247,7 +258,16 @@ class Online(_common.OneModel, _common.DrawnChain):
   def _step(self, correction: Correction, optimizer: Any, logits: jax.Array,
             hidden: jax.Array, law: jax.Array, weights: jax.Array
             ) -> tuple[Correction, Any]:
-    """Returns the correction and optimizer state of a row after a step."""
+    """Returns a row's correction and optimizer state after a gradient step.
+
+    Args:
+      correction: correction of the row.
+      optimizer: optimizer state of the row.
+      logits: logits `[N, V]` of the model without correction.
+      hidden: hidden states `[N, F]` of the model.
+      law: target distributions `[N, V]`.
+      weights: `[N]`, 1 at training positions and 0 elsewhere.
+    """
     def loss(correction):
       own = jax.nn.log_softmax(correction(logits, hidden))
       losses = -jnp.sum(law * own, axis=-1)
@@ -262,8 +282,8 @@ def _check_alike(learned: Learner, own: Learner) -> None:
   """Raises `ValueError` if two states have different sizes or optimizers.
 
   Args:
-    learned: state of earlier sequences.
-    own: state of this decoder.
+    learned: drafter state of the earlier sequences.
+    own: drafter state of the new sequences.
   """
   sizes = lambda x: (*x.correction.down.shape, x.correction.up.shape[-1])
   if sizes(learned) != sizes(own):
@@ -272,8 +292,8 @@ def _check_alike(learned: Learner, own: Learner) -> None:
     raise ValueError(
         f"learned has {form[0]}, and the decoding state has {form[1]}; give a "
         "learned state of the same drafter with the same number of rows")
-  # The states of different optimizers may have equal leaves. So their
-  # structures are compared too.
+  # The states of different optimizers may have leaves of equal shapes. So the
+  # tree structures are compared as well.
   forms = [(jax.tree.structure(x.optimizer), [
       (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x.optimizer)])
            for x in (learned, own)]
@@ -285,10 +305,10 @@ def _check_alike(learned: Learner, own: Learner) -> None:
 
 def online(model: Model, gamma: int, learning_rate: float = 1e-3,
            positions: str = "path", verifier: Verifier = BLOCK) -> Strategy:
-  """Drafts a chain of a model that is trained on the target's distributions.
+  """Drafts a chain, and learns from the target's distributions while decoding.
 
-  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177), with a
-  correction of the logits for each row.
+  Online speculative decoding (Liu et al. 2023, arXiv:2310.07177). Each row
+  learns a correction of the draft model's logits.
 
   >>> from specjax import testing
   >>> model = testing.tiny_pair(7).drafter
@@ -299,7 +319,8 @@ def online(model: Model, gamma: int, learning_rate: float = 1e-3,
     model: draft model over the target's vocabulary.
     gamma: draft length.
     learning_rate: learning rate of Adam.
-    positions: training positions, see `drafters.Online`.
+    positions: training positions "rejected", "path" or "all", see
+      `drafters.Online`.
     verifier: rule for chains. It must not require an autoregressive drafter.
   """
   return Strategy(Online(

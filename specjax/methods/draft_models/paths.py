@@ -1,4 +1,4 @@
-"""Paths of one or several draft models, packed into a prefix tree.
+"""Drafter that merges paths from one or several draft models into a tree.
 
 SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 """
@@ -39,9 +39,9 @@ class Paths(Drafter):
 
   Path k is sampled from model k mod len(models). The tree has one node for each
   drafted token, see `topology.prefix_tree`. Its shape depends on the sampled
-  tokens: a node has several paths below it if several paths have sampled its
-  token. The output is exact all the same, because the probability to accept a
-  token does not depend on the shape of the tree below it.
+  tokens: if several paths begin with the same tokens, their continuations are
+  below the same node. This keeps decoding lossless, because the probability of
+  accepting a token does not depend on the tree below it.
 
   `params["drafter"]` is a tuple with the parameters of each model.
 
@@ -49,7 +49,7 @@ class Paths(Drafter):
     models: draft models over the target's vocabulary.
     num_paths: number K of paths, at least one for each model.
     length: number of tokens of a path.
-    transform: transform of the draft logits; None: the decoder's.
+    transform: transform of the draft logits; None uses the decoder's transform.
   """
 
   models: tuple[Model, ...]
@@ -78,8 +78,8 @@ class Paths(Drafter):
 
   @property
   def autoregressive(self) -> bool:
-    # With several models, a token's draft distribution also depends on the path
-    # that drafted it.
+    # An autoregressive drafter's q depends on the context alone. With several
+    # models, q of a token also depends on the model of its path.
     return self.iid
 
   @property
@@ -129,9 +129,9 @@ class Paths(Drafter):
         zip(self.models, params["drafter"], state.drafter)):
       paths = range(m, self.num_paths, len(self.models))
       bundle = shapes.full_tree((len(paths), *[1] * (self.length - 1)))
-      # A single model's cache lacks at most two tokens after `commit`. With
-      # several models the accepted path may be another model's, so that up to
-      # `length` + 1 tokens are missing from this cache.
+      # After `commit`, the cache of a single model lacks at most two tokens.
+      # With several models, the accepted path may come from another model. Then
+      # this cache lacks the path and the next token: up to `length` + 1 tokens.
       logits, cache = _common.feed_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1,
           more=len(paths) * (self.length - 1))
@@ -160,10 +160,10 @@ class Paths(Drafter):
   def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> Any:
-    """Returns the caches.
+    """Returns the cache of each model for the next round.
 
-    With a single model, its cache keeps the accepted path. With several models,
-    `propose` reads the committed tokens again.
+    The cache of a single model keeps the accepted path. The caches of several
+    models do not change; `propose` reads the last committed tokens again.
     """
     del params, draft, target_output
     if not self.iid:
@@ -174,7 +174,7 @@ class Paths(Drafter):
     return (_common.keep_path(drafter[0], slots, verdict.path, size, count),)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the specifications of each model."""
+    """Returns the partition specifications of each model's parameters."""
     return tuple(model.param_specs(axis, size)
                  for model in self.models)
 
@@ -184,8 +184,8 @@ def merged_specinfer(models: Sequence[Model], length: int,
   """Drafts paths of several models, merged into one tree.
 
   Miao et al. 2023 (arXiv:2305.09781, merge-based speculation). The paper tunes
-  the models one after another, each on the errors of the previous models
-  (`experiments/boost_drafters.py`).
+  the models one after another, each on the errors of the previous models.
+  `experiments/boost_drafters.py` does the same.
 
   >>> from specjax import testing
   >>> pair = testing.MarkovModel(7), testing.MarkovModel(7)
@@ -193,7 +193,7 @@ def merged_specinfer(models: Sequence[Model], length: int,
   7
 
   Args:
-    models: draft models; `params["drafter"]` is a tuple of their parameters.
+    models: draft models; `params["drafter"]` is the tuple of their parameters.
     length: number of tokens of a path.
     num_paths: number of paths; path k is sampled from model k mod len(models).
       None: one path per model.

@@ -1,4 +1,4 @@
-"""Drafters with a layer that reads the target's features: EAGLE and MTP."""
+"""Drafters with layers that read the target's features: EAGLE and MTP."""
 
 from specjax.methods.features import eagle
 from specjax.methods.features import eagle_objective

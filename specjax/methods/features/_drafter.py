@@ -1,11 +1,11 @@
-"""Base of drafters with a layer on the target's features.
+"""Base class and helpers of drafters with a layer on the target's features.
 
 At position t a feature layer reads g_t, the target's feature at t, and x_{t+1},
 the next token (`models.features`). After n committed tokens the layer's cache
 contains n - 1 positions, all computed from the target's features. While
-drafting, the layer continues from its own output; these positions are not
-committed to the cache. After verification the layer reads the accepted tokens
-again, with the features that the target computed.
+drafting, the layer reads its own output instead. The cache does not keep these
+positions. After verification the layer reads the accepted tokens again, with
+the target's features.
 """
 
 from typing import Any
@@ -34,13 +34,15 @@ class FeatureState:
   """State of a feature layer after the committed tokens.
 
   Attributes:
-    cache: cache of the layer for all positions except the last token's.
-    hidden: layer's output `[B, D]` at the last position, input of the next
-      draft step.
-    read: input `[B, D]` of the LM head at the last position, for the logits of
-      the token after the root.
-    known: `[B]` bool, False if the sequence has one token and thus no feature.
-    rule: state of the stop rule; () without one.
+    cache: cache of the layer. It contains the positions of all committed tokens
+      except the last.
+    hidden: layer's output `[B, D]` at the last position in the cache, which the
+      next draft step reads.
+    read: input `[B, D]` of the LM head at this position. Its logits are those
+      of the token after the root.
+    known: `[B]` bool, False for rows with a single token, which have no feature
+      yet.
+    rule: state of the stop rule, or () without a stop rule.
   """
 
   cache: Any
@@ -51,16 +53,16 @@ class FeatureState:
 
 
 class LayerDrafter(Drafter):
-  """Base of drafters whose `heads` continue from the target's features.
+  """Base class of drafters whose `heads` start from the target's features.
 
-  Every device stores all parameters of the heads. `commit` reads or stores the
-  tokens of every round, also of rounds without a draft. So `catch_up` has
+  Every device stores all parameters of the heads. `commit` processes the
+  tokens of every round, including rounds without drafts. So `catch_up` has
   nothing to read.
   """
 
   heads: FeatureHeads
-  # Below the root the features come from the heads, not from the target. So the
-  # draft distribution depends on the position where the draft began.
+  # Up to the root the features come from the target, after it from the heads.
+  # So the draft distribution depends on the position where the draft began.
   autoregressive = False
 
   @property
@@ -74,16 +76,16 @@ class LayerDrafter(Drafter):
     return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the heads."""
+    """Returns an empty `PartitionSpec`, which replicates the heads."""
     del axis, size
     return PartitionSpec()
 
 
 def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
-  """Raises `ValueError` if the heads have too few tokens for the siblings.
+  """Raises `ValueError` if a node needs more tokens than the heads can draft.
 
   Args:
-    heads: heads that draft.
+    heads: heads whose `draft_size` is the number of tokens they can draft.
     width: largest number of distinct children of a node.
   """
   if width > heads.draft_size:
@@ -101,8 +103,8 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
     prefill_output: target's output for the prompts, with features of width F.
 
   Returns:
-    `(hidden [K, B, S, F], places [K, S])`: features and positions of the
-    chunks; and a causal mask `[B, S, S]` within a chunk.
+    `((hidden, places), causal)`: the features `[K, B, S, F]` and the positions
+    `[K, S]` of the chunks, and a causal mask `[B, S, S]` within a chunk.
   """
   batch, columns = prompt.tokens.shape
   size = prefill.chunk_size(columns)
@@ -114,7 +116,7 @@ def chunked(prompt: Prompt, prefill_output: ModelOutput
 
 def read_prompt(heads: FeatureHeads, params: chex.ArrayTree, prompt: Prompt,
                 prefill_output: ModelOutput) -> FeatureState:
-  """Returns the state after a feature layer read the prompts in chunks."""
+  """Runs a feature layer on the prompts in chunks and returns its state."""
   own, target = params["drafter"], params["target"]
   chunks, causal = chunked(prompt, prefill_output)
   after = jnp.roll(prompt.tokens, -1, axis=1)
@@ -128,8 +130,9 @@ def read_prompt(heads: FeatureHeads, params: chex.ArrayTree, prompt: Prompt,
     return cache, (out.hidden, out.read)
 
   cache = heads.init_cache(own, prompt.lengths.shape[0], prompt.capacity)
-  # With constant lengths, XLA would evaluate attention over the empty slots at
-  # compile time. So the lengths, all 0, are computed from the prompt.
+  # All cache lengths are 0. If they were constants, XLA would evaluate
+  # attention over the empty slots at compile time. So they are computed from
+  # the prompt.
   cache, found = jax.lax.scan(
       read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
   last = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
@@ -141,7 +144,7 @@ def read_prompt(heads: FeatureHeads, params: chex.ArrayTree, prompt: Prompt,
 
 
 def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
-  """Gathers `x [B, N, ...]` at the first `size` nodes of the accepted path."""
+  """Returns `x [B, N, ...]` at the first `size` nodes of the accepted path."""
   path = verdict.path[:, :size]
   return jnp.take_along_axis(
       x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
@@ -150,16 +153,16 @@ def on_path(x: jax.Array, verdict: Verdict, size: int) -> jax.Array:
 def read_round(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
                draft: Draft, verdict: Verdict, target_output: ModelOutput,
                count: jax.Array, depth: int) -> FeatureState:
-  """Returns the state after the layer read a round's accepted tokens.
+  """Runs the layer on the tokens that a round committed; returns its state.
 
   Args:
     heads: feature layer.
-    params: parameters `{"target", "drafter"}`.
+    params: parameters `{"target": ..., "drafter": ...}`.
     state: state before the round.
     draft: batched drafts.
     verdict: batched verdicts.
     target_output: output of the target's verifying pass.
-    count: number `[B]` int32 of committed tokens.
+    count: number `[B]` int32 of tokens that the round committed.
     depth: depth of the deepest draft node.
   """
   own, target = params["drafter"], params["target"]
@@ -181,12 +184,12 @@ def read_round(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
 
 
 def growing(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState):
-  """Returns the `step`, `carry` and `logits` of `_trees.grow` for the layer.
+  """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`.
 
   Returns:
-    The step; its initial carry, a cache and the hidden states `[B, S, D]` of
-    the previous level's nodes; and the logits `[B, V]` of the token after the
-    root.
+    `(step, carry, logits)`. The step runs the layer on one level of a tree. The
+    carry is a cache and the hidden states `[B, S, D]` of the previous level's S
+    nodes. The logits `[B, V]` are those of the token after the root.
   """
   own, target = params["drafter"], params["target"]
   laws = lambda read: heads.whole(heads.logits(own, target, read))
@@ -205,13 +208,15 @@ def growing(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState):
 
 def chaining(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
              gamma: int):
-  """Returns the inputs of `stop_rules.draw_until` for the layer.
+  """Returns the last three arguments of `stop_rules.draw_until`.
+
+  A forecast is a pair of logits `[B, V]` and hidden states `[B, D]`.
 
   Returns:
-    The forecast after the root, logits `[B, V]` and hidden states `[B, D]`; the
-    function `read(token, carry)`, which returns the forecast after a drafted
-    token; and its carry, a cache with room for the tokens of the chain and the
-    hidden state `[B, 1, D]` of the last token.
+    `(first, read, carry)`. `first` is the forecast of the token after the root.
+    `read(token, carry)` returns the forecast after a draft token, and the next
+    carry. The carry is a cache with room for the chain, and the hidden states
+    `[B, 1, D]` at the last token.
   """
   own, target = params["drafter"], params["target"]
 
@@ -232,6 +237,6 @@ def chaining(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:
-  """Returns the drafts, all padding in rows where `known [B]` is False."""
+  """Turns all nodes into padding in rows where `known [B]` is False."""
   return draft.replace(
       probs=jnp.where(known[:, None, None], draft.probs, 0))

@@ -1,4 +1,4 @@
-"""Network of a `features.FeatureConfig`, and keys of passes without a cache."""
+"""Network of a feature layer, and its keys and values without a cache."""
 
 import dataclasses
 from typing import Any
@@ -15,23 +15,23 @@ from specjax.models.features import FeatureConfig
 
 @struct.dataclass
 class Keys:
-  """Keys and values of passes without a cache, for later passes.
+  """Keys and values of training passes, which run without a cache.
 
   Training unrolls the draft steps of all positions of a sequence in parallel.
   The first pass reads T positions from the target's features. Each later pass
-  reads the positions again from the layer's own output. In it a position
-  attends to the keys that it saw in the first pass, and of each later pass only
-  to its own key.
+  reads the positions again from the layer's own output. There, a position
+  attends to the keys that were visible to it in the first pass. From every
+  later pass it attends only to the key at its own position.
 
   Attributes:
-    k: keys `[B, T, H, D]` of the first pass; None before it.
+    k: keys `[B, T, H, D]` of the first pass; None before that pass.
     v: values, with the shape of `k`.
-    visible: mask `[B or 1, S, T]` bool of the keys of the first pass that each
-      position sees.
-    own_k: keys `[B, S, I, H, D]` of I later passes, each seen only by its own
-      position, or None.
+    visible: mask `[B or 1, S, T]` bool, the keys of the first pass to which
+      each position attends.
+    own_k: keys `[B, S, I, H, D]` of I later passes, or None. A position attends
+      only to its own I keys.
     own_v: values, with the shape of `own_k`.
-    own: True if the next `append` adds keys of a later pass.
+    own: True if the next `append` adds the keys of a later pass.
   """
 
   k: jax.Array | None
@@ -56,7 +56,10 @@ class Keys:
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              softcap: float = 0.0) -> jax.Array:
-    """Returns the attention `[B, S, G * H, D]` of queries of this shape."""
+    """Returns the output of attention, with the shape of `query`.
+
+    `query` is `[B, S, G * H, D]`: G query heads share each of the H key heads.
+    """
     del layer
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
@@ -68,10 +71,10 @@ class Keys:
 
 
 def _own_part(query, k, v, softcap):
-  """Returns each position's attention over its own `k`, `v [B, S, I, H, D]`.
+  """Returns attention of each position over its own `k`, `v [B, S, I, H, D]`.
 
   Returns:
-    Output `[B, S, G * H, D]`, and log of the sum of exp(scores)
+    Output `[B, S, G * H, D]`, and the logarithm of the softmax denominator,
     `[B, S, G * H]`.
   """
   wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -90,11 +93,11 @@ def _own_part(query, k, v, softcap):
 
 @dataclasses.dataclass(frozen=True)
 class LayerOf:
-  """View of one cache layer, for a module that counts its layers from 0.
+  """View of one layer of a cache, for a module whose only layer is layer 0.
 
   Attributes:
     cache: cache with `append` and `attend` of `interfaces.Cache`.
-    layer: index in the cache of the module's layer 0.
+    layer: index of the module's layer in the cache.
   """
 
   cache: Any
@@ -102,20 +105,21 @@ class LayerOf:
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "LayerOf":
-    """See `interfaces.Cache`."""
+    """Appends keys and values of a pass, see `interfaces.Cache`."""
     return LayerOf(self.cache.append(self.layer + layer, k, v, after=after),
                    self.layer)
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              **options: Any) -> jax.Array:
-    """See `interfaces.Cache`."""
+    """Returns the output of attention, see `interfaces.Cache`."""
     return self.cache.attend(self.layer + layer, query, visible, **options)
 
 
 class Entry(nn.Module):
-  """Maps taps, hidden states of the target, to the layer's input features.
+  """Projects taps to the layer's input features.
 
-  The taps `[B, S, F]` are concatenated; the features are `[B, S, D]`.
+  The taps `[B, S, F]` are the concatenated hidden states of the target that the
+  layer reads. The features are `[B, S, D]`.
   """
 
   config: FeatureConfig

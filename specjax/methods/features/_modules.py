@@ -1,9 +1,9 @@
-"""Base of drafters with one module per depth.
+"""Base class of drafters with one module per depth of the draft.
 
 DeepSeek-V3 (arXiv:2412.19437, section 2.2): at position t, module k = 1, 2, ...
 reads the output of module k - 1 and token t + k, and predicts token t + k + 1.
-Module 0 is the target. The layers of Gloeckle et al. 2024 (arXiv:2404.19737) do
-not read tokens.
+Module 0 is the target. The layers of Gloeckle et al. 2024 (arXiv:2404.19737)
+read the target's output instead and no tokens.
 """
 
 from typing import Any
@@ -26,16 +26,17 @@ from specjax.types import Verdict
 class ModulesState:
   """State of the modules after the committed tokens.
 
-  A position of module k is final once token t + k is committed, because the
-  module reads that token. After n tokens, numbered from 0, the last final
-  position of module k is n - 1 - k. The cache contains the positions that are
-  final for all modules. The target's features of later positions are stored
-  here, and the modules read them again with the drafted tokens.
+  Position t of module k is final once token t + k is committed, because the
+  module reads this token. After n tokens, numbered from 0, the last final
+  position of module k is n - 1 - k. The cache contains only positions that are
+  final for all modules. For later positions the state stores the target's
+  features. The modules read these positions in every round, the last ones with
+  draft tokens.
 
   Attributes:
     cache: cache with a layer for each module.
-    hidden: target's features `[B, W, D]` of the positions that follow the
-      cache, up to position n - 2. The first `held` of the W are valid.
+    hidden: target's features `[B, W, D]` of the positions after the cached
+      ones, up to position n - 2. Only the first `held` of the W are valid.
     after: token after each of these positions, `[B, W]` int32.
     held: number of valid positions, `[B]` int32; 0 if the sequence has one
       token.
@@ -48,7 +49,7 @@ class ModulesState:
 
 
 class ModulesDrafter(_drafter.LayerDrafter):
-  """Base of drafters with one module per depth of the draft.
+  """Base class of drafters with one module per depth of the draft.
 
   Subclasses are frozen dataclasses with four fields: `heads`; `transform`;
   `depth`, the number of levels below the root; and `readers`, the number R of
@@ -56,13 +57,16 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
   Decode with the target that `heads.attach` returns. `params["drafter"]`
   contains the parameters of the modules. In a round each of the R modules runs
-  one pass over the last 2 R positions. After a prompt of one token there are no
-  features, and the first draft is padding.
+  one pass over 2 R positions. After a prompt of one token there are no
+  features, so the first draft is padding.
   """
 
   @property
   def window(self) -> int:
-    """Number W of stored positions: R not final yet and R of one round."""
+    """Maximum number W of stored positions.
+
+    At most R - 1 positions are not final, and a round adds at most R + 1.
+    """
     return 2 * self.readers
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
@@ -85,8 +89,9 @@ class ModulesDrafter(_drafter.LayerDrafter):
 
     cache = heads.init_cache(
         own, batch, prompt.capacity + self.window, self.readers)
-    # With constant lengths, XLA would evaluate attention over the empty slots
-    # at compile time. So the lengths, all 0, are computed from the prompt.
+    # All cache lengths are 0. If they were constants, XLA would evaluate
+    # attention over the empty slots at compile time. So they are computed from
+    # the prompt.
     cache, entered = jax.lax.scan(
         read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
     entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
@@ -103,15 +108,16 @@ class ModulesDrafter(_drafter.LayerDrafter):
     """Runs a module; returns its output, the LM head's input and the cache.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       module: index of the module, from 0.
       entered: features `[B, S, D]` of the target.
       before: output `[B, S, D]` of the previous module.
       tokens: tokens that this module reads, `[B, S]` int32.
-      visible: mask `[B, S, S]` bool of the positions of this pass that each
-        position sees.
-      cache: cache of all modules, with the keys and values of earlier modules.
-      positions: positions `[B, S]` int32; None: consecutive, after the cache.
+      visible: attention mask `[B, S, S]` bool over the positions of this pass.
+      cache: cache of all modules, with this pass's keys and values of the
+        earlier modules.
+      positions: positions `[B, S]` int32; None means consecutive positions
+        after the cached ones.
     """
     out = self.heads.step(
         params["drafter"], params["target"],
@@ -125,11 +131,11 @@ class ModulesDrafter(_drafter.LayerDrafter):
     Each module reads the stored positions of the state in one pass.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       own: state, a `ModulesState`.
-      draw: function `(module, input of the LM head) -> tokens [B]`, which
-        drafts the next token from a module's output; later modules read it.
-        None: no draft.
+      draw: function `(module, input of the LM head) -> tokens [B]` that drafts
+        a token from a module's output. Later modules read this token. None
+        drafts nothing.
 
     Returns:
       The new state.
@@ -156,7 +162,7 @@ class ModulesDrafter(_drafter.LayerDrafter):
   def commit(self, params: chex.ArrayTree, drafter: ModulesState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> ModulesState:
-    """Appends the features of the accepted tokens."""
+    """Returns the state with the features of the accepted tokens appended."""
     if draft.tokens.shape[1] == 1:  # no row has a draft
       drafter = self.read(params, drafter)
     heads, size = self.heads, self.window

@@ -1,10 +1,10 @@
-"""Training of feature layers: unrolled steps, and parts of records.
+"""Training of feature layers: unrolled draft steps, options and strategies.
 
-A pass reads at position t the target's features at t and token t + 1. Step
-k = 1..K predicts token t + 1 + k. It reads token t + k and the output of step
-k - 1; step 1 reads the target's features instead. The target runs in the same
-program, and its output is not stored. If a row of the batch contains several
-documents, the layer attends across them as the target does.
+At position t, step k = 1..K predicts token t + 1 + k. Step 1 reads the target's
+features at t and token t + 1. Step k > 1 reads the output of step k - 1 and
+token t + k. The target runs in the same program, and its output is not stored.
+If a row of the batch contains several documents, the layer attends across
+them, as the target does.
 """
 
 from collections.abc import Iterator
@@ -32,14 +32,14 @@ from specjax.models.transformer import Transformer
 from specjax.training.objective import Params
 from specjax.training.objective import Score
 
-_FLOOR = 20.0  # nats; a score uses probabilities of at least e^-20
+_FLOOR = 20.0  # nats; `score` raises smaller probabilities to e^-20
 
 
 class Read(NamedTuple):
   """Output of a target for S tokens.
 
   Attributes:
-    features: hidden states `[B, S, F]` that the heads read (`heads.taps`).
+    features: hidden states `[B, S, F]` that the heads read, see `heads.taps`.
     final: input `[B, S, D]` of the target's LM head.
     logits: logits `[B, S, V]`.
   """
@@ -67,12 +67,12 @@ def check_rows(tokens: jax.Array, heads: FeatureHeads) -> None:
 
 def read(model: Transformer, heads: FeatureHeads, params: Params,
          tokens: jax.Array) -> Read:
-  """Runs the target on `tokens [B, S]`.
+  """Runs the target on `tokens [B, S]` and returns its output.
 
   Args:
     model: target model.
     heads: feature layer, which selects the hidden states.
-    params: parameters `{"target", "drafter"}`.
+    params: parameters `{"target": ..., "drafter": ...}`.
     tokens: token ids `[B, S]` int32.
   """
   chex.assert_rank(tokens, 2)
@@ -83,7 +83,8 @@ def read(model: Transformer, heads: FeatureHeads, params: Params,
 
 
 def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
-  """Returns `[B, size]` with token t + `by` at index t, or 0 after the end."""
+  """Returns `[B, size]`, token t + `by` at index t, or 0 after the last token.
+  """
   rest = tokens[:, by:by + size]
   return jnp.pad(rest, ((0, 0), (0, size - rest.shape[1])))
 
@@ -92,19 +93,19 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
               tokens: jax.Array, count: int) -> Iterator[Any]:
   """Yields the `FeatureOutput` of steps 1..count at every position.
 
-  With one reused module, a position at step k attends to the keys of step 1 up
-  to the position, and to its own keys of later steps. This is the training-time
-  test of EAGLE-3 (arXiv:2503.01840, figure 6). With several modules, each
-  attends to its own keys up to the position (DeepSeek-V3, arXiv:2412.19437,
-  section 2.2).
+  One reused module is trained as in the training-time test of EAGLE-3
+  (arXiv:2503.01840, figure 6). At step k, position t attends to the keys of
+  step 1 up to position t, and to its own keys of steps 2 to k. With several
+  modules, a module attends to its own keys up to position t (DeepSeek-V3,
+  arXiv:2412.19437, section 2.2).
 
   Args:
     heads: feature layer.
-    params: parameters `{"target", "drafter"}`.
+    params: parameters `{"target": ..., "drafter": ...}`.
     features: features `[B, S, F]` of the target; gradients flow into them.
-    tokens: token ids of the sequence, `[B, >= S]` int32.
-    count: number of steps; at most `heads.num_forecasts` unless
-      `heads.reuse`.
+    tokens: token ids of the sequence, `[B, T]` int32 with T >= S.
+    count: number of steps. Without `heads.reuse`, it is at most
+      `heads.num_forecasts`.
   """
   chex.assert_rank([features, tokens], [3, 2])
   own, target = params["drafter"], params["target"]
@@ -127,23 +128,23 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
 
 
 def floored(logits: jax.Array) -> jax.Array:
-  """Returns `logits [..., V]` clipped to probabilities of at least e^-20."""
+  """Raises `logits [..., V]` so that all probabilities are at least e^-20."""
   return jnp.maximum(logits, jax.nn.logsumexp(
       logits, axis=-1, keepdims=True) - _FLOOR)
 
 
 def score(model: Transformer, heads: FeatureHeads, params: Params,
           tokens: jax.Array, score: Score) -> Any:
-  """Evaluates `score` for the logits of every step, and stacks the results.
+  """Evaluates `score` on the logits of every step, and stacks the results.
 
-  The layer reads the true tokens. So the prediction of step k equals the
-  prediction in a draft whose first k - 1 tokens are correct. Probabilities are
-  at least e^-20, also of tokens that the heads cannot draft.
+  The layer reads the true tokens. So step k predicts as in a draft whose first
+  k - 1 tokens are correct. Probabilities below e^-20 are raised to e^-20,
+  including those of tokens that the heads cannot draft.
 
   Args:
     model: target model.
     heads: feature layer.
-    params: parameters `{"target", "drafter"}`.
+    params: parameters `{"target": ..., "drafter": ...}`.
     tokens: token ids `[B, S + 1]` int32.
     score: function `(k, logits [B, P, V], positions [B, P]) -> tree`, see
       `DrafterObjective.score`.
@@ -170,10 +171,10 @@ _FEED_NORMED = Option(
     "before it")
 
 
-_TOP_K = 8  # expanded nodes per level, and children of each
+_TOP_K = 8  # nodes per level that get children, and children of each
 
 
-_DRAWN = 4  # children of an expanded node if they are sampled
+_DRAWN = 4  # children of a node if they are sampled
 
 
 def _layer_tree(heads, parents, proposal, rule) -> Strategy:
@@ -182,7 +183,10 @@ def _layer_tree(heads, parents, proposal, rule) -> Strategy:
 
 
 def _layer_chain(heads, rule=TOKEN, gamma=None) -> Strategy:
-  """Returns a strategy with a sampled chain, at most one token per module."""
+  """Returns a strategy that samples a chain.
+
+  Unless the module is reused, the chain has at most one token per module.
+  """
   if gamma and not heads.reuse:
     gamma = min(gamma, heads.modules)
   return mtp.mtp(heads, gamma, rule)

@@ -1,8 +1,9 @@
 """EAGLE drafters and strategies: chains, static trees and dynamic trees.
 
-A draft starts from the target's features of the committed tokens. It continues
-from the output of a feature layer (`models.features.FeatureConfig`). The
-classes of heads differ only in the defaults of that configuration.
+A draft starts from the target's features of the committed tokens. Later draft
+steps read the output of a feature layer instead
+(`models.features.FeatureConfig`). `Eagle1Heads` and `Eagle3Heads` differ only
+in the defaults of that configuration.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,11 @@ class Eagle3Heads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns 2, L // 2 and L - 3 for L layers, or 1, (L + 1) // 2 and L."""
+    """Returns the layers whose hidden states are read by default.
+
+    For L = `layers`, they are 2, L // 2 and L - 3. If L is too small for three
+    increasing numbers, they are 1, (L + 1) // 2 and L.
+    """
     taps = (2, layers // 2, layers - 3)
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
@@ -73,30 +78,31 @@ class Eagle3Heads(FeatureHeads):
 
 
 class FeatureDrafter(_drafter.LayerDrafter):
-  """Base of drafters that continue from a layer's own output.
+  """Base class of drafters with one reused feature layer.
 
-  Subclasses are frozen dataclasses with `heads`, `transform`, `depth` and
-  `grow`. Decode with the target that `heads.attach` returns.
-  `params["drafter"]` contains the parameters of the layer, which may also use
-  the embedding and head of `params["target"]`.
+  Subclasses are frozen dataclasses with the fields `heads` and `transform`, the
+  number of levels `depth` and a method `grow`. Decode with the target that
+  `heads.attach` returns. `params["drafter"]` contains the parameters of the
+  layer. The layer may also use the embedding and head of `params["target"]`.
 
-  In a round the layer runs one pass over the accepted tokens with the target's
-  features, and one pass over each level of the draft except the last. After a
-  prompt of one token there are no features, and the first draft is padding.
+  In a round the layer runs one pass over each level of the draft except the
+  last. After verification it runs one pass over the accepted tokens with the
+  target's features. After a prompt of one token there are no features, so the
+  first draft is padding.
   """
 
   conditional = True
 
   def check_heads(self, target: Model, width: int) -> None:
-    """Checks a layer against its target and the width of a draft.
+    """Checks that the layer fits its target and the width of a draft.
 
     Args:
       target: target model.
       width: largest number of distinct children of a node.
 
     Raises:
-      ValueError: the layer has several modules, belongs to another target, or
-        has too few tokens.
+      ValueError: the layer has several modules, was made for another target, or
+        can draft fewer than `width` tokens.
     """
     if self.heads.modules > 1:
       raise ValueError(
@@ -107,7 +113,7 @@ class FeatureDrafter(_drafter.LayerDrafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns the layer's cache and output after the prompt."""
+    """Returns the layer's state after the prompt, a `FeatureState`."""
     return _drafter.read_prompt(self.heads, params, prompt, prefill_output)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
@@ -124,24 +130,27 @@ class FeatureDrafter(_drafter.LayerDrafter):
   def commit(self, params: chex.ArrayTree, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
-    """Reads the target's features of the accepted tokens."""
+    """Runs the layer on the accepted tokens; returns the new state."""
     return _drafter.read_round(self.heads, params, drafter, draft, verdict,
                                target_output, count, self.depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleChain(_common.DrawnChain, FeatureDrafter):
-  """Samples a chain, whose length a controller can choose.
+  """Samples a chain from a feature layer.
+
+  A controller can choose the draft length.
 
   Attributes:
     heads: feature layer with one module.
-    gamma: draft length, at least 0.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-    stop: rule of `methods.stop_rules`, with the layer's outputs as hidden
-      states; None: all chains have gamma tokens. If the rule has parameters,
-      `params["drafter"]` is `{"model": parameters of the layer, "stop":
-      parameters of the rule}`.
+    gamma: draft length; 0 drafts nothing.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
+    stop: rule of `methods.stop_rules`, which reads the layer's outputs as
+      hidden states. None drafts gamma tokens in all chains. If the rule has
+      parameters, `params["drafter"]` is `{"model": parameters of the layer,
+      "stop": parameters of the rule}`.
   """
 
   heads: FeatureHeads
@@ -163,7 +172,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> FeatureState:
-    """Returns the states of the layer and of the stop rule."""
+    """Returns the state of the layer, with the state of the stop rule."""
     state = super().init(self._layer(params), prompt, prefill_output)
     if self.stop is None:
       return state
@@ -190,7 +199,7 @@ class EagleChain(_common.DrawnChain, FeatureDrafter):
   def commit(self, params: chex.ArrayTree, drafter: FeatureState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> FeatureState:
-    """Updates the states of the layer and of the stop rule."""
+    """Returns the new states of the layer and of the stop rule."""
     state = super().commit(self._layer(params), drafter, draft, verdict,
                            target_output, count)
     if self.stop is None:
@@ -216,8 +225,9 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
     parents: draft tree, see `specjax.trees`, stored breadth-first;
       `range(-1, gamma)` is a chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
   """
 
   heads: FeatureHeads
@@ -238,19 +248,22 @@ class Eagle(FeatureDrafter, _trees.StaticTree):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
-  """Drafts EAGLE-2's deterministic tree of the most likely candidates.
+  """Drafts EAGLE-2's deterministic tree of the most likely nodes.
 
-  Every level expands its `top_k` best nodes by their `top_k` most likely
-  tokens. A node's score is the product of the confidences on its path. The
-  draft is the root and the N - 1 best candidates.
+  A node's score is the product of the layer's probabilities on its path. On
+  every level, the `top_k` nodes with the largest scores get their `top_k` most
+  likely next tokens as children. The draft consists of the root and the N - 1
+  generated nodes with the largest scores.
 
   Attributes:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, including the root.
-    transform: transform of logits to confidences. It is separate from the
-      decoder's, because at temperature 0 all but one confidence would be 0.
+    top_k: number of nodes per level that get children, and number of children
+      of each.
+    num_nodes: number N of nodes of the draft, including the root.
+    transform: transform from logits to the probabilities that determine the
+      scores. It is separate from the decoder's transform, because at
+      temperature 0 all probabilities but one would be 0.
   """
 
   heads: FeatureHeads
@@ -275,23 +288,25 @@ class DynamicEagle(_dynamic_trees.ExpandedTree, FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledEagle(FeatureDrafter):
-  """Samples a tree that is expanded at nodes of high confidence.
+  """Samples a tree whose likeliest nodes get children.
 
   This variant is not in the EAGLE papers, whose dynamic trees are
-  deterministic. A score selects the nodes of a level that get children. It
-  never removes sampled nodes. So q, the stored draft distribution, is the
-  distribution from which the tokens were sampled, and rules for sampled trees
-  are exact.
+  deterministic. A score selects the nodes of a level that get children, but
+  sampled nodes are never removed. So the draft distribution q that is stored
+  for a token is the distribution from which it was sampled. Rules for sampled
+  trees are therefore exact.
 
   Attributes:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    expanded: number of nodes per level, of the best scores, that get children.
-    children: number of children of each expanded node, and of the root.
+    expanded: number of nodes per level, those with the largest scores, that get
+      children.
+    children: number of children of each of these nodes, and of the root.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
-    transform: transform of the layer's logits to q; None: the decoder's.
-    confidence: transform of logits to confidences. A node's score is the
-      product of the confidences on its path.
+    transform: transform from the layer's logits to q; None uses the decoder's
+      transform.
+    confidence: transform from logits to the probabilities that determine the
+      scores. A node's score is the product of these on its path.
   """
 
   heads: FeatureHeads
@@ -361,11 +376,11 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
 
   Args:
     heads: feature layer with one module.
-    parents: draft tree of N nodes; None: a sampled chain.
+    parents: draft tree of N nodes; None samples a chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`. The
       EAGLE papers use "top_k".
-    verifier: verification rule; None: `Block` for a chain, `Traversal` for a
-      sampled tree, `TargetWalk` for a deterministic tree.
+    verifier: verification rule. None means `Block` for a sampled chain,
+      `Traversal` for a sampled tree and `TargetWalk` for a deterministic tree.
   """
   if parents is None:
     drafter = EagleChain(heads=heads, gamma=heads.num_forecasts)
@@ -376,7 +391,7 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
 
 def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
                   num_nodes: int = 60) -> Strategy:
-  """Drafts EAGLE-2's tree, whose shape follows the layer's confidence.
+  """Drafts EAGLE-2's tree, whose shape depends on the layer's probabilities.
 
   EAGLE-2 (Li et al. 2024, arXiv:2406.16858). EAGLE-3 layers use the same tree.
 
@@ -389,8 +404,9 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   Args:
     heads: feature layer with one module.
     depth: number of levels below the root.
-    top_k: number of expanded nodes per level, and of children of each.
-    num_nodes: number of nodes N, including the root.
+    top_k: number of nodes per level that get children, and number of children
+      of each.
+    num_nodes: number N of nodes of the draft, including the root.
   """
   return Strategy(DynamicEagle(
       heads=heads, depth=depth, top_k=top_k, num_nodes=num_nodes),
@@ -399,11 +415,12 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
 
 def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
                   verifier: Verifier = TRAVERSAL) -> Strategy:
-  """Samples a tree that is expanded at nodes of high confidence.
+  """Samples a tree whose likeliest nodes get children.
 
-  This variant is not in the EAGLE papers, whose trees are deterministic. A
-  node's score decides only whether it gets children; sampled nodes are never
-  removed. So rules for sampled trees are exact.
+  This variant is not in the EAGLE papers, whose trees are deterministic. The
+  product of the layer's probabilities on a node's path decides whether the node
+  gets children. Sampled nodes are never removed, so rules for sampled trees are
+  exact.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -415,7 +432,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
     heads: feature layer with one module.
     depth: number of levels below the root.
     expanded: number of nodes per level that get children.
-    children: number of children of each expanded node, and of the root.
+    children: number of children of each of these nodes, and of the root.
     verifier: verification rule for sampled trees.
   """
   return Strategy(SampledEagle(
@@ -423,7 +440,7 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 
 def _tree(drafter, verifier: Verifier | None) -> Strategy:
-  """Returns a static tree with `verifier` or its default rule."""
+  """Returns a strategy with `verifier`, or with the tree's default rule."""
   return Strategy(drafter, verifier or (
       verifiers.TargetWalk() if drafter.proposal == "top_k" else
       BLOCK if drafter.chain else TRAVERSAL))

@@ -1,4 +1,4 @@
-"""EAGLE: losses and training records of versions 1 and 3."""
+"""EAGLE-1 and EAGLE-3: training losses and `Method` records."""
 
 import dataclasses
 from typing import Any
@@ -39,16 +39,17 @@ _NORMALIZERS = ("rows", "mask")
 
 def uniform_noise(key: jax.Array, features: jax.Array, width: float
                   ) -> jax.Array:
-  """Returns uniform noise in +-(width / 2) * 512 / S for `features [B, S, F]`.
+  """Returns uniform noise for `features [B, S, F]`.
 
-  The factor 512 / S is from the published code, whose rows have 512 tokens.
+  The noise is in +-(width / 2) * 512 / S. The factor 512 / S comes from the
+  published code.
   """
   return width * _NOISE_TOKENS / features.shape[1] * jax.random.uniform(
       key, features.shape, features.dtype, -0.5, 0.5)
 
 
 class _Unrolled:
-  """Base of the losses of EAGLE-1 and EAGLE-3, with the target's passes."""
+  """Base class of the losses of EAGLE-1 and EAGLE-3, which runs the target."""
 
   needs = ("target", "drafter")
 
@@ -60,7 +61,9 @@ class _Unrolled:
                        "reuse=True, or train these heads as MTP")
 
   def _target(self, params, tokens):
-    """Returns the target's output for all tokens but the last; no gradient."""
+    """Returns the target's output, without gradients, for all but the last
+    token.
+    """
     _training.check_rows(tokens, self.heads)
     return jax.lax.stop_gradient(
         _training.read(self.model, self.heads, params, tokens[:, :-1]))
@@ -68,7 +71,7 @@ class _Unrolled:
   def _law(self, logits):
     """Returns the target's distribution `[..., Vd]` over the Vd draft tokens.
 
-    The probabilities of other tokens are dropped, and the rest is normalised.
+    The probabilities of the draft tokens are normalised to sum 1.
     """
     return jax.nn.softmax(
         logits[..., np.array(self.heads.ids)] if self.heads.ids else logits)
@@ -77,13 +80,13 @@ class _Unrolled:
     """Returns the target's output for a batch, to be stored with the batch.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       tokens: token ids `[B, S + 1]` int32.
 
     Returns:
-      `features [B, S, F]`; `final [B, S, D]`, the input of the target's LM
-      head, if it differs from the features; and `counts [B, S]`, 1 at positions
-      that the loss counts, else 0.
+      `features [B, S, F]`, the hidden states that the heads read. `final
+      [B, S, D]`, the input of the target's LM head, if it differs from the
+      features. `counts [B, S]`, 1 at positions that the loss includes, else 0.
     """
     seen = self._target(params, tokens)
     found = {"features": seen.features, "counts": self._counts(seen.logits)}
@@ -91,13 +94,14 @@ class _Unrolled:
         **found, "final": seen.final}
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions that the loss counts, else 0."""
+    """Returns `[B, S]`, 1 at positions that the loss includes, else 0."""
     return jnp.ones(logits.shape[:2], jnp.float32)
 
   def _seen(self, params, batch):
     """Returns the target's features, distribution over draft tokens and counts.
 
-    They come from a pass, or from values that `read` stored in the batch.
+    The values are computed by a pass of the target, or from the output of
+    `read` if the batch contains it.
     """
     if "features" not in batch:
       seen = self._target(params, batch["tokens"])
@@ -112,7 +116,7 @@ class _Unrolled:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns the results of `score` for the K steps, stacked."""
+    """Returns the stacked results of `score` for the K draft steps."""
     del key
     return _training.score(self.model, self.heads, params, tokens, score)
 
@@ -121,16 +125,17 @@ class _Unrolled:
 class Eagle1Objective(_Unrolled):
   """EAGLE-1's loss SmoothL1(f, f^) + w CE(p, p^) of the next position.
 
-  f is the target's feature and p its distribution of the next token. f^ and p^
-  are the layer's predictions of them, and CE is the cross-entropy. Li et al.
-  2024 (arXiv:2401.15077, section 4.2). As in the published code, the first term
-  is averaged over tokens and over the dimensions of the features. Uniform noise
-  is added to the input features, not to the labels (`uniform_noise`).
+  Li et al. 2024 (arXiv:2401.15077, section 4.2). f is the target's feature at
+  the next position, and p the target's distribution there. f^ and p^ are the
+  layer's predictions of f and p. CE is the cross-entropy. As in the published
+  code, the first term is averaged over tokens and over the dimensions of the
+  features. Uniform noise is added to the input features, not to the labels
+  (`uniform_noise`).
 
   Attributes:
     model: target model.
     heads: `methods.Eagle1Heads`, or other heads that predict a feature.
-    noise: width of the noise for rows of 512 tokens; 0.2 in the paper.
+    noise: width of the noise's range for rows of 512 tokens; 0.2 in the paper.
     law_weight: weight w of the second term; 0.1 in the paper.
   """
 
@@ -149,7 +154,7 @@ class Eagle1Objective(_Unrolled):
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and its terms `feature_loss` and `law_loss`.
+    """Returns the loss, and its two terms `feature_loss` and `law_loss`.
 
     If the batch contains the output of `read`, the target is not run.
     """
@@ -160,7 +165,8 @@ class Eagle1Objective(_Unrolled):
     counts = weights_of(batch)[:, 1:]
     noisy = features + uniform_noise(key, features, self.noise)
     out = next(_training.forecasts(self.heads, params, noisy, tokens, 1))
-    # The label of a position is the next feature. The last position has none.
+    # The label of position t is the feature at t + 1. The last position has no
+    # label.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
     feature_loss = weighted_mean(jnp.mean(optax.huber_loss(
@@ -176,18 +182,20 @@ class Eagle3Objective(_Unrolled):
   """EAGLE-3's loss -sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v).
 
   Training-time test of Li et al. 2025 (arXiv:2503.01840, section 3.2). The
-  layer runs K = `heads.num_forecasts` steps i on its own output, as in
-  drafting. q_i is its distribution at step i and position t. The label p is the
-  target's distribution of the same token, restricted to the draft vocabulary.
+  layer runs K = `heads.num_forecasts` steps i = 0..K-1 on its own output, as in
+  drafting. q_i is the layer's distribution at step i and position t. The label
+  p is the target's distribution of the same token, restricted to the draft
+  vocabulary.
 
   Attributes:
     model: target model.
     heads: `methods.Eagle3Heads`, or other heads with one module.
-    decay: weight ratio of consecutive steps; 0.8 in the published code.
+    decay: ratio of the loss weights of step i + 1 and step i; 0.8 in the
+      published code.
     normalizer: divisor of a step's sum over positions. "rows": total weight of
       all positions (SafeAILab/EAGLE). "mask": total weight of the positions
-      that `drop_outside` leaves (vLLM's speculators).
-    drop_outside: True to drop positions where the target's most likely token is
+      that `drop_outside` does not drop (vLLM's speculators).
+    drop_outside: drops positions whose most likely token under the target is
       outside the draft vocabulary (SafeAILab/EAGLE).
   """
 
@@ -222,10 +230,10 @@ class Eagle3Objective(_Unrolled):
 
   def losses(self, params: Params, features: jax.Array, logits: jax.Array,
              tokens: jax.Array) -> jax.Array:
-    """Returns the losses `[K]` of the steps.
+    """Returns the losses `[K]` of the K draft steps.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       features: features `[B, S, F]` of the target.
       logits: logits `[B, S, V]` of the target.
       tokens: token ids `[B, >= S]` int32.
@@ -236,7 +244,7 @@ class Eagle3Objective(_Unrolled):
                         jnp.ones_like(counts), tokens)
 
   def _counts(self, logits):
-    """Returns `[B, S]`, 1 at positions that the loss counts, else 0."""
+    """Returns `[B, S]`, 1 at positions that the loss includes, else 0."""
     if not (self.heads.ids and self.drop_outside):
       return super()._counts(logits)
     drafted = np.zeros(logits.shape[-1], np.float32)
@@ -244,7 +252,7 @@ class Eagle3Objective(_Unrolled):
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
   def _losses(self, params, features, law, counts, weights, tokens):
-    """Returns the losses `[K]` for target distributions `[B, S, Vd]`."""
+    """Returns the losses `[K]` of the steps, for labels `law [B, S, Vd]`."""
     heads, found, counts = self.heads, [], counts * weights
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):

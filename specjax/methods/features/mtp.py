@@ -1,8 +1,8 @@
 """Multi-token prediction: heads, drafters of chains and trees, and strategies.
 
-A draft starts from the target's features of the committed tokens. The layers
-are configured by `models.features.FeatureConfig`. The classes of heads differ
-only in the defaults of that configuration.
+A draft starts from the target's features of the committed tokens.
+`models.features.FeatureConfig` configures the layers. `MTPHeads` and
+`ParallelLayers` differ only in the defaults of that configuration.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,10 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPHeads(FeatureHeads):
-  """Heads of multi-token prediction, one module after another (DeepSeek-V3)."""
+  """Chained modules of multi-token prediction (DeepSeek-V3).
+
+  Each module reads the output of the previous module.
+  """
 
   fusion_norms: bool = True
   attention_norm: bool = True
@@ -51,7 +54,7 @@ class MTPHeads(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns the output of the last layer, before the final norm."""
+    """Returns the name of the last layer's output, before the final norm."""
     return (layers,)
 
 
@@ -59,8 +62,8 @@ class MTPHeads(FeatureHeads):
 class ParallelLayers(FeatureHeads):
   """Layers parallel to the target's last layer, as heads (Gloeckle et al.).
 
-  They do not read tokens, so the drafted tokens are independent of each other.
-  They share the target's final norm and LM head.
+  The layers do not read tokens, so the draft tokens are independent of each
+  other. All layers use the target's final norm and LM head.
   """
 
   fusion: str = "none"
@@ -73,7 +76,7 @@ class ParallelLayers(FeatureHeads):
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns the input of the target's last layer."""
+    """Returns the name of the input of the target's last layer."""
     return (layers - 1,)
 
 
@@ -84,14 +87,16 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
   Heads with one reused module draft with `EagleChain` instead.
 
   Attributes:
-    heads: heads with a module for every token.
-    gamma: drafted tokens per round, at most the number of modules; None: the
-      number of modules.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
-    readers: number R of modules that read the sequence, at least gamma; None:
-      gamma. If a controller shortens chains, all R modules still run in every
-      round, so no module lacks committed tokens later.
+    heads: heads with a module for every draft token.
+    gamma: draft length, at most the number of modules. None means the number of
+      modules.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
+    readers: number R of modules that read the sequence, at least gamma. None
+      means gamma. If a controller shortens chains, all R modules still run in
+      every round. So no module lacks committed tokens when chains become longer
+      again.
   """
 
   heads: FeatureHeads
@@ -153,14 +158,15 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
 
 
 class _Paths(NamedTuple):
-  """Inputs of the next module, for the S nodes of a tree level.
+  """Inputs of the next module, for S nodes that have children on one level.
 
   Attributes:
-    module: index of the module that drafted these nodes, from 0.
-    text: tokens after the W stored positions (`ModulesState.after`), followed
-      by the tokens on the path to the node, `[B, S, W + R]` int32.
-    before: output `[B, S, W, D]` of the module at these positions, computed on
-      the paths to the parents of the nodes.
+    module: index of the module that ran on these nodes, from 0. It drafts their
+      children.
+    text: tokens `[B, S, W + R]` int32. First the token after each of the valid
+      stored positions (`ModulesState.after`), then the path to the node.
+    before: output `[B, S, W, D]` of this module at the W stored positions, for
+      the path to each node.
   """
 
   module: int
@@ -172,17 +178,18 @@ class _Paths(NamedTuple):
 class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   """Samples a tree whose nodes of depth k come from module k.
 
-  A module reads tokens ahead of its position, also drafted ones. So it must run
-  again, on each path of the tree, over the positions whose tokens ahead are not
-  all committed. For a level with S nodes that have children, it runs over 2 R S
-  positions, where R is the depth of the tree.
+  At each position, a module also reads later tokens, some of which are draft
+  tokens. These differ between the paths of the tree. So the module runs over
+  the last positions again for each path: over 2 R S positions for a level with
+  S nodes that have children, where R is the depth of the tree.
 
   Attributes:
     heads: heads with a module for every depth.
     parents: draft tree, see `specjax.trees`, stored breadth-first.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions.
   """
 
   heads: FeatureHeads
@@ -222,7 +229,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
     return _drafter.known_only(draft, own.held > 0), self.read(params, own)
 
   def _growing(self, params, own):
-    """Returns the `step`, `carry` and `logits` of `_trees.grow`."""
+    """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`."""
     heads, size = self.heads, self.window
     causal = np.tril(np.ones((size, size), bool))
     order = jnp.arange(size + self.readers, dtype=jnp.int32)
@@ -274,7 +281,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
   (arXiv:2404.19737). Heads with one reused module (FastMTP, arXiv:2509.18362)
-  draft as EAGLE does.
+  use the drafters of EAGLE.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -290,11 +297,11 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
 
   Args:
     heads: modules of multi-token prediction.
-    gamma: drafted tokens of a chain, at most the number of modules unless one
-      is reused; None: the number that the heads predict.
-    verifier: verification rule; None: `Block` for a chain, `Traversal` for a
-      sampled tree, `TargetWalk` for a deterministic tree.
-    parents: draft tree of N nodes; None: a sampled chain.
+    gamma: draft length of a chain, at most the number of modules unless the
+      heads reuse one module. None means `heads.num_forecasts`.
+    verifier: verification rule. None means `Block` for a sampled chain,
+      `Traversal` for a sampled tree and `TargetWalk` for a deterministic tree.
+    parents: draft tree of N nodes; None samples a chain.
     proposal: sampling method of children, see `drafters.DraftModelTree`.
 
   Raises:

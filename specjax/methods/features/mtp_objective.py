@@ -1,4 +1,7 @@
-"""Multi-token prediction: losses and records, for frozen or trained targets."""
+"""Multi-token prediction: training losses and `Method` records.
+
+The target is frozen (`MTPObjective`) or trained as well (`MTPJointObjective`).
+"""
 
 import dataclasses
 from typing import Any
@@ -30,15 +33,15 @@ from specjax.training.objective import weights_of
 class MTPObjective:
   """Loss -sum_k w_k mean_t log p^(k)(x_{t+1+k}) with a frozen target.
 
-  p^(k) is the prediction at depth k = 1..K from position t. The weights w_k are
-  proportional to decay^(k-1) and sum to 1. FastMTP, Cai et al. 2025
-  (arXiv:2509.18362, equation 2), for one reused module. Several modules use the
-  same loss.
+  p^(k) is the distribution that the heads predict at depth k = 1..K from
+  position t. The weights w_k are proportional to decay^(k-1) and sum to 1.
+  FastMTP (Cai et al. 2025, arXiv:2509.18362, equation 2) uses this loss for one
+  reused module. Here several modules use it too.
 
   Attributes:
     model: target model.
     heads: `methods.MTPHeads`, or other heads with the target's vocabulary.
-    decay: weight ratio of consecutive depths; 0.6 in the paper.
+    decay: ratio of the loss weights of depths k + 1 and k; 0.6 in the paper.
   """
 
   model: Transformer
@@ -70,13 +73,13 @@ class MTPObjective:
 
   def losses(self, params: Params, features: jax.Array, tokens: jax.Array,
              weights: jax.Array) -> jax.Array:
-    """Returns the losses `[K]` of the depths, in nats.
+    """Returns the losses `[K]` of depths 1..K, in nats.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       features: features `[B, S, F]` of the target.
       tokens: token ids `[B, S + 1]` int32.
-      weights: weights `[B, S]` of the tokens after the first.
+      weights: loss weights `[B, S]` of all tokens except the first.
     """
     chex.assert_rank([features, tokens, weights], [3, 2, 2])
     found = []
@@ -100,16 +103,16 @@ class MTPObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPJointObjective:
-  """Loss L_LM + weight mean_k CE_k of a target and its modules.
+  """Loss L_LM + weight * mean_k CE_k for training a target and its modules.
 
   L_LM is the target's next-token loss, and CE_k is the cross-entropy of the
   prediction at depth k = 1..K. DeepSeek-V3 (arXiv:2412.19437, equations 24 and
-  25) uses `MTPHeads` and weight lambda, initially 0.3. Gloeckle et al. 2024
-  (arXiv:2404.19737, equation 2) use `ParallelLayers` and weight K, so that
-  every CE_k has the weight of L_LM.
+  25) uses `MTPHeads`; the weight is its lambda, initially 0.3. Gloeckle et al.
+  2024 (arXiv:2404.19737, equation 2) use `ParallelLayers` and weight K. Then
+  every CE_k has the same weight as L_LM.
 
   Attributes:
-    mtp: losses of the modules; its `decay` is not used.
+    mtp: loss of the modules; its `decay` is not used.
     weight: weight of the mean of CE_k.
   """
 
@@ -125,7 +128,8 @@ class MTPJointObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, `lm_loss`, and the loss of each depth."""
+    """Returns the loss, with the metrics `lm_loss` and the loss of each depth.
+    """
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}

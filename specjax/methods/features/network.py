@@ -1,8 +1,8 @@
-"""Feature layers with which a target drafts for itself.
+"""Feature layers, which draft from the hidden states of a target.
 
-A draft starts from the target's features, its hidden states of the committed
-tokens, and continues from the output of the layer. The layer is configured by
-`models.features.FeatureConfig`.
+A draft starts from the target's features: its hidden states of the committed
+tokens. Later draft steps read the layer's own output instead.
+`models.features.FeatureConfig` configures the layer.
 """
 
 import dataclasses
@@ -38,8 +38,10 @@ class FeatureOutput:
   Attributes:
     hidden: input `[B, S, D]` of the next draft step.
     read: input `[B, S, D]` of the LM head.
-    keys: keys of a pass without a cache, for later passes; None with a cache.
-    cache: cache with the keys and values of the pass, not committed.
+    keys: keys and values of a pass without a cache, which later passes read;
+      None with a cache.
+    cache: cache with the keys and values of the pass, not yet committed; None
+      without a cache.
   """
 
   hidden: jax.Array
@@ -50,24 +52,25 @@ class FeatureOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureHeads(FeatureConfig):
-  """Feature layer with which a target drafts for itself.
+  """Feature layer, which drafts from the hidden states of a target.
 
-  The parameters are a dict: `module_{m}` for module m, `entry` and its norms,
-  and `embedding [V, D]` and `head [D, Vd]` unless the layer shares the target's
-  matrices. Vd is `draft_size`. With `narrow_head`, `attach` adds the columns of
-  the target's head for the draft tokens as `head`.
+  The parameters are a dict: `module_{m}` for module m, and `entry` with its
+  norms if the layer projects its input. `embedding [V, D]` and `head [D, Vd]`
+  are present unless the layer shares the target's matrices. Vd is `draft_size`,
+  the number of tokens that can be drafted. With `narrow_head`, `attach` adds
+  `head`, the columns of the target's head for these tokens.
   """
 
   kind: ClassVar[str] = "features"
 
   @property
   def num_forecasts(self) -> int:
-    """Number K of forecasts, the default draft length."""
+    """Number K of draft steps in training, and the default draft length."""
     return self.forecasts
 
   @classmethod
   def default_taps(cls, layers: int) -> tuple[int | str, ...]:
-    """Returns the hidden states that are read by default.
+    """Returns the names of the hidden states that are read by default.
 
     Args:
       layers: number of layers of the target.
@@ -81,7 +84,7 @@ class FeatureHeads(FeatureConfig):
 
     Args:
       target: target model.
-      count: number K of forecasts.
+      count: number K of draft steps.
       **options: other fields of the class. `taps` may be a string, such as
         "2,4,final"; the empty string means `default_taps`.
 
@@ -109,10 +112,10 @@ class FeatureHeads(FeatureConfig):
                   **options})
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    """Returns random float32 parameters.
+    """Returns initial float32 parameters.
 
-    A separate head or embedding begins as a copy of the target's. It is random
-    if the widths differ.
+    A separate head or embedding is initialised with a copy of the target's, or
+    with random numbers if the widths differ. All other parameters are random.
 
     Args:
       key: PRNG key.
@@ -143,7 +146,7 @@ class FeatureHeads(FeatureConfig):
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns a target that outputs the hidden states which this layer reads.
+    """Returns a target that outputs the hidden states read by this layer.
 
     Args:
       target: target model.
@@ -151,8 +154,8 @@ class FeatureHeads(FeatureConfig):
       params: parameters of the layer.
 
     Returns:
-      `(target, {"target", "drafter"})`: the target, and the parameters for
-      decoding with it.
+      `(target, {"target": ..., "drafter": ...})`: the target, and the
+      parameters for decoding with it.
 
     Raises:
       ValueError: the layer was made for another target.
@@ -212,14 +215,18 @@ class FeatureHeads(FeatureConfig):
       params: parameters of the layer.
       batch: number of rows.
       capacity: slots per row.
-      modules: number of modules with a cache layer; None: all.
+      modules: number of modules that get a cache layer; None means all.
     """
     return KVCache.empty(
         layers=modules or self.modules, batch=batch, heads=self.kv_heads,
         capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
 
   def taps_of(self, hidden: jax.Array) -> jax.Array:
-    """Returns the part `[..., F]` of the target's output that `taps` names."""
+    """Returns the hidden states `[..., F]` that this layer reads.
+
+    Args:
+      hidden: concatenated hidden states that the target outputs.
+    """
     return hidden[..., :len(self.taps) * self.target_width]
 
   def enter(self, params: Params, taps: jax.Array) -> jax.Array:
@@ -242,22 +249,21 @@ class FeatureHeads(FeatureConfig):
            cache: Cache | None = None, module: int = 0) -> FeatureOutput:
     """Runs one pass of a module over S positions.
 
-    Without a cache, attention is causal over the S positions unless `visible`
-    is given. With the `keys` of an earlier pass, each position attends to the
-    keys that it saw in the first pass and to its own later keys. With `keys`
-    and `visible [B or 1, S, T + S]`, the mask covers the T keys of the first
-    pass and the S new keys.
+    A first pass without a cache uses causal attention over the S positions,
+    or the mask `visible`. A later pass receives the `keys` of the pass before
+    it. Without `visible`, each position then attends to the keys that were
+    visible to it in the first pass, and to its own later keys. With `visible
+    [B or 1, S, T + S]`, the mask covers the T earlier keys and the S new keys.
 
     Args:
       params: parameters of the layer.
       target_params: parameters of the target.
       hidden: result `[B, S, D]` of `enter` or of the previous step.
       tokens: token after each position, `[B, S]` int32.
-      positions: positions `[B, S]` int32; None: consecutive, from 0 without a
-        cache and after the committed tokens with one.
-      visible: mask `[B or 1, S, S]` bool of the positions that each position
-        sees. With a cache it is `[B, S, T]`, over the T tokens that follow the
-        committed ones.
+      positions: positions `[B, S]` int32. None means consecutive positions,
+        from 0 without a cache, and after the committed tokens with a cache.
+      visible: attention mask `[B or 1, S, S]` bool over the S positions. With a
+        cache it is `[B, S, T]`, over the T tokens after the committed ones.
       keys: keys of an earlier `FeatureOutput`.
       cache: cache with `append` and `attend` of `interfaces.Cache`.
       module: index of the module.
@@ -292,7 +298,7 @@ class FeatureHeads(FeatureConfig):
     return output.replace(cache=memory.cache)
 
   def _embedded(self, params, target_params, tokens, dtype):
-    """Returns the embeddings `[B, S, D]`, or None if tokens are not read."""
+    """Returns embeddings `[B, S, D]`, or None if the layer reads no tokens."""
     if self.fusion == "none":
       return None
     own = params if self.own_embedding else target_params
@@ -301,7 +307,13 @@ class FeatureHeads(FeatureConfig):
 
   def logits(self, params: Params, target_params: Params, read: jax.Array
              ) -> jax.Array:
-    """Returns the logits `[B, S, Vd]` in float32 or a wider dtype."""
+    """Returns the logits `[B, S, Vd]` in float32 or a wider dtype.
+
+    Args:
+      params: parameters of the layer.
+      target_params: parameters of the target.
+      read: input `[B, S, D]` of the LM head, see `FeatureOutput`.
+    """
     head = (params["head"] if "head" in params  # trained, or from `attach`
             else self.columns(target_params))
     return layers.logits(read.astype(head.dtype), head, self)

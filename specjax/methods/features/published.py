@@ -1,7 +1,8 @@
-"""Published EAGLE and multi-token-prediction layers: tables, readers, writers.
+"""File layouts of published EAGLE and multi-token-prediction layers.
 
-A reader returns the heads that a file's configuration describes. If the
-configuration omits a detail of the architecture, the reader derives it from the
+A layout has a table of tensor names, a reader and possibly a writer. A reader
+returns the heads that a file's configuration describes. If the configuration
+omits a detail of the architecture, the reader derives the detail from the
 tensors. A configuration key that contradicts the tensors is an error.
 """
 
@@ -86,7 +87,7 @@ def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
 
 
 def _read_eagle1(found: Found) -> FeatureHeads:
-  """Reads EAGLE-1 and 2, which use the input of the target's LM head."""
+  """Reads EAGLE-1 and 2, whose feature is the input of the target's LM head."""
   keys = found.keys()
   fields = _one_layer(found, keys)
   for name in ("qkv_bias", "eagle_fc_bias"):
@@ -106,13 +107,13 @@ def _read_eagle1(found: Found) -> FeatureHeads:
 def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
   """Reads EAGLE-3 of SafeAILab, SpecForge and DeepSpec.
 
-  In all of them the next draft step reads the hidden state before the final
+  In all three, the next draft step reads the hidden state before the final
   norm.
 
   Args:
     found: files of the drafter.
-    bare: True if the configuration may have SpecForge's key `norm_output`. If
-      the key is false, the LM head reads the hidden state before the norm.
+    bare: True to accept SpecForge's key `norm_output`. If the key is false, the
+      LM head also reads the hidden state before the norm.
   """
   keys = found.keys()
   head_norm = keys("norm_output", True)
@@ -130,7 +131,14 @@ def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
 
 
 def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
-  """Returns the fields that all EAGLE-3 files have in common."""
+  """Returns the fields that all EAGLE-3 files have in common.
+
+  Args:
+    found: files of the drafter.
+    keys: keys that describe the decoder layer.
+    outer: keys of the complete configuration; equal to `keys` unless the layer
+      has a nested configuration.
+  """
   fields = _one_layer(found, keys)
   norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
                                   ) if outer(key)]
@@ -154,8 +162,8 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
 def _read_eagle3_speculators(found: Found) -> FeatureHeads:
   """Reads EAGLE-3 and 3.1 of speculators.
 
-  `norm_output` selects the next draft step's input: the hidden state after the
-  final norm if true, else before it.
+  If the key `norm_output` is true, the next draft step reads the hidden state
+  after the final norm. Otherwise it reads the hidden state before this norm.
   """
   outer = found.keys()
   found.used.update(OF_VERIFIER)
@@ -173,12 +181,13 @@ def _read_eagle3_speculators(found: Found) -> FeatureHeads:
 def _read_mtp_deepseek(found: Found) -> FeatureHeads:
   """Reads DeepSeek's modules, which are stored after the target's layers.
 
-  Each module has copies of the target's embedding and LM head. The first module
-  reads the input of the target's LM head, after the final norm. Each further
-  step reads the input of the previous module's LM head, as in vLLM, SGLang and
-  Megatron. A single module is reused on its own output. Several modules are
-  chained, as in DeepSeek's training. If each module reads the target's hidden
-  state (MiMo-V2), set `chained=False` with `dataclasses.replace`.
+  Each module has copies of the target's embedding and LM head. The first draft
+  step reads the input of the target's LM head, after the final norm. Each later
+  step reads the input of the LM head in the previous step, as in vLLM, SGLang
+  and Megatron. A single module is reused on its own output. Several modules are
+  chained, as in DeepSeek's training. For a model whose modules all read the
+  target's hidden state (MiMo-V2), set `chained=False` with
+  `dataclasses.replace`.
   """
   first = found.target.config.layers
   modules = found.count(r"model\.layers\.(\d+)\.") - first
@@ -189,7 +198,10 @@ def _read_mtp_deepseek(found: Found) -> FeatureHeads:
 
 
 def _read_mtp_qwen(found: Found) -> FeatureHeads:
-  """Reads the module in a Qwen model's files; its inputs are as DeepSeek's."""
+  """Reads the module in a Qwen model's files.
+
+  The module has the same inputs as DeepSeek's.
+  """
   modules = found.count(r"mtp\.layers\.(\d+)\.")
   if modules != 1:
     found.fail(f"has {modules} modules that share a final norm; specjax reads "
@@ -198,7 +210,7 @@ def _read_mtp_qwen(found: Found) -> FeatureHeads:
 
 
 def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
-  """Returns `modules` modules with the target's architecture and settings."""
+  """Returns heads whose `modules` layers have the target's architecture."""
   keys, config = found.keys(), found.target.config
   if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
     found.fail("has attention with an output gate, which specjax does not "
@@ -234,8 +246,9 @@ def _read_mtp_speculators(found: Found) -> FeatureHeads:
 def _eagle3_taps(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
   """Returns the hidden states of the target that EAGLE-3 reads.
 
-  They are numbered as in `TransformerConfig.features`. If the files do not list
-  them, the defaults of the authors' code are used and printed on stderr.
+  Hidden states are numbered as in `TransformerConfig.features`. If the files do
+  not list any, the defaults of the authors' code are used and printed to
+  stderr.
 
   Args:
     found: files of the drafter.
@@ -301,7 +314,7 @@ def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
 
 
 def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
-  """Returns heads that store their columns of the target's head."""
+  """Returns heads that store a copy of the columns of the target's head."""
   return (dataclasses.replace(heads, narrow_head=False, own_head=True)
           if heads.narrow_head else heads)
 
@@ -317,10 +330,10 @@ def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
 _eagle3 = functools.partial(
     Writer, form=_with_own_head, params=_own_head_params,
     ids=lambda heads: heads.ids)
-# The layouts with a writer can be read by servers: vLLM reads "eagle1" and
-# speculators' layouts, SGLang reads SpecForge's. A file's layout is the first
-# whose `sign` matches. "eagle1" is the last, because its tensor fc.weight also
-# occurs in other layouts.
+# Inference servers read the layouts that have a writer: vLLM reads "eagle1" and
+# the layouts of speculators, SGLang reads SpecForge's. If files do not name
+# their layout, the first layout whose `sign` matches a tensor name is used.
+# "eagle1" is the last, because its tensor fc.weight also occurs in others.
 LAYOUTS = {
     "eagle3 of speculators": Layout(
         kind="eagle3", read=_read_eagle3_speculators, names=_EAGLE_3_LAYERS,

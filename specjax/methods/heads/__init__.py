@@ -1,4 +1,4 @@
-"""Drafters with heads on the last hidden state or with look-ahead tokens."""
+"""Methods with heads on the last hidden state, or with look-ahead tokens."""
 
 from specjax.methods.heads import blockwise
 from specjax.methods.heads import hydra

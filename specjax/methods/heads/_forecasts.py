@@ -1,9 +1,9 @@
-"""Drafting from predictions that the target made for later positions.
+"""Drafting from predictions of later tokens at one position of the target.
 
-A round whose last accepted token is at position t has computed the target's
-hidden state at t. Token t + 1, which the round samples, becomes the root of the
-next draft. The prediction at t for token t + 1 + k is the distribution of all
-nodes at depth k. It does not depend on the tokens above a node.
+If the last accepted token of a round is at position t, the target call has
+computed the hidden state at t. The round also samples token t + 1, the root of
+the next draft. The prediction at t for token t + 1 + k is the distribution of
+all nodes at depth k. It does not depend on the tokens above a node.
 """
 
 from typing import Any
@@ -33,11 +33,12 @@ from specjax.types import Verdict
 
 @struct.dataclass
 class Forecast:
-  """Prediction for the next draft, at the node where the last round stopped.
+  """Prediction for the next draft, from the last accepted node.
 
   Attributes:
-    values: hidden state or logits, `[B, ...]`.
-    known: `[B]` bool, False if the sequence has one token and thus no feature.
+    values: hidden states or logits `[B, ...]` of B batch rows.
+    known: `[B]` bool, False for rows without a prediction, for example after a
+      prompt of one token.
   """
 
   values: jax.Array
@@ -51,8 +52,8 @@ class Forecast:
     Args:
       values: predictions `[B, N, ...]` at every node of the draft.
       verdict: verdicts of the round.
-      count: number of committed tokens, `[B]` int32. The last committed token
-        is the next root. The prediction comes from the node before it.
+      count: number of tokens committed in the round, `[B]` int32. The last one
+        is the next root. The prediction comes from the node before the root.
     """
     last = jnp.take_along_axis(
         verdict.path, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
@@ -65,8 +66,8 @@ def draw(logits, parents, uniforms, proposal, transform):
   """Samples a tree of N nodes for one sequence.
 
   Args:
-    logits: logits `[depth, V]`; row d - 1 applies to all nodes of depth d.
-    parents: breadth-first tree of at least 2 nodes.
+    logits: logits `[depth, V]`. Row d - 1 applies to all nodes of depth d.
+    parents: parent index of each of the N >= 2 nodes, breadth-first.
     uniforms: uniform samples in [0, 1), `[(N - 1) UNIFORMS_A_DRAW]`.
     proposal: sampling method of children, a key of `_trees.DRAWS`.
     transform: transform of logits to probabilities.
@@ -79,7 +80,8 @@ def draw(logits, parents, uniforms, proposal, transform):
   found = []
   for row, level in zip(logits, _trees.levels(parents)):
     mine = uniforms[level.below]
-    # All nodes of a depth have the same children. So they are ranked once.
+    # All nodes of a depth have the same distribution of children. For "top_k",
+    # one ranking of the tokens therefore serves all nodes of the depth.
     if proposal == "top_k":
       ranks = np.concatenate([np.arange(count) for count in level.counts])
       tokens, probs = _trees.top_k(
@@ -94,25 +96,30 @@ def draw(logits, parents, uniforms, proposal, transform):
 
 
 class HeadsDrafter(_trees.StaticTree):
-  """Base of drafters with heads on the target's last hidden state.
+  """Base class of drafters with heads on the target's last hidden state.
 
   `params["drafter"]` contains the parameters of the heads. The LM head comes
   from `params["target"]`. A round applies the heads to one hidden state and
-  runs no draft model. After a prompt of one token there is no hidden state, and
+  runs no draft model. After a prompt of one token there is no hidden state, so
   the first draft is padding.
 
-  Subclasses define `heads` and the fields of `StaticTree`.
+  Subclasses define the field `heads` and the fields of `StaticTree`.
   """
 
   @property
   def autoregressive(self) -> bool:
-    # A token's distribution depends on its depth, and so on the position where
-    # the draft began, unless all drafted tokens have depth 1.
+    # The distribution of a token depends on its depth, and therefore on the
+    # start position of the draft. This does not matter if the depth is 1.
     return self.iid and self.depth <= 1
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:
-    """Returns the drafter specialised to a target."""
+    """Returns a copy with its transform set, after checking the target.
+
+    Raises:
+      ValueError: the heads do not fit the target, or the tree is deeper than
+        the number of heads.
+    """
     check_fits(self.heads, target)
     if self.depth > self.heads.heads:
       raise ValueError(
@@ -123,7 +130,10 @@ class HeadsDrafter(_trees.StaticTree):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns the target's hidden state at the second-last prompt token."""
+    """Returns the target's hidden state at the token before the root.
+
+    The root is the last token of the prompt.
+    """
     del params
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
     hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
@@ -131,7 +141,7 @@ class HeadsDrafter(_trees.StaticTree):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a tree for each row."""
+    """Returns a draft tree for each row."""
     forecast = state.drafter
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), forecast
@@ -147,13 +157,13 @@ class HeadsDrafter(_trees.StaticTree):
 
   def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
              ) -> Draft:
-    """Returns the drafts, with padding in rows without a hidden state."""
+    """Returns the drafts. Rows without a hidden state contain padding."""
     known = state.drafter.known[:, None, None]
     return _common.tree_drafts(
         state, self.parents, tokens, jnp.where(known, probs, 0))
 
   def _constrained(self, logits, uniforms, state):
-    """Samples the tokens and probs of a tree under constraints."""
+    """Returns the tokens and probs of trees sampled under constraints."""
     def step(tokens, depths, ancestors, above, carry):
       del tokens, ancestors, above
       return jnp.take_along_axis(logits, depths[..., None] + 1, axis=1), carry
@@ -166,11 +176,11 @@ class HeadsDrafter(_trees.StaticTree):
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns the target's hidden state at the second-last committed token."""
+    """Returns the target's hidden state at the token before the next root."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Replicates the heads."""
+    """Returns an empty `PartitionSpec`, which replicates the heads."""
     del axis, size
     return PartitionSpec()

@@ -1,6 +1,7 @@
-"""Losses of K heads on one hidden state, computed one head at a time.
+"""Losses of K heads with the same hidden state as input.
 
-At position t, head k = 1..K predicts token t + 1 + k.
+At position t, head k = 1..K predicts token t + 1 + k. To save memory, the loss
+is computed for one head after another.
 """
 
 from collections.abc import Callable
@@ -35,8 +36,8 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
                   weights: jax.Array) -> jax.Array:
   """Returns the cross-entropy of head k, averaged over positions t.
 
-  At position t the head predicts token t + 1 + k. Positions for which the row
-  ends before this token are left out.
+  At position t the head predicts token t + 1 + k. The average excludes
+  positions for which the row ends before this token.
 
   Args:
     logits: logits `[B, S, V]` of head k.
@@ -45,7 +46,7 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
     weights: weights `[B, S]` of the tokens after the first.
 
   Returns:
-    Loss `[]` in nats; 0 if no label has weight.
+    Loss `[]` in nats. It is 0 if the predicted tokens have weight 0.
   """
   chex.assert_rank([logits, tokens, weights], [3, 2, 2])
   size = logits.shape[1]
@@ -58,10 +59,10 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
 def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
               k: jax.Array, tokens: jax.Array, weights: jax.Array,
               lm_head: jax.Array) -> jax.Array:
-  """Returns `forecast_loss` of one head, `[]`.
+  """Returns the loss `[]` of one head, see `forecast_loss`.
 
   Args:
-    heads: heads, with their function and sizes.
+    heads: configuration of the heads.
     params: parameters of head k.
     hidden: hidden states `[B, S, D]`.
     k: number of the head, `[]` int32, from 1.
@@ -75,21 +76,21 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
                 tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
                 tuned: bool) -> jax.Array:
-  """Returns `head_loss` of every head, `[K]`.
+  """Returns the loss of every head, `[K]`, see `forecast_loss`.
 
-  Only one head's logits are in memory at a time: the gradient of a head is
-  computed together with its loss, before the next head (Gloeckle et al. 2024,
-  arXiv:2404.19737, section 2). Nothing is computed twice. The LM head gets no
-  gradient.
+  The loss and the gradient of a head are computed together, before those of the
+  next head (Gloeckle et al. 2024, arXiv:2404.19737, section 2). Therefore
+  memory contains the logits of only one head at a time, and no logits are
+  recomputed. The LM head gets no gradient.
 
   Args:
-    heads: heads, with their function and sizes.
+    heads: configuration of the heads.
     params: parameters of all heads, stacked along K.
     hidden: hidden states `[B, S, D]`.
     tokens: token ids `[B, S + 1]` int32.
     weights: weights `[B, S]` of the tokens after the first.
     lm_head: LM head `[D, V]`.
-    tuned: True if the gradient reaches `hidden`.
+    tuned: True if `hidden` gets a gradient, to train the target.
   """
   chex.assert_rank([hidden, tokens, weights, lm_head], [3, 2, 2, 2])
   return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
@@ -117,7 +118,8 @@ def _forward(heads, tuned, params, hidden, tokens, weights, lm_head):
 
 
 def _backward(heads, tuned, residuals, weights):
-  """Returns the gradients, linear in the `weights [K]` of the losses."""
+  """Returns the gradients, multiplied by the losses' cotangents `weights [K]`.
+  """
   del heads
   grads, hidden = residuals
   by_head = lambda x: weights.astype(x.dtype).reshape(
@@ -137,12 +139,14 @@ def _numbers(params):
 
 
 def by_head(losses: Iterable[jax.Array]) -> dict[str, jax.Array]:
-  """Returns the losses of heads 1, 2, ... as metrics of a step."""
+  """Returns the losses of heads 1, 2, ... as metrics of a training step."""
   return {f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
 
 def labelled(hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """Returns the positions at which every head has a label.
+
+  The label of head k at position t is token t + 1 + k.
 
   Args:
     hidden: hidden states `[B, S, D]`.
@@ -178,7 +182,7 @@ def score_heads(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
 
 
 def strategy_of(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
-  """Returns a function for `records.Method.strategy`.
+  """Returns the function `records.Method.strategy` of a method with heads.
 
   Args:
     make: function `(heads, parents, proposal, rule) -> Strategy`.

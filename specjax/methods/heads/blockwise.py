@@ -1,4 +1,4 @@
-"""Blockwise parallel decoding: a residual feed-forward head per position.
+"""Blockwise parallel decoding, with a residual feed-forward head per position.
 
 Stern et al. 2018 (arXiv:1811.03115). The module contains the heads, the
 drafter, the training loss and the strategy.
@@ -40,13 +40,13 @@ class BlockwiseHeads(networks.HiddenStateHeads):
   """Residual feed-forward layers before one output projection.
 
   Stern et al. 2018 (arXiv:1811.03115, section 6). For the target's last hidden
-  state h, head k is the LM head applied to
+  state h, the logits of head k are the LM head applied to
 
     z_k = h + W2_k ReLU(W1_k h + b1_k) + b2_k.
 
-  Heads 1..K are the paper's p_2..p_{K+1}. The paper's p_1 is the unchanged
-  target, the LM head applied to h. W2 and b2 start at 0, so the predictions of
-  an untrained head equal the target's.
+  Heads 1..K are the paper's p_2..p_{K+1}. The paper's p_1 is the target itself,
+  the LM head applied to h. W2 and b2 are initially 0, so the predictions of an
+  untrained head equal the target's.
 
   Attributes:
     width: hidden width D.
@@ -67,11 +67,14 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Returns float32 `inner [K, D, F]`, `outer [K, F, D]` and biases.
+    """Returns initial parameters, a dictionary of float32 arrays.
+
+    The keys are `inner [K, D, F]`, `inner_bias`, `outer [K, F, D]` and
+    `outer_bias`.
 
     Args:
       key: PRNG key.
-      target_params: unused; the LM head is not a parameter of the heads.
+      target_params: unused, because the heads do not contain the LM head.
     """
     del target_params
     k, d, f = self.heads, self.width, self.hidden_width
@@ -99,20 +102,22 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blockwise(_forecasts.HeadsDrafter):
-  """Drafts the most likely token of each head as a deterministic proposal.
+  """Drafter of a deterministic chain, the most likely token of each head.
 
-  The pass that verifies a draft also returns the hidden state that the next
-  draft is predicted from. So a round needs one pass, as in the paper's combined
-  scheme (section 4). Any lossless rule for chains is exact. `verifiers.TopK`
-  and `verifiers.Distance` are the paper's lossy rules. `params["drafter"]`
-  contains the parameters of the heads.
+  The target call that verifies a draft also returns the hidden state for the
+  next draft. A round therefore needs one target call, as in the paper's
+  combined scheme (section 4). Any lossless rule for chains is exact.
+  `verifiers.TopK` and `verifiers.Distance` are the paper's lossy rules.
+  `params["drafter"]` contains the parameters of the heads.
 
   Attributes:
-    heads: heads of the target, `BlockwiseHeads` or the same interface.
-    gamma: drafted tokens per round, at most the number of heads; None: the
-      number of heads.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+    heads: heads of the target, `BlockwiseHeads` or heads with the same
+      interface.
+    gamma: draft length, at most the number of heads. None means the number of
+      heads.
+    transform: transform of the draft logits. None means the target's transform.
+      Any transform is lossless, because the verifier gets the transformed
+      distributions.
   """
 
   heads: Heads
@@ -135,14 +140,15 @@ class Blockwise(_forecasts.HeadsDrafter):
 class BlockwiseObjective:
   """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
-  With one head sampled uniformly per batch, the loss is an unbiased estimate of
-  the mean over all heads, at the cost of one head. If the target is trained
-  too, its next-token loss is included like the loss of one more head.
+  If one head is sampled uniformly per batch, the loss is an unbiased estimate
+  of the mean over all heads, at the cost of one head. If the target is also
+  trained, its next-token loss is treated as the loss of one more head.
 
   Attributes:
     model: target model.
     heads: heads of the target.
-    one_head: True if a batch trains one head, as in the paper.
+    one_head: True if each batch trains one sampled head, as in the paper. False
+      if each batch trains all heads.
   """
 
   model: Transformer
@@ -197,10 +203,11 @@ class BlockwiseObjective:
 def blockwise(heads: Heads, gamma: int | None = None,
               top_k: int | None = None, distance: int | None = None
               ) -> Strategy:
-  """Drafts the most likely token of each head as a chain.
+  """Returns a strategy that drafts the most likely token of each head.
 
-  Stern et al. 2018 (arXiv:1811.03115). Their relaxed criteria `top_k` and
-  `distance` are LOSSY.
+  Stern et al. 2018 (arXiv:1811.03115). Their relaxed acceptance criteria
+  `top_k` and `distance` are LOSSY. Without them the verifier is
+  `verifiers.Token`.
 
   >>> from specjax import methods
   >>> own = methods.BlockwiseHeads(
@@ -212,14 +219,15 @@ def blockwise(heads: Heads, gamma: int | None = None,
 
   Args:
     heads: heads of the target.
-    gamma: drafted tokens per round, at most the number of heads; None: the
-      number of heads.
-    top_k: number of the target's most likely tokens that are accepted. LOSSY.
-    distance: largest accepted difference between the ids of the drafted token
-      and the target's most likely token. LOSSY.
+    gamma: draft length, at most the number of heads. None means the number of
+      heads.
+    top_k: accept a drafted token among this number of the target's most likely
+      tokens. LOSSY.
+    distance: accept a drafted token if its id differs by at most this number
+      from the id of the target's most likely token. LOSSY.
 
   Raises:
-    ValueError: both criteria are given.
+    ValueError: both `top_k` and `distance` are set.
   """
   if top_k is not None and distance is not None:
     raise ValueError(f"top_k is {top_k} and distance is {distance}; give only "

@@ -1,4 +1,4 @@
-"""Hydra: Medusa heads that also read the drafted tokens.
+"""Hydra, a variant of Medusa whose heads also read the drafted tokens.
 
 Ankner et al. 2024 (arXiv:2402.05109). The module contains the heads, the
 drafter, the training loss and the strategy.
@@ -43,25 +43,27 @@ from specjax.utils import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraHeads:
-  """Heads that read the drafted tokens, with conditional distributions.
+  """Heads of Hydra, with distributions conditional on the drafted tokens.
 
-  Ankner et al. 2024 (arXiv:2402.05109, section 3). Head k = 1..K reads
-  u = [h; e(x_0); ..; e(x_{k-1})]: the target's hidden state h at the token
-  before the root, and the target's embeddings e of the root x_0 and of the
-  k - 1 drafted tokens on the path. Its distribution is
+  Ankner et al. 2024 (arXiv:2402.05109, section 3). The input of head k = 1..K
+  is u = [h; e(x_0); ..; e(x_{k-1})]. h is the target's hidden state at the
+  token before the root. e are the target's embeddings, x_0 is the root, and
+  x_1..x_{k-1} are the drafted tokens on the path. The distribution of head k is
 
-    z = R u + r + SiLU(W u + b),   z <- z + SiLU(W' z + b') blocks - 1 times,
+    z = R u + r + SiLU(W u + b),
+    z <- z + SiLU(W' z + b'), repeated blocks - 1 times,
     p^(k) = softmax(U z + c).
 
-  R, r, W, b, W', b', U and c are the parameters of head k. Initially R selects
-  h, W and W' are 0 and U is the LM head, so the predictions of an untrained
-  head equal the LM head's.
+  R, r, W, b, W', b', U and c are the parameters of head k. Each repetition of
+  the second step has its own W' and b'. Initially R selects h, W and W' are 0,
+  and U is the LM head. The predictions of an untrained head therefore equal the
+  LM head's.
 
   Attributes:
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
-    blocks: number of residual blocks per head; the first reads u.
+    blocks: number of residual blocks per head. The input of the first is u.
   """
 
   width: int
@@ -76,32 +78,32 @@ class HydraHeads:
 
   @property
   def num_forecasts(self) -> int:
-    """Number K of tokens predicted after the next one."""
+    """Number K of heads, which is the maximum draft length."""
     return self.heads
 
   @classmethod
   def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
-    """Returns `count` heads of the target's width and vocabulary."""
+    """Returns `count` heads with the target's width and vocabulary size."""
     return cls(width=target.config.width, vocab_size=target.vocab_size,
                heads=count, **options)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target, {"target", "drafter"})`."""
+    """Returns `(target, {"target": target_params, "drafter": params})`."""
     return target, {"target": target_params, "drafter": params}
 
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
     """Returns float32 parameters whose predictions equal the LM head's.
 
     Args:
-      key: unused; nothing is drawn.
+      key: unused, because the parameters are not random.
       target_params: parameters of the target.
 
     Returns:
-      Parameter tree with `head_0`..`head_<K-1>`; head_k reads k + 2 vectors.
-      Each contains `skip` and `inner` with a `kernel [(k + 2) D, D]`,
-      `block_<l>` with a `kernel [D, D]` for l = 1..blocks-1, and `output` with
-      a `kernel [D, V]`. Each layer also has a `bias`.
+      Dictionary with keys `head_0`..`head_<K-1>`. Each head contains `skip` and
+      `inner` with a `kernel [(k + 2) D, D]`, `block_<l>` with a `kernel [D, D]`
+      for l = 1..blocks-1, and `output` with a `kernel [D, V]`. Each layer also
+      has a `bias`. `head_<k>` reads k + 2 vectors of width D.
     """
     del key
     d, lm_head = self.width, networks.lm_head(target_params).astype(jnp.float32)
@@ -116,12 +118,14 @@ class HydraHeads:
         for k in range(self.heads)}
 
   def head(self, params: Params, read: jax.Array) -> jax.Array:
-    """Returns the logits `[..., V]` of the head with this size of input.
+    """Returns the logits `[..., V]` of one head.
+
+    The size of the input determines the head.
 
     Args:
       params: parameters of all heads.
-      read: concatenation `[..., (k + 2) D]` of h and the embeddings of k + 1
-        tokens, the input of head k, counted from 0.
+      read: input of `head_<k>`, `[..., (k + 2) D]`: the hidden state h and the
+        embeddings of k + 1 tokens, concatenated.
     """
     own = params[f"head_{read.shape[-1] // self.width - 2}"]
     hidden = _linear(own["skip"], read) + jax.nn.silu(
@@ -138,21 +142,22 @@ def _linear(params, x):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hydra(_forecasts.HeadsDrafter):
-  """Drafts children at depth d + 1 from head d + 1, given the node's path.
+  """Drafter of trees whose nodes of depth d have the distribution of head d.
 
-  The distribution of a node depends on the tokens above it; in `Medusa` it
-  depends only on the depth. With "top_k" the draft is deterministic, as in the
-  paper, and `verifiers.TargetWalk` is exact. Sampled drafts work with any rule
-  for sampled trees. `params["drafter"]` contains the parameters of the heads.
-  The embeddings come from `params["target"]`.
+  The distribution of a node depends on the tokens above the node. In `Medusa`
+  it depends only on the depth. With "top_k" the draft is deterministic, as in
+  the paper, and `verifiers.TargetWalk` is exact. Sampled drafts work with any
+  rule for sampled trees. `params["drafter"]` contains the parameters of the
+  heads. The embeddings come from `params["target"]`.
 
   Attributes:
     heads: heads of the target.
-    parents: draft tree, at most K deep, see `specjax.trees`; stored
-      breadth-first.
+    parents: parent index of each node of the draft tree, see `specjax.trees`.
+      The depth is at most K. The nodes are stored in breadth-first order.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+    transform: transform of the draft logits. None means the target's transform.
+      Any transform is lossless, because the verifier gets the transformed
+      distributions.
   """
 
   heads: HydraHeads
@@ -162,14 +167,17 @@ class Hydra(_forecasts.HeadsDrafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a tree for each row."""
+    """Returns a draft tree for each row."""
     forecast, roots = state.drafter, rounds.roots(state)
     if self.num_nodes == 1:
       return rounds.root_only(state, self.heads.vocab_size), forecast
     table = params["target"]["embedding"]
 
     def step(tokens, depths, ancestors, above, paths):
-      """Step of `_trees.grow`; its carry has the inputs `[B, S, (d + 1) D]`."""
+      """Step of `_trees.grow`.
+
+      The carry contains the heads' inputs `[B, S, (d + 1) D]` at depth d.
+      """
       del depths, ancestors
       paths = jnp.take_along_axis(paths, above[..., None], axis=1)
       paths = jnp.concatenate([paths, table[tokens]], axis=-1)
@@ -193,9 +201,9 @@ class HydraObjective:
 
     -sum_k mean_t log p^(k)(x_{t+1+k} | h_t, x_{t+1}, .., x_{t+k}),
 
-  where p^(k) is the distribution of head k, x_t the tokens of a row and h_t the
-  target's hidden state at t. Heads read the true tokens in training and the
-  drafted tokens in decoding. The target is frozen.
+  where p^(k) is the distribution of head k, x_t are the tokens of a row, and
+  h_t is the target's hidden state at t. The heads read the true tokens in
+  training and the drafted tokens in decoding. The target is frozen.
 
   Attributes:
     model: target model.
@@ -218,8 +226,8 @@ class HydraObjective:
     params, tokens = {**frozen, **trainable}, batch["tokens"]
     losses, hidden = [], self._hidden(params, tokens)
 
-    # `checkpoint` recomputes logits in the backward pass. So the logits of only
-    # one head are in memory at a time.
+    # `checkpoint` recomputes the logits in the backward pass. Therefore memory
+    # contains the logits of only one head at a time.
     @functools.partial(jax.checkpoint, static_argnums=0)
     def loss(k, own, hidden):
       logits = self._logits(params, own, hidden, tokens, k)
@@ -258,11 +266,11 @@ class HydraObjective:
 
 def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
           verifier: Verifier | None = None) -> Strategy:
-  """Drafts a tree or chain with heads that read the drafted tokens.
+  """Returns a strategy that drafts a tree or chain with Hydra heads.
 
   Ankner et al. 2024 (arXiv:2402.05109). The paper drafts the most likely
-  tokens. The distribution of a node given its path is also known, so drafts can
-  be sampled from it.
+  tokens. Drafts can also be sampled, because the distribution of every node
+  given its path is known.
 
   >>> from specjax import trees
   >>> from specjax import methods
@@ -274,12 +282,13 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
 
   Args:
     heads: heads of the target.
-    parents: draft tree, the parents of N nodes including the root, at most as
-      deep as the number of heads K; `range(-1, K)` is a chain of K.
+    parents: parent index of each node of the draft tree, including the root.
+      The depth is at most the number of heads K. `range(-1, K)` is a chain of K
+      tokens.
     proposal: sampling method of children: "top_k", "without_replacement" or
       "iid".
-    verifier: verification rule; None: `TargetWalk` for "top_k", else
-      `Traversal`.
+    verifier: verification rule. None means `TargetWalk` for "top_k" and
+      `Traversal` for the other methods.
   """
   if verifier is None:
     verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)

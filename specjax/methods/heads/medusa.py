@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last hidden state, drafting a static tree.
+"""Medusa, which drafts a static tree from heads on the last hidden state.
 
 Cai et al. 2024 (arXiv:2401.10774). The module contains the heads, the drafter,
 the training losses Medusa-1 and Medusa-2, and the strategies.
@@ -46,7 +46,7 @@ _OWN_UP_TO = 8192  # largest vocabulary for which "auto" is "own"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHeads(networks.HiddenStateHeads):
-  """Heads of Medusa: residual blocks and an output matrix for each position.
+  """Heads of Medusa, with residual blocks and an output matrix per position.
 
   Cai et al. 2024 (arXiv:2401.10774, section 2.1.1). For the target's last
   hidden state h, head k has the distribution
@@ -60,14 +60,15 @@ class MedusaHeads(networks.HiddenStateHeads):
     width: hidden width D.
     vocab_size: vocabulary size V.
     heads: number of heads K.
-    blocks: number of residual blocks `h + SiLU(W1 h)` per head, in sequence.
-    output: form of W2_k. "own": a separate matrix per head. "low_rank": the LM
-      head plus A_k B_k, with B_k = 0 initially. "shared": the LM head itself.
-      "auto": "own" for a vocabulary of at most 8192 tokens and the default
-      rank, else "low_rank". The LM head is an argument, not a parameter of the
-      heads.
+    blocks: number of consecutive residual blocks `h + SiLU(W1 h)` per head.
+    output: form of W2_k. "own" is a separate matrix per head. "low_rank" is the
+      LM head plus A_k B_k, with B_k = 0 initially. "shared" is the LM head
+      itself. "auto" means "own" for a vocabulary of at most 8192 tokens and the
+      default rank, otherwise "low_rank". The LM head is not a parameter of the
+      heads, but an argument of `head`.
     rank: number of columns of A_k if `output` is "low_rank".
-    bias: True if W1 has a bias, as in the published heads; initially 0.
+    bias: True if the blocks have a bias, as in the published heads. The bias is
+      initially 0.
   """
 
   width: int
@@ -99,8 +100,10 @@ class MedusaHeads(networks.HiddenStateHeads):
       target_params: parameters of the target.
 
     Returns:
-      `blocks [K, blocks, D, D]`, with a bias `block_bias [K, blocks, D]`, and
-      `output [K, D, V]` or `down [K, D, rank]` and `up [K, rank, V]`.
+      Dictionary of arrays: `blocks [K, blocks, D, D]`, and with `bias` also
+      `block_bias [K, blocks, D]`. With "own" output it also contains
+      `output [K, D, V]`. With "low_rank" output it also contains
+      `down [K, D, rank]` (A_k) and `up [K, rank, V]` (B_k).
     """
     k, d, v = self.heads, self.width, self.vocab_size
     params = {"blocks": jnp.zeros((k, self.blocks, d, d), jnp.float32)}
@@ -117,18 +120,19 @@ class MedusaHeads(networks.HiddenStateHeads):
 
   def merged(self, params: Params, target_params: Params
              ) -> tuple["MedusaHeads", dict[str, Any]]:
-    """Returns heads with the same predictions and an output matrix each.
+    """Returns equivalent heads with a separate output matrix per head.
 
-    The output matrix of head k is the LM head, plus A_k B_k with
-    `output="low_rank"`. The K matrices have K D V numbers; all A_k and B_k
-    together have K rank (D + V).
+    The output matrix of head k is the LM head, plus A_k B_k if `output` is
+    "low_rank". The K matrices have K D V parameters. In comparison, all A_k and
+    B_k together have K rank (D + V) parameters.
 
     Args:
       params: parameters of the heads.
       target_params: parameters of the target.
 
     Returns:
-      `(heads, params)`; `output` is a float32 array in host memory.
+      `(heads, params)`. If `output` is not "own" already, `params["output"]` is
+      a float32 array in host memory.
     """
     heads = dataclasses.replace(self, output="own", rank=MedusaHeads.rank)
     if self.output == "own":
@@ -168,20 +172,22 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Medusa(_forecasts.HeadsDrafter):
-  """Drafts a tree whose nodes of depth d have the distribution of head d.
+  """Drafter of trees whose nodes of depth d have the distribution of head d.
 
-  With `trees.medusa_tree` and "top_k" this is the paper's deterministic draft:
-  `verifiers.TargetWalk` is exact and `verifiers.Typical` is the paper's lossy
-  rule. Sampled drafts work with any rule for sampled trees.
+  `trees.medusa_tree` and "top_k" give the deterministic draft of the paper. For
+  this draft `verifiers.TargetWalk` is exact, and `verifiers.Typical` is the
+  paper's lossy rule. Sampled drafts work with any rule for sampled trees.
   `params["drafter"]` contains the parameters of the heads.
 
   Attributes:
-    heads: heads of the target, `MedusaHeads` or the same interface.
-    parents: draft tree, at most as deep as the number of heads, see
-      `specjax.trees`; stored breadth-first.
+    heads: heads of the target, `MedusaHeads` or heads with the same interface.
+    parents: parent index of each node of the draft tree, see `specjax.trees`.
+      The depth is at most the number of heads. The nodes are stored in
+      breadth-first order.
     proposal: sampling method of children, see `DraftModelTree`.
-    transform: transform of the draft logits; None: the decoder's. Any transform
-      is lossless, because the verifier gets the distributions after it.
+    transform: transform of the draft logits. None means the target's transform.
+      Any transform is lossless, because the verifier gets the transformed
+      distributions.
   """
 
   heads: MedusaHeads | BlockwiseHeads
@@ -199,16 +205,16 @@ _RAMPS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaObjective:
-  """Medusa-1: weighted sum of the heads' cross-entropies on the data.
+  """Loss of Medusa-1, a weighted sum of the heads' cross-entropies.
 
   The loss is L1 = -sum_k decay^k mean_t log p^(k)(x_{t+1+k}) (equation 1 of the
-  paper), where p^(k) is the distribution of head k = 1..K at position t and x_t
-  are the tokens of a row.
+  paper). p^(k) is the distribution of head k = 1..K at position t, and x_t are
+  the tokens of a row.
 
   Attributes:
     model: target model.
     heads: heads of the target.
-    decay: weight ratio of consecutive heads; 0.8 in the paper.
+    decay: ratio of the weights of heads k + 1 and k; 0.8 in the paper.
   """
 
   model: Transformer
@@ -233,14 +239,16 @@ class MedusaObjective:
 
   def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
            weights: jax.Array, tuned: bool) -> Loss:
-    """Returns `(L1, metrics)` on `hidden [B, S, D]`; the LM head is constant.
+    """Returns `(L1, metrics)`.
+
+    The LM head gets no gradient.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
-      hidden: hidden states of the target.
+      params: parameters `{"target": ..., "drafter": ...}`.
+      hidden: hidden states `[B, S, D]` of the target.
       tokens: token ids `[B, S + 1]` int32.
       weights: weights `[B, S]` of the tokens after the first.
-      tuned: True if the gradient reaches `hidden`.
+      tuned: True if `hidden` gets a gradient, to train the target.
     """
     chex.assert_rank([hidden, tokens, weights], [3, 2, 2])
     losses = _training.head_losses(
@@ -261,21 +269,21 @@ class MedusaObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaJointObjective:
-  """Medusa-2: trains the target together with its heads.
+  """Loss of Medusa-2, which trains the target together with its heads.
 
-  The loss is L_LM + lambda_0 L1 (section 2.2.2 of the paper): the target's
-  next-token loss and a multiple of `MedusaObjective`'s loss. As in the
-  published code, the weight lambda_0 is its peak times sin(pi/2 progress),
-  times progress, or times 1, where progress in [0, 1] is the fraction of the
-  run.
+  The loss is L_LM + lambda_0 L1 (section 2.2.2 of the paper). L_LM is the
+  target's next-token loss, and L1 is the loss of `MedusaObjective`. As in the
+  published code, lambda_0 is the product of `weight` and a ramp:
+  sin(pi/2 progress), progress or 1. progress in [0, 1] is the completed
+  fraction of the training run.
 
   Attributes:
     medusa: objective of L1.
     weight: peak of lambda_0; 0.2 in the paper.
-    ramp: shape of lambda_0: "sine", "linear" or "constant".
-    distill: form of L_LM. True: the KL divergence from the target before
-      training, whose parameters are `frozen["teacher"]`. False: the
-      cross-entropy of the data. Use True for data that the target has generated
+    ramp: ramp of lambda_0: "sine", "linear" or "constant".
+    distill: form of L_LM. True for the KL divergence from the target as it was
+      before training, with parameters `frozen["teacher"]`. False for the
+      cross-entropy of the data. Use True for data generated by the target
       (section 2.3.2).
   """
 
@@ -296,16 +304,20 @@ class MedusaJointObjective:
 
   @property
   def needs(self) -> tuple[str, ...]:
-    """Names of the parameters in use."""
+    """Names of the parameters that the loss reads."""
     return (*self.medusa.needs, *(("teacher",) if self.distill else ()))
 
   def heads_weight(self, progress: jax.Array) -> jax.Array:
-    """Returns lambda_0 `[]` after the fraction `progress []` of the run."""
+    """Returns lambda_0 `[]` at the fraction `progress []` of the run."""
     return self.weight * _RAMPS[self.ramp](jnp.asarray(progress, jnp.float32))
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, `lm_loss`, `heads_weight` and each head's loss."""
+    """Returns the loss and metrics.
+
+    The metrics are `lm_loss` (L_LM), `heads_weight` (lambda_0), and each head's
+    loss as `head_<k>/train_loss`.
+    """
     chex.assert_rank(batch["tokens"], 2)
     del key
     params = {**frozen, **trainable}
@@ -332,7 +344,7 @@ class MedusaJointObjective:
 
 def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
            typical: bool = False) -> Strategy:
-  """Drafts the most likely tokens of the target's heads as a tree.
+  """Returns a strategy that drafts a tree of the heads' most likely tokens.
 
   Cai et al. 2024 (arXiv:2401.10774). The default rule `verifiers.TargetWalk` is
   exact. The paper's typical acceptance is LOSSY.
@@ -347,10 +359,10 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 
   Args:
     heads: heads of the target.
-    parents: draft tree, the parents of N nodes including the root, at most as
-      deep as the number of heads; `trees.medusa_tree` finds the paper's tree
-      from measured accuracies.
-    typical: True for typical acceptance. LOSSY.
+    parents: parent index of each node of the draft tree, including the root.
+      The depth is at most the number of heads. `trees.medusa_tree` finds the
+      paper's tree from measured accuracies.
+    typical: True for typical acceptance, which is LOSSY.
   """
   rule = verifiers.Typical() if typical else verifiers.TargetWalk()
   return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
@@ -359,11 +371,11 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
-  """Samples drafts from the distributions of the target's heads.
+  """Returns a strategy that samples drafts from the heads' distributions.
 
   This variant is not in the Medusa paper (arXiv:2401.10774), which drafts the
-  most likely tokens. The distribution of each drafted token is known, so any
-  rule for sampled drafts is exact.
+  most likely tokens. Any lossless rule for sampled drafts is exact, because the
+  distribution of each drafted token is known.
 
   >>> from specjax import methods
   >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
@@ -372,8 +384,8 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
 
   Args:
     heads: heads of the target.
-    parents: draft tree, the parents of N nodes including the root;
-      `range(-1, K)` is a chain of K.
+    parents: parent index of each node of the draft tree, including the root.
+      `range(-1, K)` is a chain of K tokens.
     proposal: sampling method of children: "without_replacement" or "iid".
     verifier: verification rule for these drafts.
   """
@@ -404,17 +416,17 @@ MEDUSA = Method(
     compared=_medusa_compared,
     head_options=(
         Option("output", "auto",
-               "medusa, medusa2: output matrix of a head: own, a separate "
-               "matrix; low_rank, the LM head plus a low-rank matrix; shared, "
-               "the LM head; auto, own for a vocabulary of at most "
-               f"{_OWN_UP_TO} tokens and low_rank for a larger one or with "
-               "--rank. Own matrices learn more per token (+0.03 block "
-               "efficiency after 1.2M tokens on the bundled target), and have "
-               "one number per head, token and hidden unit",
+               "medusa, medusa2: output matrix of a head: own (a separate "
+               "matrix), low_rank (the LM head plus a low-rank matrix), shared "
+               "(the LM head) or auto (own for a vocabulary of at most "
+               f"{_OWN_UP_TO} tokens, low_rank for a larger vocabulary or with "
+               "--rank). Own matrices give +0.03 block efficiency after "
+               "training on 1.2M tokens with the bundled target, and have "
+               "heads * vocabulary size * width parameters",
                ("auto", *_OUTPUTS)),
         Option("rank", MedusaHeads.rank, "medusa, medusa2: rank of the matrix "
-               "of --output=low_rank; another value than the default selects "
-               "--output=low_rank"),
+               "of --output=low_rank. With --output=auto, a value other than "
+               "the default selects low_rank"),
         _training.BLOCKS))
 
 
@@ -431,6 +443,6 @@ MEDUSA_2 = dataclasses.replace(
                "loss weight over the run", ("sine", "linear", "constant")),
         Option("heads_weight", 0.2, "medusa2: largest weight of the heads' "
                "loss"),
-        Option("distill", None, "medusa2: train the target on its own "
-               "distributions from before the run (KL divergence), not on the "
+        Option("distill", None, "medusa2: train the target with the KL "
+               "divergence from its distributions before the run, not on the "
                "data. Default: true with --data=self, else false")))

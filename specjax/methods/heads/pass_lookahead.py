@@ -1,6 +1,7 @@
-"""PaSS: embeddings of look-ahead tokens, their training loss and the drafter.
+"""PaSS, which drafts with the target and trained look-ahead tokens.
 
-Monea et al. 2023 (arXiv:2311.13581).
+Monea et al. 2023 (arXiv:2311.13581). The module contains the embeddings of the
+look-ahead tokens, their training loss, the drafter and the strategy.
 """
 
 import dataclasses
@@ -57,7 +58,8 @@ class PaSSEmbeddings:
   vectors of width D, are the only parameters that PaSS trains.
 
   Attributes:
-    count: number L of look-ahead tokens; their ids are V..V + L - 1.
+    count: number L of look-ahead tokens. Their ids are V..V + L - 1, after the
+      V tokens of the vocabulary.
     width: hidden width D.
   """
 
@@ -71,23 +73,29 @@ class PaSSEmbeddings:
 
   @property
   def num_forecasts(self) -> int:
-    """Number L of tokens predicted after the next one."""
+    """Number L of draft tokens after the next token."""
     return self.count
 
   @classmethod
   def for_target(cls, target: Transformer, count: int) -> Self:
-    """Returns `count` look-ahead tokens of the target's width."""
+    """Returns embeddings of `count` tokens with the target's width."""
     return cls(count=count, width=target.config.width)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
-    """Returns `(target with embeddings, {"target", "drafter"})`."""
+    """Returns the target and the parameters for a decoder, `(target, params)`.
+
+    The target and `params["target"]` contain the embeddings.
+    `params["drafter"]` is ().
+    """
     target, extended = with_lookahead(target, target_params, params)
     return target, {"target": extended, "drafter": ()}
 
   def init(self, key: jax.Array, target_params: Params
            ) -> dict[str, jax.Array]:
-    """Returns random float32 `{"embeddings": [L, D]}` on the target's scale.
+    """Returns random float32 parameters `{"embeddings": [L, D]}`.
+
+    Each column has the mean and standard deviation of the target's embeddings.
 
     Args:
       key: PRNG key.
@@ -100,16 +108,16 @@ class PaSSEmbeddings:
 
 def with_lookahead(target: Transformer, params: Params, embeddings: Params
                    ) -> tuple[Transformer, dict[str, Any]]:
-  """Returns the target with look-ahead tokens.
+  """Adds the embeddings of look-ahead tokens to a target.
 
   Args:
-    target: `Transformer` to which the embeddings belong.
+    target: target model for which the embeddings were trained.
     params: parameters of the target.
     embeddings: parameters `{"embeddings": [L, D]}` of `PaSSEmbeddings`.
 
   Returns:
-    `(target, params)` for a decoder with `drafters.PaSS`. Outputs for ids below
-    V are unchanged.
+    `(target, params)` for a decoder with `drafters.PaSS`. The outputs for the V
+    tokens of the vocabulary are unchanged.
 
   Raises:
     ValueError: the width of the embeddings differs from the target's.
@@ -131,14 +139,15 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
 class PaSSObjective:
   """Cross-entropy of the target's predictions at look-ahead tokens.
 
-  A row x is cut after a random position m, and the look-ahead tokens [LA]_1,
-  ..., [LA]_L follow. The loss (equation 1 of the paper) is
+  A row x is cut after a random position m, and the look-ahead tokens
+  [LA]_1..[LA]_L are appended. The loss (equation 1 of the paper) is
 
     -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t),
 
   averaged over `cuts` positions m of every row. One pass reads the row. A
-  second pass reads the look-ahead tokens of all cuts, cuts * L tokens, as
-  branches of a tree below the row. Only the second pass is differentiated.
+  second pass reads the cuts * L look-ahead tokens of all cuts. Each cut's
+  tokens attend to the row up to m and to each other. Only the second pass is
+  differentiated.
 
   Attributes:
     model: target model.
@@ -159,7 +168,7 @@ class PaSSObjective:
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
-    """Returns the loss, and each token's loss as `head_<t>/train_loss`."""
+    """Returns the loss, and the loss at [LA]_t as `head_<t>/train_loss`."""
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
@@ -176,14 +185,15 @@ class PaSSObjective:
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
             score: Score) -> Any:
-    """Returns `score(t, logits [B, cuts, V], positions [B, cuts])` for all t.
+    """Returns the results of `score` for t = 1..L, stacked along axis 0.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       tokens: token ids `[B, S + 1]` int32.
       key: PRNG key of the cuts.
-      score: function that is called for t = 1..L. Its `positions` are the
-        positions m of the last true token before each cut.
+      score: function `(t, logits [B, cuts, V], positions [B, cuts])`, called
+        for the logits at [LA]_t. `positions` are the positions m of the last
+        true token before each cut.
     """
     batch, size = tokens.shape[0], tokens.shape[1] - 1
     count = self.embeddings.count
@@ -202,12 +212,13 @@ class PaSSObjective:
     """Returns the logits of [LA]_1..[LA]_L after each cut.
 
     Args:
-      params: parameters `{"target", "drafter"}`.
+      params: parameters `{"target": ..., "drafter": ...}`.
       tokens: token ids `[B, S]` int32.
-      positions: position of the last token before each cut, `[B, n]` int32.
+      positions: position m of the last token before each cut, `[B, n]` int32.
 
     Returns:
-      Logits `[B, n, L, V]`; entry t - 1 predicts the token at position + 1 + t.
+      Logits `[B, n, L, V]`. Entry t - 1 of the axis L predicts the token at
+      position m + 1 + t.
     """
     chex.assert_rank([tokens, positions], 2)
     batch, size = tokens.shape
@@ -234,33 +245,37 @@ class PaSSObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSS(Drafter):
-  """Drafts a chain from the target's predictions at look-ahead tokens.
+  """Drafter of chains from the target's predictions at look-ahead tokens.
 
-  The target reads the committed tokens up to position t, then the look-ahead
-  tokens [LA]_1..[LA]_L. At [LA]_k it predicts token t + 1 + k, without reading
-  the tokens between. The decoder's target must contain the embeddings, see
-  `methods.with_lookahead`. `params["drafter"]` is unused and may be ().
+  The target reads the committed tokens up to position t, and then the
+  look-ahead tokens [LA]_1..[LA]_n, n = `count`. At [LA]_k the target predicts
+  token t + 1 + k, without reading the tokens t + 1..t + k. The decoder's target
+  must contain the embeddings, see `methods.with_lookahead`. `params["drafter"]`
+  is unused and may be ().
 
-  As published, a round has two passes. The first reads the root and the
-  look-ahead tokens. Drafted token 1 is drawn from the target's distribution, so
-  it is always accepted. Tokens 2..L + 1 are drawn from the distributions at the
-  look-ahead tokens. The second pass verifies.
+  In the published scheme (`folded=False`), a round has two target passes. The
+  first pass reads the root and the look-ahead tokens. Draft token 1 is sampled
+  from the target's distribution, so it is always accepted. Draft tokens
+  2..n + 1 are sampled from the distributions at the look-ahead tokens. The
+  second pass verifies the draft.
 
-  Folded, a round has one pass. Every verified node has its own L look-ahead
-  tokens as children. The look-ahead tokens of the node where the round stops
-  predict the next L tokens. The pass has (1 + L)^2 nodes: a chain of 1 + L, and
-  the look-ahead tokens, which are padding for the verifier. The first round
+  In the folded scheme, a round has one target pass. Every node of the verified
+  chain is followed by a separate chain of n look-ahead tokens. The look-ahead
+  tokens of the last accepted node predict the n tokens of the next draft. The
+  pass reads (1 + n)^2 nodes: a chain of 1 + n nodes, and (1 + n) n look-ahead
+  tokens. The verifier treats the look-ahead tokens as padding. The first round
   after a prompt drafts nothing.
 
   Attributes:
-    embeddings: look-ahead embeddings of the target.
-    folded: True for one pass per round, False for two, as published.
-    count: number of look-ahead tokens in use, at most L; None: L.
-    transform: transform of the look-ahead logits; None: the decoder's. Any
-      transform is lossless, because the verifier gets the distributions after
-      it.
-    target: target model; `bind` sets it.
-    target_transform: the decoder's transform; `bind` sets it.
+    embeddings: embeddings of the target's L look-ahead tokens.
+    folded: True for one target pass per round, False for the published scheme
+      with two.
+    count: number n of look-ahead tokens in use, at most L. None means L.
+    transform: transform of the logits at look-ahead tokens. None means the
+      target's transform. Any transform is lossless, because the verifier gets
+      the transformed distributions.
+    target: target model, set by `bind`.
+    target_transform: transform of the target's logits, set by `bind`.
   """
 
   embeddings: PaSSEmbeddings
@@ -273,8 +288,8 @@ class PaSS(Drafter):
   chain = True  # look-ahead nodes are padding for the verifier
   iid = True
   conditional = True
-  # A token's distribution depends on its distance from the position where the
-  # draft began.
+  # False because a token's distribution also depends on the distance from the
+  # start of the draft, not only on the tokens before.
   autoregressive = False
   proposal = "iid"
 
@@ -296,7 +311,11 @@ class PaSS(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "PaSS":
-    """Returns the drafter specialised to a target."""
+    """Returns a copy with the target and the transforms set.
+
+    Raises:
+      ValueError: the target does not contain these look-ahead tokens.
+    """
     wants = (self.embeddings.count, self.embeddings.width)
     config = getattr(target, "config", None)
     has = (getattr(config, "lookahead", 0), getattr(config, "width", 0))
@@ -310,9 +329,9 @@ class PaSS(Drafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns an unknown forecast, or None with two passes per round.
+    """Returns a `Forecast` without predictions, or None if `folded` is False.
 
-    The forecast is unknown because prompts are read without look-ahead tokens.
+    There are no predictions, because prefill reads no look-ahead tokens.
     """
     del params, prefill_output
     if not self.folded:
@@ -324,7 +343,7 @@ class PaSS(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a chain for each row."""
+    """Returns a draft chain for each row."""
     roots = rounds.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
@@ -339,8 +358,8 @@ class PaSS(Drafter):
     """Returns logits `[B, 1 + count, V]` at the root and look-ahead tokens."""
     batch, size = state.lengths.shape[0], 1 + self.count
     ids = jnp.tile(self._ids, (batch, 1))
-    # The verifying pass starts from the same committed tokens. So the cache
-    # with the look-ahead tokens is dropped.
+    # The verifying pass must start from the committed tokens only. Therefore
+    # the cache of this pass, with look-ahead tokens, is not kept.
     return self.target(
         params["target"],
         jnp.concatenate([rounds.roots(state)[:, None], ids], axis=1),
@@ -365,7 +384,8 @@ class PaSS(Drafter):
     chain = Draft.chain(
         root, _drawn(probs, uniforms), jnp.where(known, probs, 0))
     nodes = 1 + self.count
-    # The look-ahead tokens of node s are consecutive, from nodes + s * count.
+    # The look-ahead tokens of node s have consecutive indices, beginning with
+    # nodes + s * count.
     hanging = nodes + jnp.arange(nodes * self.count, dtype=jnp.int32)
     first = (hanging - nodes) % self.count == 0
     return Draft(
@@ -375,7 +395,10 @@ class PaSS(Drafter):
         probs=jnp.pad(chain.probs, ((0, nodes * self.count), (0, 0))))
 
   def _constrained(self, logits, uniforms, memory, laws):
-    """Returns logits `[n, V]` under the constraints after earlier tokens."""
+    """Applies the constraints to the logits `[n, V]` of a sampled chain.
+
+    The constraints of each token depend on the tokens sampled before.
+    """
     constraints = self.transform.constraints
     if not constraints:
       return logits
@@ -389,7 +412,7 @@ class PaSS(Drafter):
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array) -> Any:
-    """Returns the predictions at the node where the round stopped."""
+    """Returns the predictions at the last accepted node."""
     del params, draft
     if not self.folded:
       return drafter
@@ -399,23 +422,28 @@ class PaSS(Drafter):
     return drafter.advance(logits, verdict, count)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns a specification for no parameters."""
+    """Returns an empty `PartitionSpec`, because there are no parameters."""
     del axis, size
     return PartitionSpec()
 
 
 def _drawn(probs, uniforms):
-  """Samples one token `[n]` from each of the distributions `[n, V]`."""
+  """Samples one token from each of n distributions; returns tokens `[n]`.
+
+  Args:
+    probs: distributions `[n, V]`.
+    uniforms: uniform samples in [0, 1), `[n * UNIFORMS_A_DRAW]`.
+  """
   return jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
 
 
 def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
                    count: int | None = None, verifier: Verifier = BLOCK
                    ) -> Strategy:
-  """Drafts a chain from the target's predictions after look-ahead tokens.
+  """Returns the strategy PaSS, which drafts a chain with look-ahead tokens.
 
-  PaSS (Monea et al. 2023, arXiv:2311.13581). The decoder's target must contain
-  the embeddings, see `methods.with_lookahead`.
+  Monea et al. 2023 (arXiv:2311.13581). The decoder's target must contain the
+  embeddings, see `methods.with_lookahead`.
 
   >>> from specjax import methods
   >>> own = methods.PaSSEmbeddings(count=3, width=8)
@@ -425,9 +453,10 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
   5
 
   Args:
-    embeddings: L look-ahead embeddings of the target.
-    folded: True for one pass per round, False for two, as published.
-    count: number of look-ahead tokens in use, at most L; None: L.
+    embeddings: embeddings of the target's L look-ahead tokens.
+    folded: True for one target pass per round, False for the published scheme
+      with two.
+    count: number of look-ahead tokens in use, at most L. None means L.
     verifier: verification rule for chains.
   """
   return Strategy(PaSS(

@@ -1,4 +1,4 @@
-"""Published Medusa and Hydra heads: tables, readers and writers."""
+"""File layouts of published Medusa and Hydra heads."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ _HYDRA = table({
 def _read_medusa(found: Found) -> MedusaHeads:
   """Returns the heads of a file in the format of the Medusa repository.
 
-  The heads are counted in the tensors, because some published configurations
-  list 2 heads although the file contains 5.
+  The tensor names determine the number of heads, because some published
+  configurations contain the number 2 for 5 heads.
   """
   keys = found.keys()
   if keys("model_type"):  # the file has a copy of the target's configuration
@@ -59,7 +59,7 @@ def _read_medusa_vllm(found: Found) -> MedusaHeads:
   """Returns the Medusa heads of a file in vLLM's format.
 
   Raises:
-    ValueError: the heads have a reduced vocabulary, or share their outputs.
+    ValueError: the heads have a reduced vocabulary or a shared output matrix.
   """
   keys = found.keys()
   heads = MedusaHeads(
@@ -111,7 +111,7 @@ def _read_hydra(found: Found) -> HydraHeads:
 
 
 def _own_outputs(heads: MedusaHeads) -> MedusaHeads:
-  """Returns the heads with a separate output matrix each."""
+  """Returns heads of the same sizes with separate output matrices."""
   return dataclasses.replace(heads, output="own", rank=MedusaHeads.rank)
 
 

@@ -1,7 +1,7 @@
 """Drafting without a draft model.
 
-The drafts are copied or counted from the sequence itself, from reference
-documents or from a datastore, or are earlier predictions of the target.
+Drafts are copies or frequent continuations from the sequence itself, reference
+documents or a datastore. `Recycling` drafts earlier predictions of the target.
 """
 
 from specjax.methods.model_free import empty

@@ -1,19 +1,19 @@
-"""Drafting from counts of continuations, without storing a suffix tree.
+"""Drafts from counts of continuations, without storing a suffix tree.
 
-A match is an earlier occurrence of the last tokens of a sequence, and its
-continuation is the tokens that follow it (see `_matches`). A suffix tree counts
-the continuations: a node stands for all matches whose continuation begins with
-the path to the node, and its children are their next tokens.
+A match is an earlier occurrence of the last tokens of a sequence. The tokens
+that follow it are its continuation (see `_matches`). A suffix tree counts the
+continuations. Each node stands for all matches whose continuation begins with
+the path to the node. A node's children are the next tokens of these matches.
 
 Here no tree is stored. The continuations of up to K matches are collected in an
 array, and a node is a mask over these K matches. To count a node's children,
 the K next tokens are compared with each other. To move to a child, the matches
 with other next tokens are removed from the mask.
 
-  walk              the most frequent path, for many sets of matches
-  draw              a path sampled from the counts, with its distributions
-  frequent_paths    the most frequent prefixes, as a tree
-  draw_tree         a tree sampled from the counts
+  walk              follows the most frequent path, for many sets of matches
+  draw              samples a path from the counts
+  frequent_paths    returns the most frequent prefixes as a tree
+  draw_tree         samples a tree from the counts
 
 `CountDrafter` is the base class of the drafters `Suffix` and `Retrieval`.
 """
@@ -52,22 +52,23 @@ _MOST_MATCHES = 4095
 class CountDrafter(_common.ModelFree):
   """Base class of drafters that draft frequent continuations.
 
-  They find earlier occurrences (matches) of the last tokens of a sequence and
-  count the tokens that follow them. Subclasses implement `propose`. They have
-  no state: a draft depends only on the sequence, `params["drafter"]` and
-  uniform samples.
+  These drafters find earlier occurrences (matches) of the last tokens of a
+  sequence and count the tokens that follow each match. Subclasses implement
+  `propose`. The drafters have no state: a draft depends only on the sequence,
+  `params["drafter"]` and uniform samples.
 
   Attributes:
     gamma: maximum draft length (depth of a tree), at least 1.
-    proposal: "deterministic", the most frequent tokens, or "sampled", tokens
-      sampled in proportion to their counts.
-    parents: shape of a sampled draft tree: parent index of each node, at most
-      gamma levels. Siblings have different tokens. None: a chain.
+    proposal: "deterministic" drafts the most frequent tokens; "sampled" samples
+      tokens in proportion to their counts.
+    parents: parent index of each node of a sampled draft tree with at most
+      gamma levels. Siblings have different tokens. None drafts a chain.
     max_matches: maximum number K of counted matches per row, 1 to 4095. Each
       drafted token needs K^2 comparisons.
-    transform: transform from log counts to draft probabilities; None: the
-      target's transform. Every transform is lossless, because the verifier gets
-      the transformed probabilities. Deterministic drafts do not use it.
+    transform: transform from log counts to draft probabilities; None uses the
+      target's transform. Every transform is lossless, because the verifier
+      receives the transformed probabilities. Deterministic drafts do not use
+      it.
     vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
 
@@ -79,9 +80,8 @@ class CountDrafter(_common.ModelFree):
   vocab_size: int | None = None
 
   conditional = True
-  # The matches are those of the tokens before the draft, also for its later
-  # tokens. So the distribution of a token depends on the position where its
-  # draft began.
+  # All tokens of a draft use the matches of the tokens before the draft. So the
+  # distribution of a token depends on the position where its draft began.
   autoregressive = False
 
   def __post_init__(self):
@@ -132,7 +132,7 @@ class CountDrafter(_common.ModelFree):
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """Returns the drafter with the target's vocabulary size and transform.
 
-    A transform that the drafter already has is not replaced.
+    If the drafter already has a transform, it is kept.
 
     Raises:
       ValueError: a node of the tree has more children than the vocabulary has
@@ -178,8 +178,8 @@ class CountDrafter(_common.ModelFree):
     """Samples a draft for each row from the continuations of its matches.
 
     If `parents` is None, the draft is a chain from `draw`. Otherwise it is a
-    tree from `draw_tree`, and `ended` and `least` are not used. Both functions
-    describe the arguments.
+    tree from `draw_tree`, and `ended` and `least` are not used. See `draw` and
+    `draw_tree` for the arguments.
     """
     if self.parents is not None:
       return _common.tree_drafts(state, self.parents, *draw_tree(
@@ -206,16 +206,16 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
   arXiv:2411.04975). The path begins at the root of the tree of continuations
   and always moves to the child with the largest count. A token's probability is
   count(child) / count(node), times the probability of the token before it. The
-  path ends before a token whose probability is below `least`. Of several
-  children with the largest count, the one with the first match is taken.
+  path ends before a token whose probability is below `least`. If several
+  children have the largest count, the path takes the child of the first match.
 
   Args:
     following: the S tokens after each of the K matches, `[K, S]` int32; -1
       after the end of a sequence.
     alive: `[M, K]` bool, True for the matches in each set.
     ended: `[M]` float32, added to the count of the root of each tree. It is 1
-      if the end of the sequence, which has no next token, is counted as a
-      match, else 0.
+      if the end of the sequence is counted as a match, although it has no next
+      token. Otherwise it is 0.
     steps: `[M]` int32, maximum length of each path.
     least: minimum probability of a token.
 
@@ -234,9 +234,9 @@ def walk(following: jax.Array, alive: jax.Array, ended: jax.Array,
     goes = alive & (token >= 0)
     same = token[:, None] == token
     counts = goes.astype(jnp.float32) @ same.astype(jnp.float32)
-    # The most frequent token is needed, and the index of its first match. Count
-    # and index are packed into one number, so one maximum returns both. The
-    # numbers are below 2^24, where float32 is exact.
+    # This finds the largest count, and the first match whose token has it.
+    # Count and index are packed into one number, so one maximum returns both.
+    # The numbers are below 2^24, where float32 is exact.
     best = jnp.max(jnp.where(goes, counts * (matches + 1) + first, 0), axis=-1)
     # The packed number is divided as an integer, because XLA may compile a
     # float division as a product with the reciprocal, which rounds twice.
@@ -261,8 +261,8 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the index of the best of M draft paths.
 
   The score of a path is the sum of its tokens' probabilities, an estimate of
-  the number of accepted tokens. Of several paths with the highest score, the
-  last one is chosen.
+  the number of accepted tokens. If several paths have the highest score, the
+  last of them is chosen.
 
   Args:
     probs: probabilities `[..., M, S]` of the S tokens of each path, from
@@ -271,8 +271,8 @@ def best_set(probs: jax.Array) -> tuple[jax.Array, jax.Array]:
   Returns:
     Index of the path `[...]` int32, and its score `[...]` float32.
   """
-  # If two scores are equal, rounding decides between them. So the terms are
-  # added in the same order as in the published code of SuffixDecoding.
+  # If two scores are equal up to rounding, the order of the additions decides
+  # between them. So this is the order of the published code of SuffixDecoding.
   score = sum(probs[..., k] for k in range(probs.shape[-1]))
   last = score.shape[-1] - 1
   return (last - jnp.argmax(score[..., ::-1], axis=-1)).astype(jnp.int32), (
@@ -285,11 +285,10 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
          vocab_size: int) -> tuple[jax.Array, jax.Array]:
   """Samples a path through the tree of continuations of K matches.
 
-  A child is sampled in proportion to its count. The path ends as follows: at
-  each node on it, the ratio count(most frequent child) / count(node) is
-  computed, and the path ends where the product of these ratios falls below
-  `least`. So a token's existence depends on the tokens before it, but not on
-  the token itself, as verification requires.
+  A child is sampled in proportion to its count. Each node of the path has a
+  ratio, count(most frequent child) / count(node). The path ends where the
+  product of these ratios falls below `least`. So the end of the path depends
+  only on the tokens before it, as verification requires.
 
   Args:
     following: the S tokens after each match, `[K, S]` int32; -1 after the end
@@ -299,8 +298,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     steps: `[]` int32, maximum length of the path.
     least: minimum of the product of ratios.
     uniforms: uniform samples in [0, 1), `[S, 2]`.
-    law: function from log counts `[K]` to probabilities. At temperature 1 they
-      are the relative counts.
+    law: function from log counts `[K]` to probabilities. At temperature 1 the
+      probabilities are the relative counts.
     banned: token ids that are never sampled.
     vocab_size: vocabulary size V.
 
@@ -320,8 +319,8 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
     counts = jnp.sum(same, axis=-1, dtype=jnp.float32)
     total = jnp.sum(alive, dtype=jnp.float32) + ended
     share *= jnp.max(jnp.where(goes, counts, 0)) / jnp.maximum(total, 1)
-    # Several matches may have the same next token. Its count is used only at
-    # the first of them, so that the token's probability is not counted twice.
+    # Several matches may have the same next token. Only the first of these
+    # matches keeps the count, so that the token is not counted several times.
     drawable = goes & ~jnp.any(same & earlier, axis=-1)
     if banned:
       drawable &= ~jnp.isin(token, jnp.array(banned))
@@ -336,9 +335,9 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
   start = alive, ended, jnp.ones(()), jnp.ones((), bool)
   _, (tokens, q) = jax.lax.scan(
       step, start, (following.T, jnp.arange(size), uniforms))
-  # q is a distribution over the K matches. It is 0 at a match whose next token
-  # also follows an earlier match. So adding q at the token ids of the matches
-  # gives the distribution over the vocabulary.
+  # q is a distribution over the K matches. Only the first match with a given
+  # next token has a probability above 0. So adding q at the next tokens of the
+  # matches gives the distribution over the vocabulary.
   probs = jnp.zeros((size, vocab_size)).at[
       jnp.arange(size)[:, None], jnp.maximum(following.T, 0)].add(q)
   return tokens, probs
@@ -346,12 +345,12 @@ def draw(following: jax.Array, alive: jax.Array, ended: jax.Array,
 
 def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the draft tree of REST, the most frequent continuations.
+  """Returns the draft tree of REST, made of the most frequent continuations.
 
   See He et al. 2023 (arXiv:2311.08252, section 3.2). All prefixes of the
-  continuations are ranked by their count, and among equal counts by their
-  length, short before long. A prefix is at least as frequent as its extensions.
-  So the first N - 1 prefixes in this ranking form a tree below the root.
+  continuations are ranked by their count. Among equal counts, shorter prefixes
+  come first. A prefix is at least as frequent as its extensions. So the first
+  N - 1 prefixes in this ranking form a tree below the root.
 
   Args:
     following: continuations, the S tokens after each of the K matches,

@@ -1,14 +1,14 @@
 """Search for earlier occurrences of the last tokens of a sequence.
 
 The search runs on the device, for all rows of a batch. A *match* of length m is
-an earlier position of the same m tokens with which the row's sequence ends. Its
-*following* tokens are the S tokens after this position; -1 stands for tokens
-after the end of the sequence.
+an earlier occurrence of the last m tokens of the row's sequence. Its
+*following* tokens are the S tokens after the match. -1 stands for tokens after
+the end of the sequence.
 
   own_matches       searches the row's own tokens, for all m in one pass
   find              searches a datastore (a corpus with a suffix array): for
                     each m, two binary searches find the range of matches
-  spread            selects up to K matches from this range
+  spread            selects up to K matches from the range that `find` returns
 
 `_continuations` counts the following tokens.
 """
@@ -38,9 +38,9 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
   Args:
     tokens: token ids `[B, C]` int32, with C columns.
     lengths: number `[B]` int32 of valid tokens per row.
-    longest: maximum length of a match; longer matches are cut to it.
-    count: number K of returned matches per row. The longest matches are
-      returned first; of equally long matches, the latest is first.
+    longest: maximum length of a match; longer matches count as this length.
+    count: number K of returned matches per row. The longest matches come first;
+      among equally long matches, the latest comes first.
     size: number S of returned tokens after each match.
 
   Returns:
@@ -65,8 +65,8 @@ def own_matches(tokens: jax.Array, lengths: jax.Array, longest: int,
       lambda carry: (carry[0] < longest) & jnp.any(carry[1]), extend,
       (jnp.zeros((), jnp.int32), earlier, jnp.zeros_like(tokens)))
   rank = common * slots + jnp.arange(slots, dtype=jnp.int32)
-  # `jax.lax.top_k` is fast only for floats. So the ranks are converted, unless
-  # they can exceed 2^24: float32 represents all integers only up to there.
+  # `jax.lax.top_k` is fast only for floats. So the ranks are converted to
+  # float32, unless they can exceed 2^24, the limit of exact integers.
   exact = (longest + 1) * slots <= 2**24
   _, place = jax.lax.top_k(rank.astype(jnp.float32) if exact else rank,
                            min(count, slots))
@@ -85,8 +85,8 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   """Finds the last tokens of B rows in a datastore by binary search.
 
   The datastore has a suffix array: the start positions of all suffixes of a
-  corpus, sorted by their first tokens. The suffixes that begin with a pattern
-  form a contiguous range in it.
+  corpus, sorted by their first tokens. In this array, the suffixes that begin
+  with a pattern form a contiguous range.
 
   Args:
     store: datastore.
@@ -135,9 +135,9 @@ def find(store: Datastore, tokens: jax.Array, lengths: jax.Array,
   def halve(_, bounds):
     low, high = bounds
     middle = low + (high - low) // 2
-    # Two searches run together. The first one finds the first suffix that does
-    # not sort before the pattern. The second one finds the first suffix after
-    # all suffixes that begin with the pattern.
+    # Two searches run together. Search 0 finds the first suffix that does not
+    # sort before the pattern. Search 1 finds the first suffix that sorts after
+    # the pattern.
     before = order(middle) < jnp.array([[0], [1]])
     going = low < high
     return (jnp.where(going & before, middle + 1, low),

@@ -43,9 +43,9 @@ _STEP = 128
 class _Lookup(_common.ModelFree):
   """Base class of drafters that copy tokens; `NGram` describes the fields.
 
-  Subclasses implement `_copied(state)`. For each of B rows, it returns the
-  copied tokens `[B, gamma]`, -1 for padding, and the length `[B]` of the match
-  after which they were copied.
+  Subclasses implement `_copied(state)`. It returns the copied tokens
+  `[B, gamma]` of B rows, -1 for padding. Its second result is the length `[B]`
+  of the match before the copied tokens.
   """
 
   gamma: int
@@ -58,8 +58,8 @@ class _Lookup(_common.ModelFree):
   iid = True
   conditional = True
   deterministic = True
-  # All tokens of a draft follow one match, that of the tokens before the draft.
-  # If the draft began later, another match could be chosen. So the draft
+  # All tokens of a draft follow one match of the tokens before the draft. If
+  # the draft began later, another match could be chosen. So the draft
   # distribution of a token does not depend on the sequence alone.
   autoregressive = False
   num_uniforms = 0
@@ -91,10 +91,11 @@ class NGram(_Lookup):
   for n from `max_ngram` down to `min_ngram`, until there is a match. A match
   may overlap the last n tokens. The draft is a copy of the tokens after the
   match. If the match ends d tokens before the end of the sequence, only d
-  tokens follow it; they are repeated until the draft has gamma tokens. So a
-  sequence with period d is continued. Other implementations copy only up to the
-  end of the sequence, and therefore prefer the first match, which has more
-  tokens after it. `params["drafter"]` is not read.
+  tokens follow it. These d tokens are repeated until the draft has gamma
+  tokens. So a sequence with period d is continued periodically. Other
+  implementations copy only up to the end of the sequence. Therefore they prefer
+  the first match, which has more tokens after it. `params["drafter"]` is not
+  read.
 
   Attributes:
     gamma: draft length, at least 1.
@@ -174,7 +175,7 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
     rows: for each prompt, a list of documents, each a list of token ids. The
       list may be empty.
     columns: number T of columns. Rows that `Decoder.insert` adds to a batch
-      later need the same number. Default: the smallest sufficient multiple of
+      later need the same number. None means the smallest sufficient multiple of
       128, so that arrays of similar lengths share a compiled program.
 
   Raises:
@@ -196,14 +197,13 @@ def reference_texts(rows: Sequence[Sequence[Sequence[int]]],
 
 
 def agreement(text: jax.Array, last: jax.Array) -> jax.Array:
-  """Returns the length of the match that ends at each position of a text.
+  """Returns the length of the match that ends at each searched position.
 
   This is the number of tokens, up to and including the position, that equal the
   last tokens of the row's sequence.
 
   Args:
-    text: token ids that are searched, `[B, T]` int32: T tokens for each of B
-      rows.
+    text: searched token ids, `[B, T]` int32: T tokens for each of B rows.
     last: last n tokens of each row's sequence, `[B, n]` int32, the latest
       first.
 

@@ -2,8 +2,8 @@
 
 See Luo et al. 2024 (arXiv:2408.08696). Every sequence of a batch has a table
 M `[V, K]` with K likely successors of each of the V tokens of the vocabulary.
-The draft is a tree of fixed shape: child r = 0..K-1 of a node with token x has
-the token M[x, r].
+The draft is a tree of fixed shape. If a node has token x, its child r = 0..K-1
+has token M[x, r].
 
 Every pass of the target computes logits at all nodes of the draft. The K most
 likely next tokens after a node replace the successors of the node's token in
@@ -50,11 +50,11 @@ _NODES, _DEPTH = 16, 6
 def recycling_tree(nodes: int = _NODES) -> tuple[int, ...]:
   """Returns the default draft tree of token recycling, as parent indices.
 
-  Of all trees of this size with at most 6 levels and at most 8 children per
-  node, it has the largest expected number of accepted tokens. It is computed by
-  `trees.sequoia_tree` from measured acceptance rates. The paper uses a tree of
-  80 nodes on a GPU. Fewer nodes are better on devices where the time of a pass
-  grows with the number of nodes, such as CPUs.
+  `trees.sequoia_tree` computes it from measured acceptance rates. The tree has
+  at most 6 levels and at most 8 children per node. Among all such trees of this
+  size, it has the largest expected number of accepted tokens. The paper uses a
+  tree of 80 nodes on a GPU. Fewer nodes are better on devices where the time of
+  a pass grows with the number of nodes, such as CPUs.
 
   Args:
     nodes: number of nodes, including the root.
@@ -76,12 +76,13 @@ class Recycling(_common.ModelFree):
 
   After a pass, the target's most likely tokens after a node become the
   successors of the node's token. If several nodes have the same token, the
-  deepest accepted one of them is used; if none is accepted, the last one.
+  deepest accepted node decides. If none of them is accepted, the last node
+  decides.
 
   Attributes:
     parents: parent index of each node of the draft tree, see `specjax.trees`;
-      stored in breadth-first order. `range(-1, K)` is a chain of K tokens.
-      Default: `recycling_tree()`.
+      stored in breadth-first order. `range(-1, n)` is a chain of n tokens.
+      None means `recycling_tree()`.
     from_prompt: True to initialise the table from the prompt: the token after
       each prompt token becomes one of its successors, the latest first. The
       paper uses the target's most likely tokens after each prompt token
@@ -140,8 +141,8 @@ class Recycling(_common.ModelFree):
   def follow(self) -> "Recycling":
     """Returns the drafter unchanged.
 
-    It can be combined with other drafters, because `commit` updates the table
-    from any draft.
+    This drafter can be combined with other drafters, because `commit` updates
+    the table from any draft.
     """
     return self
 
@@ -230,8 +231,8 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
     token, after = prompt.tokens[:, at], prompt.tokens[:, at + 1, None]
     old = table[row, token]
     # The new successor becomes the first, and the others move back by one rank.
-    # If it was in the list already, it is removed from its old rank. Otherwise
-    # the last successor is removed.
+    # If the new successor was already in the list, it is removed from its old
+    # rank. Otherwise the last successor is removed.
     was = jnp.min(jnp.where(old == after, rank, successors - 1), axis=1)
     moved = jnp.roll(old, 1, axis=1).at[:, 0].set(after[:, 0])
     new = jnp.where(rank <= was[:, None], moved, old)
@@ -245,8 +246,8 @@ def _with_pairs(table: jax.Array, prompt: Prompt) -> jax.Array:
 def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   """Returns the strategy of token recycling (Luo et al. 2024).
 
-  It drafts a tree of tokens that the target predicted earlier
-  (arXiv:2408.08696), and needs no parameters.
+  The drafts are trees of tokens that the target predicted earlier
+  (arXiv:2408.08696). No parameters are needed.
 
   >>> from specjax import trees
   >>> token_recycling(trees.full_tree((2, 2))).drafter.num_nodes
@@ -255,7 +256,7 @@ def token_recycling(parents: Sequence[int] | None = None) -> Strategy:
   TargetWalk()
 
   Args:
-    parents: parent index of each node of the draft tree; default:
+    parents: parent index of each node of the draft tree. None means
       `drafters.recycling_tree()`.
   """
   parents = None if parents is None else tuple(parents)

@@ -1,10 +1,10 @@
-"""REST: drafts the continuations of the last tokens that occur in a corpus.
+"""REST: drafts continuations of the last tokens that are found in a corpus.
 
-See He et al. 2023 (arXiv:2311.08252). The last m tokens of the sequence are
-searched in a datastore, a corpus with a suffix array (`data.datastores`), for m
-from `max_match` down to `min_match`, until there is a match. The draft consists
-of the most frequent continuations of the matches, as a tree (as in the paper)
-or as a chain.
+See He et al. 2023 (arXiv:2311.08252). A datastore is a corpus with a suffix
+array (`data.datastores`). The drafter searches it for the last m tokens of the
+sequence, for m from `max_match` down to `min_match`, until there is a match.
+The draft consists of the most frequent continuations of the matches. It is a
+tree, as in the paper, or a chain.
 
 Matches and drafts end at the end of a document of the corpus. In the published
 code they can continue into the next document.
@@ -56,14 +56,14 @@ class Retrieval(_continuations.CountDrafter):
     gamma: maximum draft length (depth of a tree), at least 1.
     proposal: "deterministic" or "sampled".
     parents: parent index of each node of a sampled tree with at most gamma
-      levels, see `specjax.trees`; None: a chain.
+      levels, see `specjax.trees`; None drafts a chain, or a tree with `nodes`.
     nodes: number of nodes of a deterministic tree, including the root, at least
-      2; None: one of the other forms.
+      2. None drafts one of the other forms.
     min_match: minimum length of a match, at least 1.
     max_match: maximum length of a match, at most the datastore's depth.
-    max_matches: maximum number K of counted matches. If there are more, K
-      evenly spaced ones in the datastore's sorted order are counted.
-    transform: transform from log counts to draft probabilities; None: the
+    max_matches: maximum number K of counted matches. If there are more matches,
+      K evenly spaced ones in the datastore's sorted order are counted.
+    transform: transform from log counts to draft probabilities; None uses the
       target's transform.
     vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
@@ -130,7 +130,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def _matches(self, store: Datastore, state: DecodeState
                ) -> tuple[jax.Array, jax.Array]:
-    """Finds the longest last tokens of each row that occur in the datastore.
+    """Finds the longest match of each row in the datastore.
 
     Returns:
       The S tokens after each of K matches, `[B, K, S]` int32, and a mask
@@ -147,7 +147,7 @@ class Retrieval(_continuations.CountDrafter):
 
   def _tree(self, state: DecodeState, following: jax.Array, alive: jax.Array
             ) -> Draft:
-    """Returns a deterministic tree per row: the most frequent continuations.
+    """Returns a deterministic tree of frequent continuations for each row.
 
     Args:
       state: decoding state of B rows.
@@ -166,7 +166,7 @@ class Retrieval(_continuations.CountDrafter):
 def rest(nodes: int = 64, gamma: int = 10, max_match: int = 16) -> Strategy:
   """Returns the strategy REST, retrieval from a corpus (He et al. 2023).
 
-  It drafts a tree of the most frequent continuations of the last tokens
+  The draft is a tree of the most frequent continuations of the last tokens
   (arXiv:2311.08252). `params["drafter"]` is a datastore, see
   `experiments/build_datastore.py`. At most 64 matches are counted; the
   published code counts up to 5000.

@@ -1,10 +1,10 @@
 """SuffixDecoding: drafts frequent continuations of earlier occurrences.
 
-See Oliaro et al. 2024 (arXiv:2411.04975); this is its chain mode, with the
-scores of the published code (ArcticInference). A suffix tree counts how often
-each token follows each sequence of tokens. For every match length m, a
-candidate draft begins at the tree node of the last m tokens of the sequence and
-moves down the tree:
+This is the chain mode of Oliaro et al. 2024 (arXiv:2411.04975), with the scores
+of the published code (ArcticInference). A suffix tree counts how often each
+token follows each sequence of tokens. For every match length m, a candidate
+draft begins at the tree node of the last m tokens of the sequence and moves
+down the tree:
 
   tokens       at most min(gamma, m * max_spec_factor + max_spec_offset), and
                match and draft together at most `max_depth`
@@ -14,15 +14,16 @@ moves down the tree:
                `min_token_prob`
   score        the sum of the probabilities of the tokens
 
-The candidate with the highest score is proposed; if several have it, the one
-with the longest match. Candidates come from two sources: the sequence itself,
-and a datastore that all sequences share. If the best candidates of both sources
-have equal scores, the one from the sequence itself is used.
+The candidate with the highest score is proposed. If several candidates have the
+highest score, the candidate with the longest match is proposed. Candidates come
+from two sources: the sequence itself, and a datastore that all sequences share.
+If the best candidates of both sources have equal scores, the one from the
+sequence itself is used.
 
-The datastore does not change during decoding. (The published server adds the
+The datastore does not change during decoding. The published server adds the
 outputs of earlier requests to its tree. Here a new datastore must be built to
-include them.) As in the published tree, the end of the sequence is counted as
-an occurrence of its last tokens, although no token follows it. So after a
+include such outputs. As in the published tree, the end of the sequence counts
+as an occurrence of its last tokens, although no token follows it. So after a
 single earlier match, the next token has probability 1/2.
 
 The published code stores trees on the host. Here no tree is stored; the counts
@@ -63,7 +64,7 @@ class _Found(NamedTuple):
     tokens: `[B, S]` int32, the most frequent continuation.
     real: `[B, S]` bool, False for padding.
     following: `[B, K, S]` int32, the S tokens after each of K matches.
-    alive: `[B, K]` bool, True for the matches that the draft counts.
+    alive: `[B, K]` bool, True for the matches of the draft's match length.
     ended: `[B]` float32, 1 if the end of the row is counted as a match, else 0.
     steps: `[B]` int32, maximum length of the draft.
   """
@@ -100,24 +101,25 @@ class Suffix(_continuations.CountDrafter):
   sampled chains are equal, unless the transform bans the most frequent child.
 
   The counts are exact if there are at most `max_matches` matches. Otherwise
-  only some are counted: in the sequence itself the longest and then the latest
-  ones, in the datastore evenly spaced ones. If children have equal counts, a
-  chain takes the child of the first match in this order (the published code
-  specifies no order), and a tree the child with the lowest id. Matches in a
-  datastore have at most the length `Datastore.depth`.
+  only `max_matches` of them are counted. In the sequence itself these are the
+  longest matches and, among equally long ones, the latest. In the datastore
+  these are evenly spaced matches. If children have equal counts, a chain takes
+  the child of the first match in this order, and a tree the child with the
+  lowest id. The published code specifies no order. Matches in a datastore have
+  at most the length `Datastore.depth`.
 
   Attributes:
     gamma: maximum draft length, at least 1.
     proposal: "deterministic" or "sampled".
     parents: parent index of each node of a sampled tree with at most gamma
-      levels, see `specjax.trees`; None: a chain.
+      levels, see `specjax.trees`; None drafts a chain.
     max_matches: maximum number K of counted matches.
     max_spec_factor: factor a of the limit on the draft length: after a match of
       m tokens, at most a * m + b tokens are drafted.
     max_spec_offset: offset b of this limit.
     min_token_prob: minimum estimated probability of a drafted token, in [0, 1].
     max_depth: maximum length of match and draft together, at least 2.
-    transform: transform from log counts to draft probabilities; None: the
+    transform: transform from log counts to draft probabilities; None uses the
       target's transform.
     vocab_size: vocabulary size of the target. If it is None, `bind` sets it.
   """
@@ -168,7 +170,11 @@ class Suffix(_continuations.CountDrafter):
                        found.ended, found.steps, self.min_token_prob), None
 
   def _steps(self, sizes: np.ndarray) -> np.ndarray:
-    """Returns `[M]` int32, the maximum draft length after M match lengths."""
+    """Returns `[M]` int32, the maximum draft length for each match length.
+
+    Args:
+      sizes: match lengths `[M]`.
+    """
     wanted = np.trunc(
         sizes * self.max_spec_factor + self.max_spec_offset + 1e-6)
     return np.clip(np.minimum(wanted, self.max_depth - sizes), 0,
@@ -178,7 +184,7 @@ class Suffix(_continuations.CountDrafter):
     """Returns the best draft of each row from the row's own tokens."""
     sizes = np.arange(1, self.max_depth, dtype=np.int32)
     # The search takes as many steps as the row with the longest match needs.
-    # Finished rows get length 0, so that they do not increase the steps.
+    # Finished rows get length 0, so that they do not add steps.
     lengths = jnp.where(state.done, 0, state.lengths)
     following, agreeing = matches_lib.own_matches(
         state.tokens, lengths, self.max_depth - 1, self.max_matches,
@@ -215,7 +221,7 @@ class Suffix(_continuations.CountDrafter):
 
   def _best(self, sizes: np.ndarray, tokens: jax.Array, probs: jax.Array,
             following: jax.Array, alive: jax.Array, ended: float) -> _Found:
-    """Returns the best of the drafts that follow M match lengths.
+    """Returns the best draft of each row, out of one per match length.
 
     Args:
       sizes: match lengths `[M]`.
@@ -246,11 +252,11 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
                     parents: Sequence[int] | None = None) -> Strategy:
   """Returns the strategy SuffixDecoding (Oliaro et al. 2024).
 
-  It drafts frequent continuations of the last tokens (arXiv:2411.04975). In the
-  paper, drafts are deterministic; sampling from the counts is an extension. For
-  deterministic chains, all verification rules accept the same number of tokens.
-  For sampled chains, block verification accepts most tokens; for sampled trees,
-  traversal verification.
+  The drafts are frequent continuations of the last tokens (arXiv:2411.04975).
+  In the paper, drafts are deterministic; sampling from the counts is an
+  extension. For deterministic chains, all verification rules accept the same
+  number of tokens. Block verification accepts the most tokens of sampled
+  chains, and traversal verification of sampled trees.
 
   >>> suffix_decoding(gamma=8).drafter.num_uniforms  # deterministic
   0
@@ -260,8 +266,9 @@ def suffix_decoding(gamma: int, proposal: str = "deterministic",
   Args:
     gamma: maximum draft length.
     proposal: "deterministic" or "sampled".
-    verifier: verification rule; default: block for chains, traversal for trees.
-    parents: parent index of each node of a sampled tree; None: a chain.
+    verifier: verification rule. None means block verification for chains and
+      traversal verification for trees.
+    parents: parent index of each node of a sampled tree; None drafts a chain.
   """
   if verifier is None:
     verifier = BLOCK if parents is None else TRAVERSAL

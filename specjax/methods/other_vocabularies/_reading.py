@@ -1,9 +1,9 @@
 """Committed sequence in the vocabulary of a draft model (`Reading`).
 
 If the draft model has another vocabulary than the target, the committed tokens
-are translated to draft tokens, and the draft model's cache contains the draft
-tokens. A `Reading` stores both for every row of the batch. A round calls these
-functions:
+are translated to draft tokens. The draft model reads these draft tokens. A
+`Reading` stores the draft tokens and the draft model's cache for every row of
+the batch. A round calls these functions:
 
   amended     replaces the last draft tokens by those of the newly committed
               target tokens
@@ -16,7 +16,9 @@ generated it. So `amended` compares old and new tokens, and keeps the part of
 the cache before the first difference.
 
 Every row has space for a fixed number of draft tokens. A row that needs more is
-*lost*: nothing is drafted for it any more, even if slots are added later.
+*lost*: nothing is drafted for it any more, even if slots are added later. Only
+`TokenIntersection.catch_up`, which translates the complete row again, can end
+this.
 """
 
 from typing import Any
@@ -46,8 +48,8 @@ class Reading:
   The first axis of every leaf is the batch, B rows.
 
   Attributes:
-    tokens: `[B, C]` int32, the committed sequence in draft tokens, then the
-      last draft.
+    tokens: `[B, C]` int32, the committed sequence in draft tokens, followed by
+      the last draft.
     lengths: `[B]` int32, number of draft tokens without the last draft; 2**30
       if the row is lost, because it needs more space than it has.
     fed: `[B]` int32, number of draft tokens in the cache.
@@ -63,9 +65,9 @@ class Reading:
 
   def amended(self, start: jax.Array, ids: jax.Array, count: jax.Array,
               seen: jax.Array, room: int) -> "Reading":
-    """Returns the state with new draft tokens from a position on.
+    """Returns the state after replacing the draft tokens from a position on.
 
-    Cached tokens after the first difference are removed from the cache.
+    Tokens from the first changed one on are removed from the cache.
 
     Args:
       start: `[B]` int32, position of the first new token, at most `lengths`.
@@ -92,7 +94,7 @@ class Reading:
 
   def drafted(self, length: jax.Array, ids: jax.Array, cache: Cache
               ) -> "Reading":
-    """Returns the state with the tokens of a new draft after the sequence.
+    """Returns the state with a new draft stored after the sequence.
 
     Args:
       length: `[B]` int32, number of committed draft tokens, from `caught_up`.
@@ -107,7 +109,7 @@ class Reading:
 class Reader(Drafter):
   """Base class of drafters whose draft model has another vocabulary.
 
-  Their state is a `Reading`.
+  The state of such a drafter is a `Reading`.
 
   Attributes:
     model: draft model over its own vocabulary.
@@ -134,8 +136,7 @@ class Reader(Drafter):
 
 
 def slots_needed(room: int, gamma: int) -> int:
-  """Returns the cache capacity for `room` tokens and a draft of gamma tokens.
-  """
+  """Returns the cache slots for `room` tokens and a draft of gamma tokens."""
   return room + gamma + _PASS
 
 
@@ -168,10 +169,10 @@ def caught_up(model: Model, params: chex.ArrayTree, reading: Reading,
               wanted: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
   """Runs the draft model on the tokens that are not in its cache.
 
-  If all tokens of a row are cached, the model reads the last one again, because
-  its logits are needed. The number of passes is that of the row with the most
-  missing tokens. In the last passes, the model reads the last tokens of other
-  rows again, which does not change their cache.
+  If all tokens of a row are cached, the model reads the last one again to
+  compute its logits. The row with the most missing tokens determines the number
+  of passes. When a row has no more missing tokens, the further passes read its
+  last tokens again, which does not change its cache.
 
   Args:
     model: draft model.

@@ -19,9 +19,9 @@ def summed(q: jax.Array, vocabulary: VocabularyMap) -> jax.Array:
   """Translates probabilities of draft tokens to probabilities of target tokens.
 
   A target token gets the sum of the probabilities of all draft tokens with the
-  same bytes. One of these draft tokens is called its twin. There are rarely
-  others, which are called doubles. The twins are gathered and only the doubles
-  are scattered, because a scatter of all D entries is slow.
+  same bytes. One of these draft tokens is called its twin, and the others are
+  called doubles. Doubles are rare. The function gathers the twins and scatters
+  only the doubles, because a scatter of all D entries is slow.
 
   Args:
     q: probabilities `[..., D]` of the D tokens of the draft model.
@@ -46,16 +46,16 @@ def common_law(logits: jax.Array, vocabulary: VocabularyMap,
   min-p. In the other order, the truncation could remove all common tokens. Both
   orders are lossless.
 
-  If all common tokens have probability 0, each gets the same probability. (An
-  all-zero distribution would shorten the draft, and greedy block verification
-  is not exact for drafts of different lengths.)
+  If all common tokens have probability 0, the draft distribution is uniform
+  over the common tokens. An all-zero distribution would shorten the draft, and
+  greedy block verification is not exact for drafts of different lengths.
 
   Args:
     logits: logits `[..., D]` of the D tokens of the draft model.
     vocabulary: map between the vocabularies.
     transform: transform from logits to probabilities. Its banned tokens are ids
       of the target.
-    temperature: temperatures `[...]`, used if the transform has none.
+    temperature: temperatures `[...]`, used if the transform has no temperature.
 
   Returns:
     Probabilities `[..., V]` of the V tokens of the target.
@@ -91,8 +91,9 @@ def spelled(tokens: jax.Array, count: jax.Array, vocabulary: VocabularyMap,
     width: maximum number of returned draft tokens.
 
   Returns:
-    `[width]` int32, the first draft tokens, then zeros; and `[]` int32, the
-    number of all draft tokens, which may exceed `width`.
+    Two arrays. First, `[width]` int32, the draft tokens, cut to `width` or
+    padded with zeros. Second, `[]` int32, the number of all draft tokens, which
+    may exceed `width`.
   """
   chex.assert_rank(tokens, 1)
   starts = vocabulary.offsets[tokens]

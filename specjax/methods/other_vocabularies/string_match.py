@@ -12,12 +12,12 @@ Greedy block verification is not exact for such drafts, so it raises an error.
 
 In every round, `propose` does the following:
 
-  1. The draft model's tokenizer splits the string of the newly committed
-     target tokens, together with the last `lookback` draft tokens before it,
-     whose split may change.
+  1. The draft model's tokenizer splits the string of the newly committed target
+     tokens into draft tokens. It splits the last `lookback` draft tokens before
+     this string again, because their split may change.
   2. The draft model reads the new draft tokens and generates a continuation.
-  3. The target's tokenizer splits the generated string, together with the last
-     `lookback` target tokens before it.
+  3. The target's tokenizer splits the generated string into target tokens,
+     together with the last `lookback` target tokens before this string.
 
 The drafter's state is the sequence in draft tokens, and the draft model's cache
 (`_reading.Reading`). `commit` does not change it.
@@ -58,19 +58,19 @@ _PIECES = 32  # maximum number of draft tokens per newly committed target token
 class StringMatch(reading_lib.Reader):
   """SLEM: a draft model with another vocabulary than the target.
 
-  The draft model generates a string, and the target's tokenizer splits it into
-  target tokens. `params["drafter"]` are the parameters of the draft model.
-  Nothing is drafted for a row that has no draft tokens, or more than fit (see
-  `expansion`).
+  The draft model generates a string, and the target's tokenizer splits this
+  string into target tokens. `params["drafter"]` contains the parameters of the
+  draft model. Nothing is drafted for a row that has no draft tokens, or more
+  than `expansion` allows.
 
   Attributes:
     model: draft model over its own vocabulary.
     tokenizers: tokenizers of the draft model and of the target.
     gamma: maximum draft length in target tokens, at least 1.
     length: number of draft tokens that the draft model generates per round;
-      default: gamma.
-    lookback: number of old tokens that a tokenizer splits again together with
-      new ones, because it may join old and new bytes to one token.
+      None means gamma.
+    lookback: number of old tokens whose bytes a tokenizer splits again together
+      with the new bytes, because a token may join old and new bytes.
     expansion: maximum number of draft tokens of a row, as a multiple of the
       row's slots for target tokens.
   """
@@ -168,7 +168,7 @@ class StringMatch(reading_lib.Reader):
     reading, batch = state.drafter, state.lengths.shape[0]
     start = jnp.maximum(reading.lengths - self.lookback, 0)
     # A row with more than `room` draft tokens is lost: nothing is drafted for
-    # it any more. So its new tokens are not translated (count 0).
+    # it any more. So its new tokens are not translated: the counts are 0.
     known = reading.lengths <= room
     width = self.lookback + _PIECES * self.num_nodes
     ids, count = jax.pure_callback(
@@ -242,8 +242,8 @@ def string_match(model: Model, tokenizers: Retokenizer, gamma: int,
   """Returns the strategy string-level exact match (Timor et al. 2025).
 
   The draft model has another vocabulary than the target, possibly with few
-  common tokens. It generates a string, and the target's tokenizer splits it
-  into the tokens of the draft (arXiv:2502.05202).
+  common tokens. The draft model generates a string, and the target's tokenizer
+  splits this string into the tokens of the draft (arXiv:2502.05202).
 
   >>> import jax
   >>> import specjax as sj
@@ -265,7 +265,7 @@ def string_match(model: Model, tokenizers: Retokenizer, gamma: int,
     tokenizers: tokenizers of the draft model and of the target.
     gamma: maximum draft length in target tokens.
     length: number of draft tokens that the draft model generates per round;
-      default: gamma.
+      None means gamma.
   """
   return Strategy(StringMatch(
       model=model, tokenizers=tokenizers, gamma=gamma, length=length),

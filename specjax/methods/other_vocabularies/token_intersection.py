@@ -8,9 +8,10 @@ Let q be the draft model's distribution over its tokens d, and q(I) the total
 probability of the common tokens. The distribution q' from which drafts are
 sampled is a distribution over the target's tokens x:
 
-  q'(x) = sum over d with the bytes of x of q(d) / q(I), 0 if there is no such d
+  q'(x) = (sum of q(d) over all d with the bytes of x) / q(I)
 
-The sum is needed because several draft tokens can have the same bytes.
+It is 0 if no d has the bytes of x. The sum is needed because several draft
+tokens can have the same bytes.
 
 The draft model reads a translation E of the target's tokens t_1..t_n,
 
@@ -18,16 +19,16 @@ The draft model reads a translation E of the target's tokens t_1..t_n,
 
 A common token has one piece, its twin: a draft token with the same bytes. The
 pieces of any other token are its bytes, split by the draft model's tokenizer.
-Drafted tokens are common tokens, so the draft model reads their twins while
-drafting, which is again E of the sequence. So the draft distribution of a token
-depends only on the tokens before it (capability "autoregressive"). If the
-target splits a word more finely than the draft model would, E differs from the
-draft model's own split of the string. This lowers the acceptance rate, but the
-output distribution is exact.
+Drafted tokens are common tokens, and the draft model reads their twins while
+drafting. So the draft model always reads E of the sequence, and the draft
+distribution of a token depends only on the tokens before it (capability
+"autoregressive"). If the target splits a word more finely than the draft model
+would, E differs from the draft model's own split of the string. This lowers the
+acceptance rate, but the output distribution is exact.
 
 The drafter's state is E of the sequence, and the draft model's cache
 (`_reading.Reading`). `propose` appends the pieces of the newly committed
-tokens, most of which are in the cache already. The draft model reads the
+tokens; most of these pieces are already in the cache. The draft model reads the
 missing pieces, and samples gamma tokens. `commit` does not change the state.
 """
 
@@ -63,24 +64,24 @@ from specjax.utils import fields
 class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
   """TLI: samples drafts from the tokens that two vocabularies share.
 
-  The vocabularies are that of the draft model and that of the target.
+  The two vocabularies are those of the draft model and of the target.
 
   `params["drafter"]` is `{"model": parameters of the draft model, "vocabulary":
   map}`, where `map` is a `VocabularyMap` from `data.map_vocabularies`.
 
-  Nothing is drafted for a row that has no draft tokens, or too many. Its draft
-  tokens may not exceed `expansion` times its slots for target tokens, nor the
-  context length of the draft model; those of its prompt may not exceed
-  `expansion` times the prompt's columns. Longer rows are decoded without
-  drafts, so the drafter does not limit the context length.
+  A row may have at most `expansion` draft tokens per slot for target tokens,
+  and at most as many as the draft model's context length. Its prompt may have
+  at most `expansion` draft tokens per column of the prompts. Rows that exceed a
+  limit, or have no draft tokens, are decoded without drafts. So the drafter
+  does not limit the context length.
 
   Attributes:
     model: draft model over its own vocabulary.
     gamma: draft length, at least 1.
     target_size: vocabulary size of the target.
-    transform: transform from logits to draft probabilities; None: the target's
-      transform. Every transform is lossless, because the verifier gets the
-      transformed probabilities.
+    transform: transform from logits to draft probabilities; None uses the
+      target's transform. Every transform is lossless, because the verifier
+      receives the transformed probabilities.
     expansion: maximum number of draft tokens of a row, as a multiple of the
       row's slots for target tokens.
   """
@@ -142,8 +143,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
       return jnp.where(fits[:, None], probs, 0)
 
     # The twin of a target token is the draft token with the same bytes. Drafted
-    # tokens have one, but padding is token 0, which may have none. Its table
-    # entry is then the size of the draft vocabulary, so it is clipped.
+    # tokens have a twin, but padding is token 0, which may have no twin. The
+    # table's entry is then the size of the draft vocabulary. So it is clipped.
     twin = lambda token: jnp.minimum(
         vocabulary.twins[token], vocabulary.draft_size - 1)
 
@@ -161,9 +162,9 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
                ) -> reading_lib.Reading:
     """Returns the state with all committed tokens translated to draft tokens.
 
-    The part of the cache before the first changed draft token remains valid,
-    and the draft model reads the other tokens in `propose`. If a row had too
-    many draft tokens before and they fit now, tokens are drafted for it again.
+    The part of the cache before the first changed draft token remains valid.
+    The draft model reads the other tokens in `propose`. If the draft tokens of
+    a row did not fit before but fit now, tokens are drafted for it again.
     """
     del since
     room = self._room(state.tokens.shape[1])
@@ -181,8 +182,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
                lengths: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Translates target tokens to draft tokens.
 
-    The target's beginning-of-sequence token is replaced by the draft model's if
-    it has one, and removed otherwise.
+    The target's beginning-of-sequence token is replaced by that of the draft
+    model. If the draft model has none, the token is removed.
 
     Args:
       vocabulary: map between the vocabularies.
@@ -208,7 +209,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def _read(self, state: DecodeState, vocabulary: VocabularyMap, room: int
             ) -> reading_lib.Reading:
-    """Returns the state with the newly committed tokens, in draft tokens.
+    """Returns the state after appending the pieces of newly committed tokens.
 
     Args:
       state: decoding state; `state.drafter` is the old state.
@@ -247,9 +248,9 @@ def _constrained(constraints: Any, memory: chex.ArrayTree, law: jax.Array
                  ) -> jax.Array:
   """Returns a draft distribution `[B, V]` that satisfies the constraints.
 
-  Constraints are functions of logits, but here they get log-probabilities. This
-  changes the effect of a repetition penalty on the draft distribution. The
-  output distribution remains exact.
+  Constraints are functions of logits, but here their argument contains
+  log-probabilities. This changes the effect of a repetition penalty on the
+  draft distribution. The output distribution remains exact.
 
   Args:
     constraints: constraints of the logits transform.
@@ -265,8 +266,8 @@ def token_intersection(model: Model, target_size: int, gamma: int,
   """Returns the strategy token-level intersection (Timor et al. 2025).
 
   The draft model has another vocabulary than the target. Drafts are sampled
-  from its distribution, restricted to the tokens that both vocabularies contain
-  (arXiv:2502.05202).
+  from the draft model's distribution, restricted to the tokens that both
+  vocabularies contain (arXiv:2502.05202).
 
   >>> import jax
   >>> import specjax as sj

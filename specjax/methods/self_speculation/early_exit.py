@@ -2,8 +2,8 @@
 
 See Elhoushi et al. 2024 (arXiv:2404.16710, section 3.3). The target has L
 layers. Its first E layers, followed by its final norm and LM head, draft one
-token after another. They store their keys and values in the target's cache, and
-their output (the residual stream) at every drafted token is stored too. So the
+token after another. Their keys and values are stored in the target's cache.
+Their output (the residual stream) is stored for every draft token. So the
 verifying pass starts at layer E. In a round of gamma tokens, the number of
 evaluated layers, summed over tokens, is
 
@@ -14,7 +14,7 @@ With a separate draft model of E layers it would be gamma E for drafting and
 
 The keys and values of the first E layers depend only on the tokens, not on the
 position where the draft began. So the drafter has the capability
-"autoregressive" (`interfaces.CAPABILITIES`).
+"autoregressive" (`interfaces.CAPABILITIES`), unless it has a stop rule.
 """
 
 from collections.abc import Mapping
@@ -117,14 +117,14 @@ class Exit(_common.DrawnChain):
   Attributes:
     exit: number of target layers that draft, at least 1 and less than all.
     gamma: draft length, at least 1.
-    transform: transform from logits to draft probabilities; None: the target's
-      transform.
-    stop: rule that ends a chain early, see `methods.stop_rules`; None: all
-      chains have gamma tokens. The rule's parameters, if it has any, are
+    transform: transform from logits to draft probabilities; None uses the
+      target's transform.
+    stop: rule that ends a chain early, see `methods.stop_rules`. None drafts
+      gamma tokens in all chains. If the rule has parameters, they are
       `params["drafter"]["stop"]`.
     shares_pass: True if the verifying pass runs only the layers after the first
-      ones. If False, it runs all layers of the target. Controllers and
-      combinations of drafters require False. The drafts are the same.
+      `exit` layers. If False, it runs all layers of the target. The drafts are
+      the same. Controllers and combinations of drafters require False.
     model: target model; `bind` sets it.
   """
 
@@ -144,9 +144,9 @@ class Exit(_common.DrawnChain):
 
   @property
   def autoregressive(self) -> bool:
-    # A stop rule ends a chain early and fills it with padding. So the padding
-    # depends on the drafted tokens, which the capability "autoregressive" does
-    # not allow.
+    # If a stop rule ends a chain early, the other nodes are padding. So the
+    # padding depends on the drafted tokens. The capability "autoregressive"
+    # does not allow this.
     return self.stop is None
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
@@ -285,7 +285,7 @@ class Exit(_common.DrawnChain):
   def _begin(self, params: chex.ArrayTree, state: DecodeState) -> Begun:
     """Returns a `Begun` without nodes, with space for all nodes of a draft."""
     cache = state.target_cache
-    # In a cascade, a block for the drafted tokens is reserved already.
+    # A cascade has already reserved a block for the drafted tokens.
     if cache.held is None:
       cache = cache.reserve(self.num_nodes)
     c = self.model.config
@@ -313,8 +313,8 @@ class Exit(_common.DrawnChain):
                   ancestors: jax.Array, cache: Cache) -> ModelOutput:
     """Returns the target's output on the draft.
 
-    If the first layers were run on the draft already (`shares_pass`), only the
-    other layers run.
+    If `propose` already ran the first layers on the draft (`shares_pass`), only
+    the other layers run.
     """
     if drafter.begun is None:
       return self.model(
@@ -385,7 +385,7 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
   Args:
     exit: number of target layers that draft.
     gamma: maximum draft length.
-    stop: stop rule; None: all chains have gamma tokens.
+    stop: stop rule; None drafts gamma tokens in all chains.
     verifier: verification rule for chains. `GreedyBlock` cannot be combined
       with a stop rule.
   """

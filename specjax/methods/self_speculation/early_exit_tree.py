@@ -1,11 +1,11 @@
 """LayerSkip with draft trees: the first layers draft, the others verify.
 
 The target's first layers sample the nodes of a tree of fixed shape level by
-level, and the verifying pass runs only the other layers, as in `early_exit`.
-The first layers read the nodes with children first, and all leaves together at
-the end. So the keys and values of the nodes are in another order than the nodes
-of the draft. The verifying pass uses the order of the keys and values, and its
-output is then permuted to the order of the draft.
+level. The verifying pass runs only the other layers, as in `early_exit`. The
+first layers read the nodes with children first, and all leaves together at the
+end. So the keys and values of the nodes are stored in another order than the
+nodes of the draft. The verifying pass uses the order of the keys and values.
+Its output is then permuted to the order of the draft.
 """
 
 import dataclasses
@@ -74,8 +74,8 @@ class EarlyExitTree(_trees.StaticTree):
       `specjax.trees`; stored in breadth-first order.
     proposal: sampling method of the children of a node, for example "iid" or
       "without_replacement", see `drafters.DraftModelTree`.
-    transform: transform from logits to draft probabilities; None: the target's
-      transform.
+    transform: transform from logits to draft probabilities; None uses the
+      target's transform.
     shares_pass: True if the verifying pass runs only the layers after the first
       `exit` layers. If False, it runs all layers of the target.
     model: target model; `bind` sets it.
@@ -130,7 +130,9 @@ class EarlyExitTree(_trees.StaticTree):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns None: the drafter has no state, it uses the target's cache."""
+    """Returns None, because the drafter has no state; it reads the target's
+    cache.
+    """
     del params, prompt, prefill_output
     return None
 
@@ -164,9 +166,9 @@ class EarlyExitTree(_trees.StaticTree):
     def step(tokens, depths, ancestors, above, carry):
       del above
       cache, states = carry
-      # The mask has no column for the root. But the root's keys and values come
-      # before those of the other nodes, and all nodes attend to the root. So a
-      # column of True is added at the start.
+      # The mask has no column for the root. In the cache, the root's keys and
+      # values precede those of the other nodes, and all nodes attend to the
+      # root. So a column of True is added at the start.
       ancestors = jnp.pad(
           ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
       out = read(tokens, depths + 1, ancestors, cache)
@@ -197,8 +199,8 @@ class EarlyExitTree(_trees.StaticTree):
                   ancestors: jax.Array, cache: Cache) -> ModelOutput:
     """Returns the target's output on the draft.
 
-    If the first layers were run on the draft already (`shares_pass`), only the
-    other layers run.
+    If `propose` already ran the first layers on the draft (`shares_pass`), only
+    the other layers run.
     """
     if drafter is None:
       return self.model(

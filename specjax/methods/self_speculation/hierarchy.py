@@ -98,8 +98,7 @@ class Hierarchy(Cascade):
             prefill_output: ModelOutput) -> ModelOutput:
     """Returns the target's output on the prompt, with a partial cache.
 
-    The part of the cache that the middle model reads is selected here, from
-    the prompt.
+    This method selects the part of the prompt's cache for the middle model.
     """
     root = jnp.take_along_axis(
         prompt.tokens, prompt.lengths[:, None] - 1, axis=1)[:, 0]
@@ -110,8 +109,8 @@ class Hierarchy(Cascade):
              ) -> Any:
     """Returns the middle model's cache for one round.
 
-    It is a part of the target's cache of all committed tokens except the last
-    one.
+    This cache is a part of the target's cache, which contains all committed
+    tokens except the last one.
     """
     del own
     return self.view.open(state.drafter.target_cache, state.target_cache)
@@ -128,8 +127,8 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
              ) -> Strategy:
   """Returns the strategy TriForce (Sun et al. 2024), for long contexts.
 
-  The target drafts for itself with a part of its cache, and these drafts are
-  accelerated by an inner drafter (arXiv:2404.11912). If the inner drafter is
+  The target drafts for itself with a part of its cache, and an inner drafter
+  makes this drafting faster (arXiv:2404.11912). If the inner drafter is
   `drafters.Empty()`, the strategy is MagicDec (Sadhukhan et al. 2024,
   arXiv:2408.11049).
 

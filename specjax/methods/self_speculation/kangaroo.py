@@ -220,7 +220,7 @@ class AdaptedExit(Model):
       exit: output of the target's first layers.
       depths: depths of the tokens, see `interfaces.Model`.
       ancestors: attention mask, see `interfaces.Model`.
-      cache: caches; None: there are no earlier tokens.
+      cache: caches of the earlier tokens; None if there are no earlier tokens.
     """
     out = self.adapter.model(self.target).run(
         self.adapter.parameters(params), _LAYER, None, depths, ancestors,
@@ -237,7 +237,7 @@ class Kangaroo(Exit):
   adapter.
 
   Attributes:
-    adapter: adapter.
+    adapter: adapter of the target.
     exit: number of target layers before the adapter, set from `adapter.exit`.
   """
 
@@ -304,8 +304,8 @@ class Kangaroo(Exit):
     state = super().commit(
         params, drafter, draft, verdict, target_output, count)
     # The adapter's cache contains the tokens of the chain in order, the root
-    # first. The accepted tokens are a prefix of it, so `rollback`, which cuts
-    # the cache to a length, removes the rejected tokens.
+    # first. The accepted tokens are a prefix of the chain. So `rollback`, which
+    # cuts the cache to a length, removes the rejected tokens.
     return state.replace(
         own=drafter.own.rollback(drafter.own.lengths + count).settle())
 
@@ -339,8 +339,8 @@ class KangarooObjective:
                key: jax.Array) -> Loss:
     """Returns the loss, and the metric `acceptance`, the acceptance rate.
 
-    It is the mean of sum_v min(p(v), q(v)) over positions, with the target's
-    distribution p and the adapter's distribution q.
+    The metric is the mean of sum_v min(p(v), q(v)) over positions, with the
+    target's distribution p and the adapter's distribution q.
     """
     chex.assert_rank(batch["tokens"], 2)
     del key
@@ -374,8 +374,8 @@ class KangarooObjective:
             score: Score) -> Any:
     """Evaluates the adapter's prediction of the k-th draft token, k = 1..K.
 
-    The logits of draft token k are computed with the true tokens of the row
-    before it, as if the first k - 1 draft tokens had been accepted.
+    The adapter reads the true tokens of the row. So it predicts draft token k
+    as if the first k - 1 draft tokens had been accepted.
 
     Args:
       params: `{"target": ..., "drafter": parameters of the adapter}`.
@@ -421,7 +421,7 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
   Args:
     adapter: adapter; its parameters are `params["drafter"]`.
     gamma: maximum draft length, 6 in the paper.
-    stop: stop rule; None: all chains have gamma tokens.
+    stop: stop rule; None drafts gamma tokens in all chains.
     verifier: verification rule for chains. `GreedyBlock` cannot be combined
       with a stop rule.
   """

@@ -34,9 +34,9 @@ class LayerSkipObjective:
   (ramp "exponential", for training from scratch). Layers that are not dropped
   are not rescaled.
 
-  Exit l predicts the next token by the target's final norm and LM head, applied
-  to the output of layer l. The loss is the sum of the next-token losses of the
-  exits with the weights
+  Exit l applies the target's final norm and LM head to the output of layer l
+  and predicts the next token. The loss is the sum of the next-token losses of
+  the exits with the weights
 
     w(l, t) = C(t, l) e(l) / sum_i C(t, i) e(i)
     e(l) = scale (0 + 1 + ... + l) for l < L - 1
@@ -48,8 +48,8 @@ class LayerSkipObjective:
   last to first, every T / (2 L) steps. "constant": all exits. The last exit is
   always used.
 
-  Dropout saves no time: rows drop different layers, so a dropped layer is
-  computed and its output is multiplied by 0.
+  Dropout saves no time. Rows drop different layers, so dropped layers are
+  computed too, and their output is multiplied by 0.
 
   Attributes:
     model: target model.

@@ -2,10 +2,10 @@
 
 The draft model is the target without some of its attentions and MLPs. A search
 looks for the best *set* of skipped attentions and MLPs. `scorer` scores a set
-on windows of text that the target generated: one pass, in which the set is
-skipped, computes the draft distribution q at every token, and q is compared
-with the target's distribution p. The set is an array in this pass, so one
-compiled program scores all sets. There are two scores:
+on windows of text that the target generated. One pass that skips the set
+computes the draft distribution q at every token. The score compares q with the
+target's distribution p. The set is an array in this pass, so one compiled
+program scores all sets. There are two scores:
 
   agreement   the fraction of positions where q and p have the same argmax,
               called "matchness" in SWIFT (Xia et al. 2024, arXiv:2410.06916)
@@ -159,10 +159,10 @@ def _chances(p_logits: jax.Array, q_logits: jax.Array, tokens: jax.Array
   Args:
     p_logits: target's logits `[S, V]`.
     q_logits: draft model's logits `[S, V]`.
-    tokens: the tokens x that follow the positions, `[S]` int32.
+    tokens: token x that follows each position, `[S]` int32.
 
   Returns:
-    `[S]`, min(1, q(x) / p(x)), and `[S]`, sum_v min(p(v), q(v)).
+    Two arrays `[S]`: min(1, q(x) / p(x)) and sum_v min(p(v), q(v)).
   """
   log_p, log_q = map(jax.nn.log_softmax, (p_logits, q_logits))
   ratio = jnp.take_along_axis(log_q - log_p, tokens[:, None], axis=1)[:, 0]
@@ -249,9 +249,9 @@ def greedy_search(score: Callable[[Sublayers], float], layers: int, count: int,
                   ) -> tuple[Skipped, float]:
   """Returns a set of skipped attentions and MLPs, chosen one at a time.
 
-  In each step, the attention or MLP is added to the set for which the new set
-  has the best score. For a model of L layers, about 2 * L * `count` sets are
-  scored. Arguments, results and errors are those of `random_search`.
+  Each step adds the attention or MLP that gives the new set with the best
+  score. For a model of L layers, about 2 * L * `count` sets are scored.
+  Arguments, results and errors are those of `random_search`.
   """
   _check(layers, count, parts)
   skipped, best = frozenset(), float("-inf")
@@ -305,9 +305,9 @@ def clasp(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
   are two candidates for D[i + 1][j]: layer i applied to D[i][j], or D[i][j - 1]
   unchanged, which skips layer i. The program takes the candidate with the
   larger cosine similarity to the residual stream of the complete model. Here
-  the similarity is averaged over all tokens of some windows; the paper uses
-  only the last verified token. The computation is that of about `count` + 2
-  passes of the model.
+  the similarity is averaged over all tokens of the windows; the paper uses only
+  the last verified token. The program costs about as much as `count` + 2 passes
+  of the model.
 
   Args:
     model: target model.
@@ -316,7 +316,7 @@ def clasp(model: Transformer, params: chex.ArrayTree, tokens: ArrayLike,
     count: number of skipped layers. The first and the last layer always run.
 
   Returns:
-    Set with the attention and the MLP of each of `count` layers.
+    The skipped parts: the attention and the MLP of each of `count` layers.
 
   Raises:
     ValueError: `count` is out of range.
@@ -405,7 +405,7 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
     target: complete target model.
     sublayers: attentions and MLPs that the draft model runs.
     gamma: maximum draft length.
-    stop: stop rule; None: all chains have gamma tokens.
+    stop: stop rule; None drafts gamma tokens in all chains.
     verifier: verification rule for chains. `GreedyBlock` cannot be combined
       with a stop rule.
   """

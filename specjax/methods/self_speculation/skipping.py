@@ -1,8 +1,8 @@
 """SWIFT: the target drafts for itself with some of its sublayers skipped.
 
 Sublayers are the attention and the MLP of each layer. SWIFT (Xia et al. 2024,
-arXiv:2410.06916) chooses the set of skipped sublayers while it decodes: sets
-are scored on the tokens that were just generated. So it needs no training and
+arXiv:2410.06916) chooses the set of skipped sublayers during decoding: it
+scores sets on the tokens that were just generated. So it needs no training and
 no search before decoding. A set is an array, so a new set requires no
 compilation.
 
@@ -10,9 +10,9 @@ The drafter has no cache of its own. It reads the target's cache, and computes
 keys and values only for the last two tokens and the drafted tokens. So its
 draft distribution q depends on the position where the draft began.
 
-The output distribution is exact, whichever sets are chosen. The set changes
-only between rounds and depends only on committed tokens, and the verifier gets
-the q from which each drafted token was sampled.
+The output distribution is exact for every choice of sets, for two reasons. The
+set changes only between rounds and depends only on committed tokens. The
+verifier receives the distribution q from which each token was sampled.
 """
 
 import dataclasses
@@ -78,17 +78,17 @@ class Swift(_common.DrawnChain):
   sublayers is improved during decoding, separately for each row of the batch.
   After every `window` tokens of a row, a new set is tried, in which one skipped
   sublayer is replaced by another. The old and the new set are scored on these
-  tokens, and the better one is used from then on. The score is the expected
-  number of accepted tokens per draft (see `survival`); the SWIFT paper counts
-  the positions with equal argmax instead. While a set is scored, its passes use
-  the keys and values that they compute for the window, not the target's. A try
-  takes three passes over the window and three arrays of B * window * V floats,
-  for B rows and V tokens of the vocabulary. As in the paper, the first and the
-  last layer always run.
+  tokens, and the better set is used from then on. The score is the expected
+  number of accepted tokens per draft (see `survival`). The SWIFT paper counts
+  the positions with equal argmax instead. A pass that scores a set computes its
+  own keys and values for the window, and does not read the target's. A try
+  takes three passes over the window. Its three arrays have B * window * V
+  floats each, for B rows and V tokens of the vocabulary. As in the paper, the
+  first and the last layer always run.
 
   This drafter saves no time, because skipped sublayers are computed and
-  multiplied by 0. To save time, use the set that it finds in a
-  `models.Shortened` (see `Skipped.sublayers`).
+  multiplied by 0. To save time, draft with a `models.Shortened` that runs only
+  the sublayers of the best set (see `Skipped.sublayers`).
 
   `params["drafter"]` is not read.
 
@@ -98,11 +98,11 @@ class Swift(_common.DrawnChain):
       the layers. The paper skips 45 % of the sublayers between the first and
       the last layer.
     window: number of tokens between two tries, at least gamma.
-    tries: number of sets that are tried per row; 0: the initial set is never
-      changed.
+    tries: number of sets that are tried per row; with 0 the initial set never
+      changes.
     seed: seed of the random replacements.
-    transform: transform from logits to draft probabilities; None: the target's
-      transform.
+    transform: transform from logits to draft probabilities; None uses the
+      target's transform.
     model: target model; `bind` sets it.
     law: transform from logits to the target's probabilities; `bind` sets it.
   """
@@ -235,7 +235,7 @@ class Swift(_common.DrawnChain):
         passed, jnp.sum(jnp.minimum(p, q), axis=-1), self.gamma))
 
   def _swapped(self, keep: jax.Array, tried: jax.Array) -> jax.Array:
-    """Replaces a random skipped sublayer by a random other one, for one row.
+    """Swaps a random skipped sublayer with a random running one, for one row.
 
     Args:
       keep: `[L, 2]`, 0 for the skipped attentions and MLPs, else 1.
@@ -265,16 +265,17 @@ class Swift(_common.DrawnChain):
 def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
   """Returns the probabilities that at least i = 1..gamma tokens are accepted.
 
-  They are estimated from S tokens x_0, x_1, ... that the target generated,
-  without drafting. p and q are the target's and the drafter's distributions at
-  these tokens. A draft that begins at token x_j has at least i accepted tokens
-  under token verification (Leviathan et al. 2022, arXiv:2211.17192) with the
-  expected probability
+  The estimate needs no drafting. It uses S tokens x_0, x_1, ... that the target
+  generated, and the distributions p of the target and q of the drafter at these
+  tokens. Consider a draft whose first token is at x_j. Token verification
+  (Leviathan et al. 2022, arXiv:2211.17192) accepts at least i of its tokens
+  with the expected probability
 
     prod_(k < i - 1) min(1, q(x_(j + k)) / p(x_(j + k))) sum_v min(p(v), q(v)),
 
-  where k = 0, 1, ..., and the sum is at the i-th token of the draft. This is
-  averaged over all positions j where a draft of gamma tokens can begin.
+  where k = 0, 1, ..., and p and q in the sum are those of the draft's i-th
+  token. The result is the mean over all positions j where a draft of gamma
+  tokens can begin.
 
   >>> half = jax.numpy.full((4,), 0.5)
   >>> survival(half, half, gamma=2).tolist()
@@ -310,11 +311,11 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
           verifier: Verifier = BLOCK) -> Strategy:
   """Returns the strategy SWIFT (Xia et al. 2024, arXiv:2410.06916).
 
-  The target drafts with some of its attentions and MLPs skipped, and the set of
-  skipped ones is improved during decoding. The trees and the stop rule of the
-  paper are not implemented. Sets are scored by the expected number of accepted
-  tokens, see `drafters.Swift`. The strategy measures acceptance but saves no
-  time, because skipped attentions and MLPs are computed and multiplied by 0.
+  The target drafts with some of its attentions and MLPs skipped. The set of
+  skipped parts is improved during decoding: sets are scored by the expected
+  number of accepted tokens, see `drafters.Swift`. The trees and the stop rule
+  of the paper are not implemented. The strategy measures acceptance but saves
+  no time, because skipped attentions and MLPs are computed and multiplied by 0.
 
   >>> swift(gamma=4, count=2).drafter.autoregressive
   False
