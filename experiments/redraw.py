@@ -62,7 +62,8 @@ def _draw_verification(directory: pathlib.Path, rows: list[dict[str, Any]]):
     rows = verification_cells.recomputed(rows, _read(prompts))
     common.write_csv(directory / "verification.csv", rows)
   verification_report.draw(directory, rows)
-  print("\n".join(verification_report.summary(rows)))
+  if "own_gain" in rows[0]:  # not with --noown_rollouts
+    print("\n".join(verification_report.summary(rows)))
 
 
 _DRAW = {

@@ -13,7 +13,9 @@ from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
 
-HELP = f"{compositions.HELP}, heads, "
+HELP = ("Drafters to compare, comma-separated: "
+        f"{compositions.HELP}, {', '.join(models.HEADS)} (bundled heads), the "
+        "directory of heads of train_drafter.py, ")
 
 
 class Loaded(NamedTuple):
