@@ -169,7 +169,7 @@ def _differences(runs: dict[tuple, dict[str, Any]], model: Any,
 
 def _tokens_at(place: int, first: list[int], second: list[int], model: Any,
                prompt: list[int], tokenizer: Tokenizer):
-  """Returns the texts of two different tokens and the gap of their logits.
+  """Returns the strings of two different tokens and the gap of their logits.
 
   If one output ended before this place, its token and the gap are None.
   """

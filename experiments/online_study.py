@@ -116,7 +116,7 @@ _OUTPUT_DIR = shared.output_dir("results/online")
 
 
 def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
-  """Returns the token ids of the texts of both topics."""
+  """Returns the token ids of the documents of both topics."""
   _, code = corpora.split(corpora.read_documents(_CODE.value, _FIELD.value))
   prose = corpora.read_documents(_PROSE.value or str(_LICENSE), _FIELD.value)
   return [tokenizer.encode_stream([d.text for d in side])

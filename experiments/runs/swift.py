@@ -1,6 +1,6 @@
 """Measures the gain of SWIFT's search for skipped layers during decoding.
 
-  python experiments/runs/swift.py [texts] [rounds]
+  python experiments/runs/swift.py [sequences] [rounds]
 
 The arguments are the numbers of prompts and of rounds per prompt. The bundled
 target continues held-out code at temperature 1. It drafts with itself and skips
@@ -66,11 +66,11 @@ def decoded(target: Pretrained, prompts: Sequence[Sequence[int]], count: int,
               str(found.sublayers(row)) for row in range(len(prompts))))
 
 
-def main(texts: str = "16", rounds: str = "96"):
+def main(sequences: str = "16", rounds: str = "96"):
   target, _, tokenizer = models.load_models("bundled", [])
   _, held_out = corpora.split(corpora.stdlib_documents())
   prompts = distillation.cut_prompts(
-      tokenizer.encode_stream([x.text for x in held_out]), int(texts),
+      tokenizer.encode_stream([x.text for x in held_out]), int(sequences),
       PROMPT_TOKENS)
   print("| left out | tries | first quarter | last quarter | gain |")
   print("|---|---|---|---|---|")
@@ -85,7 +85,7 @@ def main(texts: str = "16", rounds: str = "96"):
       print(f"| {count} | {name} | " + " | ".join(
           f"{x:.2f}" for x in ends) + f" | {gain:+.1%} |", flush=True)
       for one, number in sets.most_common(3):
-        print(f"  {number} texts: {one}", file=sys.stderr)
+        print(f"  {number} sequences: {one}", file=sys.stderr)
 
 
 if __name__ == "__main__":

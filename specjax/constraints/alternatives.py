@@ -28,7 +28,7 @@ class Alternative:
   Attributes:
     types: allowed types, a subset of `EVERY_TYPE`. None if `type` is missing. A
       number is an integer or a fraction.
-    values: JSON texts of the allowed values. None without `enum` and `const`.
+    values: JSON strings of the allowed values. None without `enum` and `const`.
     limits: values of the keywords that limit lengths and numbers, by keyword.
     patterns: regular expressions that must match somewhere in the string.
     formats: formats of the string.

@@ -32,7 +32,7 @@ def regex_fragment(regex: str) -> fragments.Fragment:
 
 def schema_fragment(schema: str | Mapping[str, Any],
                     whitespace: str | None = None) -> fragments.Fragment:
-  """Returns the automaton of the JSON texts that are valid under a schema.
+  """Returns the automaton of the JSON documents that are valid under a schema.
 
   Args:
     schema: schema as a JSON string or as a Python object.

@@ -86,7 +86,7 @@ class Writer:
 
   def _constants(self, values: Iterable[str]
                  ) -> list[fragments.Fragment | None]:
-    """Returns automata that accept constants, given as JSON texts.
+    """Returns automata that accept constants, given as JSON strings.
 
     The first automaton accepts all numbers, strings, booleans and null. Every
     array or object has a separate automaton.

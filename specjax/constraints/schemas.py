@@ -188,7 +188,7 @@ def _types(part: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _values(part: Mapping[str, Any]) -> tuple[str, ...] | None:
-  """Returns the JSON values that "enum" and "const" allow, as JSON texts.
+  """Returns the JSON values that "enum" and "const" allow, as JSON strings.
 
   Returns None if both keywords are missing.
   """

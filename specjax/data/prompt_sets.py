@@ -5,7 +5,7 @@ Speculative Decoding" (https://arxiv.org/abs/2403.10444, Table 1), with the
 paper's titles. Their prompts are the questions and documents, without an
 instruction or a chat template. The sets "copy", "rename", "summarise" and
 "questions" ship with specjax. "copy" is "rename" followed by "summarise".
-"questions" uses the texts of "summarise".
+"questions" uses the documents of "summarise".
 """
 
 import ast

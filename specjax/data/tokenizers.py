@@ -285,7 +285,7 @@ class Tokenizer:
             ) -> Iterator[tuple[int, tokenizers.Encoding]]:
     """Yields pairs `(offset, encoding)` of the pieces of a text.
 
-    Most texts have only one piece. No encoding contains a control token. If the
+    Most strings have only one piece. No encoding contains a control token. If the
     backend encodes plain text, such as `</s>`, as a control token, the text is
     cut inside it.
 

@@ -166,7 +166,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
       finite. Other rows pass, because `RoundStats` already reports them.
 
   Returns:
-    `{error: [B] bool}`, True if the row passes. The error texts contain the
+    `{error: [B] bool}`, True if the row passes. The error messages contain the
     placeholder {row}.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]

@@ -68,7 +68,7 @@ class Refilled(base.Configuration):
       Dict. "seconds" is the time from the start of the run to the last token.
       "rounds" and "accepted" are sums over requests. "first" and "last" are
       lists over requests of the seconds from arrival to the first and to the
-      last token. "texts" is a list of hashes of the outputs.
+      last token. The entry "texts" is a list of hashes of the outputs.
     """
     del number
     queue, begun = self._queue, time.perf_counter()

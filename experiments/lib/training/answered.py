@@ -70,16 +70,16 @@ class Conversations:
   placement: Placement | None = None
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-  def prompts(self, texts: Sequence[str], count: int) -> list[list[int]]:
+  def prompts(self, messages: Sequence[str], count: int) -> list[list[int]]:
     """Returns the token ids of randomly chosen messages, in the chat template.
 
     Args:
-      texts: messages to choose from.
+      messages: messages to choose from.
       count: maximum number of messages.
     """
-    order = np.random.default_rng(self.seed).permutation(len(texts))[:count]
+    order = np.random.default_rng(self.seed).permutation(len(messages))[:count]
     return [self.tokenizer.chat([prompts_lib.user(
-        self.tokenizer, texts[i], self.prompt_tokens)]) for i in order]
+        self.tokenizer, messages[i], self.prompt_tokens)]) for i in order]
 
   def check_room(self, prompts: Sequence[Sequence[int]]) -> None:
     """Raises `ValueError` if a message leaves no room for its answer."""
