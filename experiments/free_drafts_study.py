@@ -3,9 +3,10 @@
 Every prompt is continued without drafts, and then with each drafter. Each
 drafter runs with a fixed draft length and with the adaptive controller, which
 chooses the length of every draft (possibly 0). If the library transformers is
-installed, it also continues the same prompts with the same weights, without
-drafts and with its prompt lookup. At temperature 0 all outputs of a prompt must
-be equal. Prompts with different outputs are excluded from the table.
+installed, the script also runs it on the same prompts with the same weights,
+without drafts and with its prompt lookup. At temperature 0 all outputs of a
+prompt must be equal. Prompts with different outputs are excluded from the
+table.
 
   python experiments/free_drafts_study.py
   python experiments/free_drafts_study.py --target=smollm2 --chat \\
@@ -23,8 +24,9 @@ Drafters (--drafter, comma-separated):
   noise           uniformly random tokens, to measure the cost of drafting
   a+b             cascade: a drafts for b, and b drafts for the target
   a|b             b drafts in rows where a has no draft
-  others          draft models as in the other studies, or heads (bundled or
-                  from train_drafter.py) with their default strategy
+  others          name or directory of a draft model (such as small), or of
+                  heads (bundled or from train_drafter.py) with their default
+                  strategy
 
 A measured time covers one generation, from the prompt's token ids to the last
 token. A speed ratio compares two variants on one prompt. The table contains its
@@ -37,9 +39,9 @@ the first drafter of --drafter, on the same prompts. Each drafter generates its
 own text. Confidence intervals are 95 %, over prompts. For transformers, tokens
 per round are a lower bound, because --max_new_tokens cuts the last round.
 
---batch=B decodes B prompts together, on several devices with --mesh. In
-float32, tokens and acceptance do not depend on B. Speed is not measured then,
-so the speed columns, the controller and transformers are omitted:
+--batch=B decodes B prompts together, on several devices with --mesh. With
+--batch, speed is not measured, so the speed columns, the controller and
+transformers are omitted. In float32, tokens and acceptance do not depend on B:
 
   python experiments/free_drafts_study.py --batch=16
 

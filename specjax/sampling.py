@@ -424,8 +424,8 @@ def sample_outcome(law: Law, draft: Draft, u: jax.Array
   ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)
   order = jnp.arange(depths.shape[0], dtype=jnp.int32)
-  # True where a node is the one of depth d on the path. Beyond the end of the
-  # path no node is marked, so the sum below is 0.
+  # at_depth[d, i] is True if node i is the node of depth d on the path. Beyond
+  # the end of the path it is False for all nodes, so the sum below is 0.
   at_depth = ancestors[node] & (depths == order[:, None])
   row = law.next_row(node)
   return Verdict(

@@ -7,10 +7,10 @@ change the output distribution. A quantised cache of the target does, because
 the target's distribution changes.
 
 There are two differences from QuantSpec. First, the keys of a token share one
-scale per head, and so do its values. QuantSpec has one scale for a channel of
-128 keys. Second, the last tokens are also rounded, whereas QuantSpec stores
-them in full precision. With rounding, q depends on the sequence alone, not on
-the position where the round began. So drafts remain autoregressive.
+scale per head, and so do its values. QuantSpec has one scale for each channel
+of a group of 128 keys. Second, the last tokens are also rounded, whereas
+QuantSpec stores them in full precision. With rounding, a row of q depends only
+on the tokens before it, and not on the position where the round began.
 
 Attention multiplies by the integers and applies the scales to the products.
 """

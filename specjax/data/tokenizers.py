@@ -285,9 +285,9 @@ class Tokenizer:
             ) -> Iterator[tuple[int, tokenizers.Encoding]]:
     """Yields pairs `(offset, encoding)` of the pieces of a text.
 
-    Most strings have only one piece. No encoding contains a control token. If the
-    backend encodes plain text, such as `</s>`, as a control token, the text is
-    cut inside it.
+    Most strings have only one piece. No encoding contains a control token. If
+    the backend encodes plain text, such as `</s>`, as a control token, the text
+    is cut inside it.
 
     Args:
       text: text to encode.

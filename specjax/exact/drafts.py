@@ -281,12 +281,15 @@ def dense(starts: Starts, size: int) -> np.ndarray:
 
 
 def merged(outcomes: list[dict[int, Starts]], vocab: int) -> dict[int, Starts]:
-  """Merges starts of rounds with equal contexts and states.
+  """Adds the probabilities of starts with the same context and state.
 
   Args:
-    outcomes: mappings from a length of contexts to the starts with contexts of
-      this length.
+    outcomes: dicts from the length of a context to the starts of rounds after
+      contexts of this length.
     vocab: vocabulary size V.
+
+  Returns:
+    One such dict, in which every pair of context and state occurs once.
   """
   lengths = sorted({length for starts in outcomes for length in starts})
   return {length: _merged([starts[length] for starts in outcomes

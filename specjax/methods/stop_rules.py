@@ -453,8 +453,8 @@ class Scheduler(StopRule):
 
   def start(self, state: Memory) -> tuple[jax.Array, jax.Array, jax.Array]:
     reach = jnp.float32(1)
-    # The memory consists of a_k, the sum 1 + a_1 + ... + a_k, and the largest
-    # Theta so far. For k = 0 their values are 1, 1 and speeds[0].
+    # The memory has three numbers: a_k; the sum 1 + a_1 + ... + a_k; and the
+    # largest Theta so far. For k = 0 they are 1, 1 and speeds[0].
     return reach, reach, reach * self.speeds[0]
 
   def stops(self, params: Params, seen: Seen, memory: Memory

@@ -139,7 +139,7 @@ class Retrieved:
 
   def choose(self, model: Transformer, params: chex.ArrayTree, root: jax.Array,
              cache: KVCache) -> Chosen:
-    """Returns the chunks with the highest attention of the last token.
+    """Returns the chunks to which the last token attends most.
 
     Args:
       model: model of the cache.

@@ -34,8 +34,8 @@ _HARMLESS = frozenset("""
     unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 _OFF = (None, False, 0, "", [], {})
-# Keys with the only accepted value, which has no effect. Other values raise an
-# error.
+# Keys for which only one value is accepted. It has no effect, and any other
+# value raises an error.
 _PLAIN = {"is_causal": True, "attention.causal": True,
           "partial_rotary_factor": 1,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}

@@ -54,8 +54,8 @@ class RopeScaling:
                        f"one of {', '.join(_KINDS)}")
     if self.kind in ("llama3", "yarn") and self.original_length < 1:
       raise ValueError(f"original_length is {self.original_length}; for rope "
-                       f"scaling {self.kind} it must be the number of tokens "
-                       "in the first training, at least 1")
+                       f"scaling {self.kind} it must be the context length "
+                       "of the original training, at least 1")
     if self.factor <= 0:
       raise ValueError(f"factor is {self.factor}; for rope scaling it must be "
                        "above 0")

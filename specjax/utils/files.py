@@ -244,7 +244,7 @@ def read_json(path: str | os.PathLike[str], fix: str) -> dict[str, Any]:
 
   Args:
     path: path of the file.
-    fix: advice for the error.
+    fix: advice at the end of the error message.
 
   Raises:
     ValueError: the file is not UTF-8 or not a JSON object.

@@ -80,7 +80,7 @@ class Reader:
 
 
 class DecoderRows(base.Configuration):
-  """Rollouts of one decoder that report the acceptance under every verifier."""
+  """Rollouts of a decoder, with the acceptance of its drafts by every rule."""
 
   def __init__(self, decoder: sj.Decoder, params: Any, new_tokens: int,
                capacity: int, *, reader: Reader | None = None,

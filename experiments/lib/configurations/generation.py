@@ -62,7 +62,8 @@ class Ours(base.Configuration):
     Returns:
       Dict of "tokens" (the generated ids), "seconds" (time of the call),
       "rounds", "reading" (seconds of the prefill) and "accepted" (expected
-      number of accepted tokens, including tokens beyond the limit).
+      number of accepted tokens, summed over rounds; the last round counts in
+      full, even if its tokens exceed the maximum number of new tokens).
     """
     start = time.perf_counter()
     state = self._read(prompt, seed, request_id, self._new_tokens)

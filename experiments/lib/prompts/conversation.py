@@ -24,7 +24,7 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
     messages: messages with "role" and "content". The last one is the user's.
     room: maximum number of tokens.
     keep_last: if True, truncation is allowed.
-    fix: advice for the error message.
+    fix: advice at the end of the error message.
 
   Returns:
     `(ids, messages)`, with the remaining messages.

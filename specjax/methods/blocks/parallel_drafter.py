@@ -324,12 +324,12 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 class ParallelTree(BlockDrafter):
   """Drafter of deterministic trees, the most likely paths of a block.
 
-  Without a Markov head, the draft is DDTree's tree, the N - 1 most likely paths
-  under the K distributions (`_slot_trees`). With a Markov head or with
-  constraints, the distribution of a node depends on its path. In this case the
-  `top_k` most likely nodes of each level get children, as in EAGLE-2
-  (`_dynamic_trees.expand`). `TargetWalk` is exact, because the tree is a
-  deterministic function of the context.
+  Without a Markov head, the draft is DDTree's tree: its nodes end the N - 1
+  most likely paths of any length under the K distributions (`_slot_trees`).
+  With a Markov head or with constraints, the distribution of a node depends on
+  its path. In this case the `top_k` most likely nodes of each level get
+  children, as in EAGLE-2 (`_dynamic_trees.expand`). `TargetWalk` is exact,
+  because the tree is a deterministic function of the context.
 
   Attributes:
     heads: block-parallel network of the target, which predicts K tokens.
@@ -434,9 +434,9 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
 def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   """Returns a strategy that drafts the most likely paths of a block.
 
-  DDTree (arXiv:2604.12989). The verifier is `TargetWalk`. Without a Markov
-  head, the draft consists of the N - 1 most likely paths under the block's
-  distributions.
+  DDTree (arXiv:2604.12989). The verifier is `TargetWalk`. Every node
+  below the root ends one path. Without a Markov head, these are the N - 1 most
+  likely paths of any length under the block's distributions.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(

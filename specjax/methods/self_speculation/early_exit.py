@@ -111,8 +111,8 @@ class _Settling(Cache):
 class Exit(_common.DrawnChain):
   """Base class of drafters that run the first layers of the target.
 
-  The first layers read every drafted token once, while drafting. The verifying
-  pass runs only the other layers.
+  The first layers read every drafted token once, while drafting. With
+  `shares_pass`, the verifying pass runs only the other layers.
 
   Attributes:
     exit: number of target layers that draft, at least 1 and less than all.
