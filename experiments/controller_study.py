@@ -42,8 +42,9 @@ from specjax.strategies import Strategy
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="small,noise", help_="Drafters of chains to compare "
-    "(comma-separated; recycling and suffix_tree draft trees and are "
+    "(comma-separated; recycling, rest and suffix_tree draft trees and are "
     f"rejected): {compositions.HELP}, ")
+_DATASTORE = shared.datastore()
 _BATCH = flags.DEFINE_list(
     "slots", "1,4,16", "Batch sizes to compare (numbers of prompts decoded "
     "together), comma-separated")
@@ -160,7 +161,8 @@ def main():
   target, members, tokenizer = models.load_models(
       _TARGET.value, sum(map(compositions.members, names), []),
       ", ".join(compositions.NAMES), dtype=_DTYPE.value)
-  drafters = {name: compositions.strategy(name, lengths[-1], target, members)
+  drafters = {name: compositions.strategy(
+      name, lengths[-1], target, members, datastore=_DATASTORE.value)
               for name in names}
   for name, (strategy, _) in drafters.items():
     if strategy.drafter.with_gamma(1) is None:
@@ -178,7 +180,7 @@ def main():
 
   fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], eos, lengths,
-      _NEW_TOKENS.value, resumable.digest(read.all))
+      _NEW_TOKENS.value, _DATASTORE.value, resumable.digest(read.all))
   # Batches with equal settings are adjacent, because compiled code is freed
   # when the settings change.
   units = [(fingerprint, t, name, batch, i, _SEED.value)

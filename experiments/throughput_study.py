@@ -55,6 +55,7 @@ from specjax.models import Pretrained
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     help_=f"Drafters to compare, comma-separated: {compositions.HELP}, ")
+_DATASTORE = shared.datastore()
 _GAMMA = shared.gamma(4)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "Also measure every drafter with the adaptive "
@@ -304,7 +305,8 @@ def main():
       _TARGET.value, sum(map(compositions.members, names), []),
       ", ".join(compositions.NAMES), dtype=_DTYPE.value)
   drafters = {name: compositions.strategy(
-      name, _GAMMA.value, target, members) for name in names}
+      name, _GAMMA.value, target, members, datastore=_DATASTORE.value)
+              for name in names}
   requests, source = _requests(tokenizer, temperatures)
   longest = max(len(one.prompt) for one in requests)
   prompts_lib.check_room(
@@ -312,7 +314,7 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = resumable.fingerprint(
       [m.params for m in (target, *members.values())], names, _GAMMA.value,
-      _CONTROLLER.value, sizes, _ROUNDS.value,
+      _DATASTORE.value, _CONTROLLER.value, sizes, _ROUNDS.value,
       [dataclasses.astuple(one) for one in requests])
   decode = functools.partial(
       resumable.run, make_configurations=_Variants(
