@@ -135,20 +135,24 @@ def table(spec):
   """Returns the Markdown table of a comment."""
   name, options = _options(spec)
   rows = _selected(read(name), options.get("where", ""))
-  if "sort" in options:
-    rows = sorted(rows, key=lambda row: -float(row[options["sort"]]))
   names = list(_fields(options["rows"], 2))
   cells = list(_fields(options["cells"], 3)) if "cells" in options else []
   pivot, title = next(_fields(options.get("columns", ""), 2))
-  lines, heads = {}, {}
+
+  def head(row, column, text):
+    first = (title or "{}").format(_word(pivot, row[pivot])) if pivot else ""
+    return ", ".join(filter(None, [first, text if pivot else text or column]))
+
+  heads = dict.fromkeys(head(row, column, text) for row in rows
+                        for column, _, text in cells)
+  if "sort" in options:
+    rows = sorted(rows, key=lambda row: -float(row[options["sort"]]))
+  lines = {}
   for row in rows:
     key = tuple(_word(column, row[column]) for column, _ in names)
     lines.setdefault(key, {})
     for column, form, text in cells:
-      head = (title or "{}").format(_word(pivot, row[pivot])) if pivot else ""
-      head = ", ".join(filter(None, [head, text if pivot else text or column]))
-      heads[head] = None
-      lines[key][head] = _number(row, column, form)
+      lines[key][head(row, column, text)] = _number(row, column, form)
   table_rows = [
       [title or column for column, title in names] + list(heads),
       *([*key, *(line.get(head, "") for head in heads)]
