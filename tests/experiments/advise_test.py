@@ -71,6 +71,7 @@ def _arena(path):
   return last_line(done)["rows"]
 
 
+@pytest.mark.slow
 def test_advice(tmp_path):
   """The script measures rounds once, and checks its predictions."""
   rows = _arena(tmp_path)
@@ -99,6 +100,7 @@ def test_advice(tmp_path):
   assert "--context contains 4000" in far["code"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
                     reason="requires libtpu: pip install -e '.[tpu-aot]'")
 def test_advice_for_a_tpu(tmp_path):
