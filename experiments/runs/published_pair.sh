@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Block verification on a published pair, for docs/results/qwen.md. Resumes if
-# started again. Requires: pip install -e '.[experiments,chat,gguf]'
+# Verification rules on a published pair, for docs/results/qwen.md; with
+# STUDY=trees, draft trees. Resumes if started again.
+# Requires: pip install -e '.[experiments,chat,gguf]'
 # With SmolLM2: TARGET=smollm2 DRAFTER=smol DATA=... published_pair.sh \
 #   --batch=16 --output_dir=results/smollm2_tasks
 # DATA is the directory of chatgpt_prompts.csv, webquestions_test.json,
@@ -20,10 +21,15 @@ prompts+=,webquestions=$data/webquestions_test.json,piqa=$data/piqa_valid.jsonl
 prompts+=,gsm8k=$data/gsm8k_test.jsonl,mt_bench=$data/mt_bench.jsonl
 prompts+=,humaneval=$data/HumanEval.jsonl.gz
 prompts+=,$tasks/translation.jsonl,$tasks/summarization.jsonl
-python experiments/verification_study.py \
-  --target="${TARGET:-Qwen/Qwen2.5-Coder-1.5B-Instruct}" \
-  --drafter="${DRAFTER:-Qwen/Qwen2.5-Coder-0.5B-Instruct}" \
-  --chat --prompts="$prompts" --field=turns --gamma=2,4,8,16 \
-  --temperature=1,0.6,0 --num_prompts=12 --prompt_tokens=512 \
-  --max_new_tokens=64 --error=0 --noown_rollouts --batch=8 \
-  --output_dir=results/qwen "$@"
+models=(--target="${TARGET:-Qwen/Qwen2.5-Coder-1.5B-Instruct}"
+        --drafter="${DRAFTER:-Qwen/Qwen2.5-Coder-0.5B-Instruct}" --chat
+        --prompts="$prompts" --field=turns --prompt_tokens=512 --batch=8)
+if [ "${STUDY:-verification}" = trees ]; then
+  python experiments/tree_study.py "${models[@]}" --num_prompts=2 \
+    --methods=without_replacement,traversal --nodes=8,16,32,64 \
+    --temperature=1 --max_new_tokens=48 --output_dir=results/qwen_trees "$@"
+else
+  python experiments/verification_study.py "${models[@]}" --num_prompts=12 \
+    --gamma=2,4,8,16 --temperature=1,0.6,0 --max_new_tokens=64 --error=0 \
+    --noown_rollouts --output_dir=results/qwen "$@"
+fi
