@@ -1,8 +1,8 @@
 """Predicts which drafter, rule and draft length is fastest, and by how much.
 
-Speed is tokens per target call over seconds per round. The tokens per target
-call are those that arena.py recorded. The seconds are measured on this machine,
-or predicted for a chip that is not at hand:
+Speed is the number of tokens per round divided by the seconds per round. The
+tokens are those that arena.py recorded. The seconds are measured on this
+machine, or predicted for a chip that is not at hand:
 
   python experiments/arena.py
   python experiments/advise.py --arena=results/arena --batch=1,4,16

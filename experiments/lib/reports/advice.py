@@ -104,26 +104,28 @@ def check(rows: Sequence[dict[str, Any]], costs: round_costs.Measured) -> str:
     rows: rows of `predict`.
     costs: the costs that predicted them.
   """
-  errors, losses = [], []
+  errors, losses = {}, []  # errors by round, which several rules share
   for (_, batch, context), group in _groups(rows):
     for row in group:
-      gamma = _length(row, costs)
-      plain, seconds = costs.exact(row["draft"], gamma, batch, context)
+      place = row["draft"], _length(row, costs), batch, context
+      plain, seconds = costs.exact(*place)
       row["measured_speedup"] = row["block_efficiency"] * plain / seconds
-      if costs.is_interpolated(row["draft"], gamma, batch, context):
-        errors.append(abs(row["speedup"] / row["measured_speedup"] - 1))
-    best = max(row["measured_speedup"] for row in group)
-    losses.append(1 - _best(group)["measured_speedup"] / best)
+      if costs.is_interpolated(*place):
+        errors[place] = abs(row["speedup"] / row["measured_speedup"] - 1)
+    best, advised = max(row["measured_speedup"] for row in group), _best(group)
+    speed = advised["measured_speedup"] if advised["speedup"] > 1 else 1
+    losses.append(1 - speed / max(best, 1))
   text = (f"The advice for {len(losses)} combinations of temperature, batch "
-          "size and context was measured against all other drafts. It is "
-          f"slower than the best one by {statistics.median(losses):.1%} in the "
-          f"median and by {max(losses):.1%} at most.")
-  if errors:
-    text += (f" {len(errors)} predictions are for rounds that were not "
-             "measured before. Their speed-ups differ from measured ones by "
-             f"{statistics.median(errors):.1%} in the median, and by "
-             f"{statistics.quantiles(errors, n=10)[-1]:.1%} at the 90th "
-             f"percentile." if len(errors) > 1 else "")
+          "size and context was measured against all drafts and against "
+          "decoding without drafts. It is slower than the best of them by "
+          f"{statistics.median(losses):.1%} in the median and by "
+          f"{max(losses):.1%} at most.")
+  if len(errors) > 1:
+    deciles = statistics.quantiles(errors.values(), n=10)
+    text += (f" Of the rounds, {len(errors)} were predicted by interpolation. "
+             "Their speed-ups differ from measured ones by "
+             f"{deciles[4]:.1%} in the median, and by {deciles[8]:.1%} at the "
+             "90th percentile.")
   return text
 
 
