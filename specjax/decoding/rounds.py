@@ -333,7 +333,13 @@ class Round:
       uniforms = jax.vmap(jax.random.fold_in, (0, None))(
           fold_in(state.keys, state.rounds), _KEY_NUMBER)
     with _that_reads_params(self._drafter_name):
-      draft, drafter = self.drafter.propose(params, uniforms, state)
+      proposal = self.drafter.propose(params, uniforms, state)
+    if not isinstance(proposal, tuple) or len(proposal) != 2:
+      raise TypeError(
+          f"propose of {self._drafter_name} returned a "
+          f"{type(proposal).__name__}; return a pair, the drafts and the "
+          "drafter's new state (None without a state)")
+    draft, drafter = proposal
     checks.check_draft(
         self._drafter_name, draft, state.lengths.shape[0],
         self.drafter.num_nodes, self.target.vocab_size)

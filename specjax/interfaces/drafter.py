@@ -21,6 +21,7 @@ from specjax.types import Verdict
 if TYPE_CHECKING:
   from specjax.sampling import LogitsTransform
 
+#: Properties that a drafter can declare, each with its meaning.
 CAPABILITIES = {
     "chain": "every draft is one chain: node i + 1 is the child of node i, "
              "other nodes are padding, and every row of `probs` is the "
@@ -93,6 +94,10 @@ class Drafter:
   @property
   def num_nodes(self) -> int:
     """N, number of nodes of every draft, including the root."""
+    if not hasattr(self, "gamma"):
+      raise TypeError(
+          f"{type(self).__name__} has neither gamma nor num_nodes; define "
+          "gamma for drafts that are chains, or num_nodes for other drafts")
     return self.gamma + 1
 
   @property

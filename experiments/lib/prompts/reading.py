@@ -215,8 +215,13 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
   if path or name in prompt_sets.PROMPT_SETS:
     texts = prompt_sets.load(name, path or None)
   else:
+    file = pathlib.Path(item)
+    if not file.suffix and not file.exists():
+      raise ValueError(f"--prompts contains {item!r}, which is neither a prompt "
+                       "set nor a file; choose among "
+                       f"{', '.join(prompt_sets.EMBEDDED)}, or give a file")
     texts = prompts_lib.read_prompts(item, field)
-    name = pathlib.Path(item).stem
+    name = file.stem
   count, further = _shares(path or item, len(texts), count, extra, needs_extra)
   kept = random.Random(seed).sample(range(len(texts)), count + further)
   pick = lambda places: [texts[i] for i in sorted(places)]
