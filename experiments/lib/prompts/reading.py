@@ -217,8 +217,8 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
   else:
     file = pathlib.Path(item)
     if not file.suffix and not file.exists():
-      raise ValueError(f"--prompts contains {item!r}, which is neither a prompt "
-                       "set nor a file; choose among "
+      raise ValueError(f"--prompts contains {item!r}, which is neither a "
+                       "prompt set nor a file; choose among "
                        f"{', '.join(prompt_sets.EMBEDDED)}, or give a file")
     texts = prompts_lib.read_prompts(item, field)
     name = file.stem
