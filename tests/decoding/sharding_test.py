@@ -167,7 +167,7 @@ def test_a_drafter_is_replicated_where_that_is_asked_for():
                             pair.target, 2)
   with pytest.raises(ValueError, match="^heads is 3"):
     place()
-  with pytest.raises(ValueError, match="drafter is 'copy'; it is 'split'"):
+  with pytest.raises(ValueError, match="drafter is 'copy'; it must be 'split'"):
     place(how="copy")
   placed, state = place(how="replicate")
   assert {x.spec for x in jax.tree.leaves(placed["drafter"])} == {P()}

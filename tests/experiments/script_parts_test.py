@@ -647,7 +647,7 @@ def test_a_stop_rule_by_its_flag():
     (["--measure"], "--measure requires --controller"),
     (["--vocabulary_data=mine.txt"], "=mine.txt requires --draft_vocab"),
     (["--vocabulary=strings", "--drafter=ngram+tiny"], "is ngram.tiny; l"),
-    (["--drafter=tiny+ngram"], "write ngram first"),
+    (["--drafter=tiny+ngram"], "put ngram first"),
     (["--tail", "--drafter=ngram|tiny"], "--tail requires a cascade"),
     (["--stop=sure"], "is sure; give one of confidence, adaptive, entropy"),
     (["--stop=entropy:high"], "'high' is not a number"),

@@ -203,7 +203,7 @@ def test_a_pilot_chooses_how_many_prompts_are_decoded(capsys):
     script.flags.FLAGS.unparse_flags()
   assert turns == {"a": [[0], [1], [2]], "b": [[2], [3], [4]]}
   assert needed == 5 and asked == [[[20], [21]], 0.02]
-  assert none is None and "all are decoded" in capsys.readouterr().err
+  assert none is None and "all prompts are decoded" in capsys.readouterr().err
 
 
 def test_curves_of_equal_x_are_a_fixed_distance_apart(tmp_path):

@@ -316,7 +316,7 @@ def test_what_a_flag_composes():
           stages.drafter.drafter.gamma] == [7, 4, 2]
   assert (stages.tail, stages.drafter.tail) == (True, False)
   assert isinstance(_decoder(strategy.drafter), sj.Decoder)
-  for bad, message in (("tiny+ngram", "write ngram first"),
+  for bad, message in (("tiny+ngram", "put ngram first"),
                        ("ngram|", "lacks a name"), ("+tiny", "lacks a name"),
                        ("recycling|tiny", "set --drafter=recycling alone")):
     with pytest.raises(ValueError, match=message):
