@@ -121,7 +121,7 @@ class Answer:
   def __str__(self):
     total = len(self.tokens)
     return (f"{total} tokens in {self.rounds} rounds: "
-            f"{total / max(self.rounds, 1):.2f} a round, "
+            f"{total / max(self.rounds, 1):.2f} per target call, "
             f"{100 * self.drafted / max(total, 1):.0f} % of them drafted, "
             f"{total / max(self.seconds, 1e-9):.0f} tokens/s")
 
