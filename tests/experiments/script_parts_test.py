@@ -560,7 +560,8 @@ def test_rounds_that_nobody_reads_are_not_counted(monkeypatch):
   with pytest.raises(BrokenPipeError):
     streaming.Writer(decoder, None, 0).write(
         state, types.SimpleNamespace(round=printed), answer)
-  assert str(answer).startswith("1 tokens in 1 rounds: 1.00 per target call, 0 %")
+  assert str(answer).startswith(
+      "1 tokens in 1 rounds: 1.00 per target call, 0 %")
   assert len(answer.tokens) == len(read) == 1 and answer.seconds > 0
 
 
