@@ -14,6 +14,7 @@ import itertools
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 
 from lib.compiler import chips
@@ -38,6 +39,8 @@ class Stored:
     if name not in self._values:
       self._values[name] = list(map(float, function()))
       files.write_json(self._path, self._values)
+      # Programs are not used again, and their number in a process is limited.
+      jax.clear_caches()
     return self._values[name]
 
 
