@@ -106,8 +106,8 @@ _OUTPUT_DIR = shared.output_dir("results/evaluation")
 _PROBED = 8  # number of prompts whose continuations the conformance check uses
 
 
-def _of_models(rules: list[str], gamma: int, batch: decoders.Batch
-               ) -> tuple[judging.Judge, models.SelfDrafter | None]:
+def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
+               greedy: bool) -> tuple[judging.Judge, models.SelfDrafter | None]:
   """Returns the `Judge` for --target and --prompts, and the drafter's heads.
 
   The heads are None for other drafters.
@@ -134,7 +134,7 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch
       target=target, candidates=found, rules=rules, read=read,
       new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
       eos=models.ends(target, tokenizer) if _CHAT.value else None,
-      detailed=True), drafter.heads
+      detailed=True, greedy=greedy), drafter.heads
 
 
 def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
@@ -152,7 +152,8 @@ def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
           (strategy,), {"target": trace.params, "drafter": params},
           trace.model)},
       rules=rules, read=trace.prompts, eos=(trace.model.end,),
-      new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True)
+      new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True,
+      greedy=True)
 
 
 def _faults(judge: judging.Judge, own: models.SelfDrafter
@@ -177,7 +178,8 @@ def main() -> None:
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
   heads = None
   if _TRACE.value is None:
-    judge, heads = _of_models(rules, gammas[-1], batch)
+    judge, heads = _of_models(
+        rules, gammas[-1], batch, greedy=not any(temperatures))
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas[-1], batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")

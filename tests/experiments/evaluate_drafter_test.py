@@ -28,7 +28,7 @@ def test_statistics_equal_those_of_the_recorded_drafts():
   # Broken: a weight, an entropy or a recall belongs to another position.
   gamma, vocab_size = 3, 20
   model = sj.testing.MarkovModel(vocab_size=vocab_size)
-  observed = statistics.statistics(1.0, vocab_size)
+  observed = statistics.statistics(vocab_size)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
       drafter=sj.drafters.DraftModel(model=model, gamma=gamma),

@@ -115,6 +115,8 @@ class Results:
     for (kind, temperature), names in self.observed.items():
       if "drafted" not in names:
         continue
+      shown = [name for name in names if name.startswith("recall") and (
+          temperature or name in statistics.GREEDY)]
       sums = self._sums(kind, temperature)
       for i, drafted in enumerate(sums["drafted"]):
         share = lambda name, i=i, drafted=drafted, sums=sums: (
@@ -123,8 +125,7 @@ class Results:
             "temperature": temperature, "position": i + 1,
             "reached": float(drafted / sums["rounds"]),
             "accepted": share("overlap"),
-            **{name.replace(" ", "@"): share(name) for name in names
-               if name.startswith("recall")}})
+            **{name.replace(" ", "@"): share(name) for name in shown}})
     return rows
 
   def oracle(self) -> list[dict[str, Any]]:
@@ -151,8 +152,8 @@ class Results:
     """Returns the acceptance by the entropy of the target."""
     rows = []
     for (kind, temperature), names in self.observed.items():
-      if "drafted 0" not in names:
-        continue
+      if "drafted 0" not in names or temperature == 0:
+        continue  # at temperature 0, the entropy is 0
       sums = self._sums(kind, temperature)
       for low, high in zip(statistics.BINS, statistics.BINS[1:]):
         drafted = sums[f"drafted {low:g}"].sum()

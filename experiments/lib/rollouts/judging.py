@@ -128,6 +128,7 @@ class Judge:
     batch: settings of the rollouts.
     seed: seed of the rollouts.
     detailed: if True, the `statistics` of draft tokens are computed for chains.
+    greedy: whether all temperatures are 0, see `statistics.statistics`.
   """
 
   target: Any
@@ -139,8 +140,9 @@ class Judge:
   batch: decoders.Batch
   seed: int
   detailed: bool = False
+  greedy: bool = False
 
-  def observed(self, name: str, temperature: float) -> dict[str, sj.Verifier]:
+  def observed(self, name: str) -> dict[str, sj.Verifier]:
     """Returns the observers of a candidate: rules and statistics, by name."""
     one = self.candidates[name]
     if not one.is_chain:
@@ -148,7 +150,8 @@ class Judge:
               for x in one.strategies}
     found = {rule: common.VERIFIERS[rule] for rule in self.rules}
     if self.detailed:
-      found |= statistics.statistics(temperature, self.target.model.vocab_size)
+      found |= statistics.statistics(
+          self.target.model.vocab_size, self.greedy)
     return found
 
   def decoder(self, name: str, temperature: float) -> sj.Decoder:
@@ -162,7 +165,7 @@ class Judge:
             else one.strategies[0].verifier)
     return sj.Decoder(
         target=one.model, drafter=one.drafter, verifier=rule, eos=self.eos,
-        observers=tuple(self.observed(name, temperature).values()),
+        observers=tuple(self.observed(name).values()),
         transform=sj.LogitsTransform(temperature=temperature))
 
   def params(self, name: str) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class Judge:
         runs=self.runs(temperatures, path), gammas=gammas,
         cluster_of=self.read.cluster,
         chains=[name for name, x in self.candidates.items() if x.is_chain],
-        observed={(name, t): list(self.observed(name, t))
+        observed={(name, t): list(self.observed(name))
                   for name in self.candidates for t in temperatures})
 
 

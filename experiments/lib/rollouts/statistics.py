@@ -81,19 +81,22 @@ class Statistic(sj.Verifier):
         jnp.take_along_axis(p, tokens, axis=-1) * (likely > 0), axis=-1)
 
 
-def statistics(temperature: float, vocab_size: int) -> dict[str, Statistic]:
+GREEDY = ("drafted", "overlap", "recall 1")  # statistics at temperature 0
+
+
+def statistics(vocab_size: int, greedy: bool = False) -> dict[str, Statistic]:
   """Returns the statistics of a rollout by name.
 
   Args:
-    temperature: sampling temperature. At 0, p and q are one-hot. So the recall
-      of several tokens and statistics by entropy are left out.
     vocab_size: vocabulary size.
+    greedy: whether all rollouts have temperature 0. p and q are then one-hot,
+      so the recall of several tokens and statistics by entropy are left out.
   """
-  found = {"drafted": Statistic("drafted"), "overlap": Statistic("overlap")}
-  if temperature == 0:
-    return found | {"recall 1": Statistic("recall")}
-  found |= {f"recall {top}": Statistic("recall", top)
-            for top in TOPS if top <= vocab_size}
+  found = {"drafted": Statistic("drafted"), "overlap": Statistic("overlap"),
+           **{f"recall {top}": Statistic("recall", top)
+              for top in TOPS if top <= vocab_size}}
+  if greedy:
+    return {name: found[name] for name in GREEDY}
   for low, high in zip(BINS, BINS[1:]):
     for kind in "drafted", "overlap":
       found[f"{kind} {low:g}"] = Statistic(kind, low=low, high=high)
