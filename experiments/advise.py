@@ -5,12 +5,12 @@ tokens are those that arena.py recorded. The seconds are measured on this
 machine, or predicted for a chip that is not at hand:
 
   python experiments/arena.py
-  python experiments/advise.py --arena=results/arena --batch=1,4,16
+  python experiments/advise.py --arena=results/arena --batch=1,2,4,8,16
   python experiments/advise.py --arena=results/arena --chip=v5e --batch=1,8,64
 
-On this machine, rounds are timed at the ends of the draft lengths, batch sizes
-and contexts, and all others are interpolated. --check also times the others,
-and reports the errors of the predictions.
+On this machine, rounds are timed at every second of the draft lengths, batch
+sizes and contexts, and at the largest. All others are interpolated. --check
+also times the others, and reports the errors of the predictions.
 
 For a chip, the TPU compiler counts the bytes and the operations of a round
 (`pip install -e '.[tpu-aot]'`, no TPU is needed). The time of the target's pass
@@ -47,7 +47,7 @@ _CHIP = flags.DEFINE_enum(
     "chip", None, list(chips.CHIPS), "Chip for which speed is predicted. "
     "Default: this machine, by measurement")
 _BATCH = flags.DEFINE_list(
-    "batch", ["1", "4", "16"], "Batch sizes, comma-separated")
+    "batch", ["1", "2", "4", "8", "16"], "Batch sizes, comma-separated")
 _CONTEXT = flags.DEFINE_list(
     "context", ["128"], "Numbers of tokens per row (prompt and generated "
     "text), comma-separated")

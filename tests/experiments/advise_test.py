@@ -75,7 +75,7 @@ def _arena(path):
 def test_advice(tmp_path):
   """The script measures rounds once, and checks its predictions."""
   rows = _arena(tmp_path)
-  flags = ["--arena=arena", "--batch=1,2", "--context=32",
+  flags = ["--arena=arena", "--batch=1,2,3", "--context=32",
            "--output_dir=out"]
   checked, nowhere, both, far = run_all(
       "advise.py", [*flags, "--check"], ["--arena=nowhere"],
@@ -85,7 +85,7 @@ def test_advice(tmp_path):
   drafts = {(row["draft"], row["verifier"], row["gamma"]) for row in rows}
   assert {(row["draft"], row["verifier"], row["gamma"]) for row in advice
           } == drafts
-  assert len(advice) == 2 * len(drafts)
+  assert len(advice) == 3 * len(drafts)
   for row in advice:
     assert row["speedup"] == pytest.approx(
         row["block_efficiency"] * row["no_draft_ms"] / row["round_ms"])

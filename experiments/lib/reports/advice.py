@@ -143,8 +143,8 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]], *,
     check: text of `check`, or None.
   """
   source = (
-      "Rounds are measured on this machine at the smallest and the largest "
-      "draft length, batch size and context, and interpolated between them."
+      "Rounds are measured on this machine at every second draft length, batch "
+      "size and context (and the largest), and interpolated between them."
       if chip is None else
       "The bytes and operations of a round are counts of the TPU compiler for "
       f"one chip of a TPU v5e, and the peak figures are those of a {chip}. "

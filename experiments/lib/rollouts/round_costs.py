@@ -1,8 +1,7 @@
 """Seconds of decoding rounds: measured here, or predicted for a chip.
 
-Few rounds are measured or compiled: the shortest and the longest draft, the
-smallest and the largest batch, and the shortest and the longest context. All
-other rounds are interpolated.
+Only every second draft length, batch size and context (and the largest of each)
+is measured or compiled. All other rounds are interpolated.
 """
 
 from collections.abc import Callable
@@ -23,6 +22,12 @@ import specjax as sj
 from specjax.decoding import costs
 from specjax.utils import files
 from specjax.utils import fingerprints
+
+
+def _points(numbers: Sequence[int]) -> list[int]:
+  """Returns every second number and the largest, in increasing order."""
+  numbers = sorted(set(numbers))
+  return sorted({*numbers[::2], numbers[-1]})
 
 
 class Stored:
@@ -161,14 +166,14 @@ class Measured:
     rounds = self.rounds
     if name not in self._grids:
       self._grids[name] = Grid.of(
-          (_ends(rounds.lengths(name)), _ends(rounds.batches),
-           _ends(rounds.contexts)), functools.partial(self.exact, name))
+          (_points(rounds.lengths(name)), _points(rounds.batches),
+           _points(rounds.contexts)), functools.partial(self.exact, name))
     return tuple(self._grids[name](gamma, batch, context))
 
   def is_interpolated(self, name: str, gamma: int, batch: int, context: int
                       ) -> bool:
     """Returns whether `seconds` differs from a measured point."""
-    return any(x not in _ends(some) for x, some in (
+    return any(x not in _points(some) for x, some in (
         (gamma, self.rounds.lengths(name)), (batch, self.rounds.batches),
         (context, self.rounds.contexts)))
 
@@ -211,13 +216,13 @@ class Compiled:
                  sj.strategies.prompt_lookup(nodes - 1).drafter)
       return self._counts(*rounds.without_draft(drafter), batch)
 
-    return self._over_slots(((1, most), _ends(rounds.batches)), counts)
+    return self._over_slots(((1, most), _points(rounds.batches)), counts)
 
   def _grid(self, name: str) -> Grid:
     """Counts of a whole round over draft length, batch size and slots."""
     if name not in self._grids:
       self._grids[name] = self._over_slots(
-          (_ends(self.rounds.lengths(name)), _ends(self.rounds.batches)),
+          (_points(self.rounds.lengths(name)), _points(self.rounds.batches)),
           lambda gamma, batch: self._counts(
               self.rounds.decoder(name, gamma),
               self.rounds.candidates[name].params, batch))
@@ -231,8 +236,3 @@ class Compiled:
     draft = np.maximum(self._grid(name)(gamma, batch, context) - verified, 0)
     seconds = self._chip.seconds
     return seconds(one), seconds(verified) + seconds(draft)
-
-
-def _ends(numbers: Sequence[int]) -> list[int]:
-  """Returns the smallest and the largest number, once if they are equal."""
-  return sorted({min(numbers), max(numbers)})
