@@ -51,7 +51,7 @@ def test_imports_are_reported_and_end_by_ctrl_c(tmp_path):
   # Broken: a script is silent for the seconds that jax takes to import, or
   # Ctrl-C during these seconds prints a traceback.
   (tmp_path / "jax").mkdir()
-  (tmp_path / "jax/__init__.py").write_text("import time\ntime.sleep(100)\n")
+  (tmp_path / "jax/__init__.py").write_text("import time\ntime.sleep(1000)\n")
   env = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
   begun = {name: subprocess.Popen(
       [sys.executable, ROOT / "experiments" / name], env=env, text=True,

@@ -118,7 +118,7 @@ def test_numbers_of_readme():
   results = _ROOT / "experiments/results"
   [call] = re.findall(r"writes (\S+) tokens per target call", text)
   last = (results / "readme_generate.txt").read_text("utf-8").splitlines()[-1]
-  assert f" rounds: {call} a round" in last
+  assert f" rounds: {call} per target call" in last
   # No number outside of these, code, links and licences is left.
   prose = re.sub(r"```.*?```|\[\d{4}\.\d{5}\]\(.*?\)|\]\(.*?\)|^\| \d.*?$|"
                  r"Python 3.*?3\.\d+|Apache-2\.0", "", text,
@@ -138,5 +138,5 @@ def test_published_model_of_readme(tmp_path):
   assert shown.returncode == 0, shown.stderr
   recorded = (_ROOT / "experiments/results/readme_generate.txt").read_text(
       "utf-8").splitlines()[-1]
-  same = re.compile(r"\d+ tokens in \d+ rounds: \S+ a round")
+  same = re.compile(r"\d+ tokens in \d+ rounds: \S+ per target call")
   assert same.search(shown.stdout + shown.stderr)[0] == same.search(recorded)[0]

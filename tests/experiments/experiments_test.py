@@ -186,7 +186,7 @@ def test_generate(tmp_path):
     assert result["code"] == 0
     assert result["stdout"].startswith("def f(x):")
     assert "\033[31m" in result["stdout"]
-    assert "a round" in result["stdout"].splitlines()[-1]
+    assert "per target call" in result["stdout"].splitlines()[-1]
 
 
 def test_a_published_model_chats(tmp_path):
