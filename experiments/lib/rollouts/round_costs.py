@@ -1,7 +1,8 @@
 """Seconds of decoding rounds: measured here, or predicted for a chip.
 
 Only every second draft length, batch size and context (and the largest of each)
-is measured or compiled. All other rounds are interpolated.
+is measured or compiled, and the smallest batch size. All other rounds are
+interpolated.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,16 @@ def _points(numbers: Sequence[int]) -> list[int]:
   """Returns every second number and the largest, in increasing order."""
   numbers = sorted(set(numbers))
   return sorted({*numbers[::2], numbers[-1]})
+
+
+def _batch_points(batches: Sequence[int]) -> list[int]:
+  """Returns the smallest batch size, and `_points` of the others.
+
+  At batch size 1, a step without drafts multiplies matrices by a vector. Larger
+  batches use other kernels, so interpolation from batch size 1 is inaccurate.
+  """
+  return sorted({min(batches), *_points(
+      [n for n in batches if n > min(batches)] or batches)})
 
 
 class Stored:
@@ -162,20 +173,31 @@ class Measured:
 
   def seconds(self, name: str, gamma: int, batch: int, context: int
               ) -> tuple[float, float]:
-    """Returns the seconds of a round without and with a draft."""
+    """Returns the seconds of a round without and with a draft.
+
+    The ratio of both is interpolated, because they were timed in turn: their
+    ratio varies less between measurements than either of them.
+    """
     rounds = self.rounds
+
+    def measured(*point):
+      plain, seconds = self.exact(name, *point)
+      return plain, seconds / plain
+
     if name not in self._grids:
       self._grids[name] = Grid.of(
-          (_points(rounds.lengths(name)), _points(rounds.batches),
-           _points(rounds.contexts)), functools.partial(self.exact, name))
-    return tuple(self._grids[name](gamma, batch, context))
+          (_points(rounds.lengths(name)), _batch_points(rounds.batches),
+           _points(rounds.contexts)), measured)
+    plain, ratio = self._grids[name](gamma, batch, context)
+    return plain, plain * ratio
 
   def is_interpolated(self, name: str, gamma: int, batch: int, context: int
                       ) -> bool:
     """Returns whether `seconds` differs from a measured point."""
-    return any(x not in _points(some) for x, some in (
-        (gamma, self.rounds.lengths(name)), (batch, self.rounds.batches),
-        (context, self.rounds.contexts)))
+    return batch not in _batch_points(self.rounds.batches) or any(
+        x not in _points(some) for x, some in (
+            (gamma, self.rounds.lengths(name)),
+            (context, self.rounds.contexts)))
 
 
 class Compiled:
