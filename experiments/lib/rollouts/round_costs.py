@@ -1,8 +1,9 @@
 """Seconds of decoding rounds: measured here, or predicted for a chip.
 
 Only every second draft length, batch size and context (and the largest of each)
-is measured or compiled, and the smallest batch size. All other rounds are
-interpolated.
+is measured, and the smallest batch size. The counts of a compiled round are
+linear in all of them, so only the smallest and the largest are compiled. All
+other rounds are interpolated.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,11 @@ def _points(numbers: Sequence[int]) -> list[int]:
   """Returns every second number and the largest, in increasing order."""
   numbers = sorted(set(numbers))
   return sorted({*numbers[::2], numbers[-1]})
+
+
+def _ends(numbers: Sequence[int]) -> list[int]:
+  """Returns the smallest and the largest number."""
+  return sorted({min(numbers), max(numbers)})
 
 
 def _batch_points(batches: Sequence[int]) -> list[int]:
@@ -238,13 +244,13 @@ class Compiled:
                  sj.strategies.prompt_lookup(nodes - 1).drafter)
       return self._counts(*rounds.without_draft(drafter), batch)
 
-    return self._over_slots(((1, most), _points(rounds.batches)), counts)
+    return self._over_slots(((1, most), _ends(rounds.batches)), counts)
 
   def _grid(self, name: str) -> Grid:
     """Counts of a whole round over draft length, batch size and slots."""
     if name not in self._grids:
       self._grids[name] = self._over_slots(
-          (_points(self.rounds.lengths(name)), _points(self.rounds.batches)),
+          (_ends(self.rounds.lengths(name)), _ends(self.rounds.batches)),
           lambda gamma, batch: self._counts(
               self.rounds.decoder(name, gamma),
               self.rounds.candidates[name].params, batch))
