@@ -89,8 +89,8 @@ def chi_square(tokens: ArrayLike, law: np.ndarray, vocab_size: int) -> float:
   if np.count_nonzero(law) == 1:
     return 1.0  # the only outcome
   if kept.sum() < 2:
-    raise ValueError(f"{len(tokens)} texts are too few to test a law of "
-                     f"{np.count_nonzero(law)} outcomes; give more texts")
+    raise ValueError(f"{len(tokens)} sequences are too few to test a law of "
+                     f"{np.count_nonzero(law)} outcomes; give more")
   statistic = ((counts - expected)[kept]**2 / expected[kept]).sum()
   import scipy.stats  # takes a second  # pylint: disable=g-import-not-at-top
   return float(scipy.stats.chi2.sf(statistic, kept.sum() - 1))
