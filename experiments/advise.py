@@ -24,7 +24,6 @@ Output: advice.md and advice.csv in --output_dir. An interrupted run continues.
 from lib import common  # before jax, which takes long to import
 
 # isort: split
-import importlib.util
 import os
 
 from absl import flags
@@ -72,11 +71,8 @@ def main() -> None:
     raise ValueError(f"{path} was written by an older version; run arena.py "
                      "again, which only rewrites its tables")
   if _CHIP.value:
-    if importlib.util.find_spec("libtpu") is None:
-      raise ValueError("--chip requires libtpu, which has the TPU compiler: "
-                       "pip install 'specjax[tpu-aot]'")
     # A TPU of this machine is not needed, and may belong to another process.
-    os.environ.update(tpu_compiler.ENVIRONMENT)
+    tpu_compiler.prepare()
     jax.config.update("jax_platforms", "cpu")
   used = recorded["models"]
   rows = [row for row in recorded["rows"] if row["prompts"] == "all"]
@@ -97,6 +93,7 @@ def main() -> None:
   stored = round_costs.Stored(output_dir / "costs.json")
   costs = (round_costs.Compiled(rounds, stored, chips.CHIPS[_CHIP.value])
            if _CHIP.value else round_costs.Measured(rounds, stored))
+  rows = advice.comparable(rows, rounds)
   predicted = advice.predict(rows, costs, batches, contexts)
   advice.write(output_dir, predicted, title=(
       f"{models.label(used['target'])} on {_CHIP.value or 'this machine'}"),

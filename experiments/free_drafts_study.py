@@ -338,7 +338,8 @@ def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
   """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
       [target.params,
-       *(drafter.params["drafter"] for drafter in drafters.values())],
+       *(loading.own_params(drafter.params, target.params)
+         for drafter in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
       _TAIL.value, versions, "accepted" if batch is None else "no times")
 

@@ -10,8 +10,6 @@ takes a few minutes. In a pair of numbers, all cache slots are in use for the
 first number, and 128 slots per row for the second.
 """
 
-import importlib.util
-import os
 import pathlib
 import sys
 import time
@@ -23,7 +21,7 @@ def layers_of(arguments: list[str]) -> tuple[int, int] | None:
   Returns None for the published numbers.
 
   Raises:
-    SystemExit: the arguments are invalid, or the TPU compiler is missing.
+    SystemExit: the arguments are invalid.
   """
   if not arguments:
     layers = None
@@ -34,19 +32,18 @@ def layers_of(arguments: list[str]) -> tuple[int, int] | None:
     sys.exit(f"error: arguments are {' '.join(arguments)!r}; give the layers "
              "of the target and of the drafter, two whole numbers of at least "
              "1, or nothing for the published numbers")
-  if importlib.util.find_spec("libtpu") is None:
-    sys.exit("error: libtpu, the TPU compiler, is not installed: pip install "
-             "-e '.[tpu-aot]'")
   return layers
 
-
-if __name__ == "__main__":  # check the arguments before the slow import of jax
-  asked = layers_of(sys.argv[1:])
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from lib.compiler import tpu_compiler  # noqa: E402
 
-os.environ.update(tpu_compiler.ENVIRONMENT)
+if __name__ == "__main__":  # check the arguments before the slow import of jax
+  asked = layers_of(sys.argv[1:])
+  try:
+    tpu_compiler.prepare()
+  except ValueError as e:
+    sys.exit(f"error: {e}")
 
 from lib.compiler import pairs  # noqa: E402
 from lib.compiler import tpu_rounds  # noqa: E402

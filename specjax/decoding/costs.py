@@ -246,21 +246,30 @@ def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
   if directory is None:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     directory = pathlib.Path(home, "specjax", "costs")
-  shapes = jax.tree.map(
-      lambda x: f"{jnp.result_type(x)}{np.shape(x)}", (params, context))
-  device = jax.devices()[0]
-  cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-           else os.cpu_count())
-  machine = (_FORM, platform.node(), platform.machine(), device.platform,
-             device.device_kind, cores, os.environ.get("XLA_FLAGS"),
-             jax.__version__, __version__)
+  shapes, machine = conditions((params, context))
   try:
     name = fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,
-        decoder.controller.lengths, shapes, batch, slots, machine)
+        decoder.controller.lengths, shapes, batch, slots, (_FORM, *machine))
   except TypeError:
     return None
   return pathlib.Path(directory, f"{name}.json")
+
+
+def conditions(params: chex.ArrayTree) -> tuple[chex.ArrayTree, tuple]:
+  """Returns the conditions of a measurement, for its `fingerprint`.
+
+  They are the shapes and dtypes of the parameters, and the machine: host,
+  device, number of cores, compiler flags and versions.
+  """
+  device = jax.devices()[0]
+  cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+           else os.cpu_count())
+  shapes = jax.tree.map(
+      lambda x: f"{jnp.result_type(x)}{np.shape(x)}", params)
+  return shapes, (platform.node(), platform.machine(), device.platform,
+                  device.device_kind, cores, os.environ.get("XLA_FLAGS"),
+                  jax.__version__, __version__)
 
 
 def _stored(path: pathlib.Path | None, count: int) -> dict[str, Any] | None:

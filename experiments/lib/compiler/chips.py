@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
+import numpy as np
 
 from lib.compiler import hlo
 from lib.compiler import tpu_rounds
@@ -32,8 +33,8 @@ class Chip(NamedTuple):
     Memory traffic and arithmetic overlap, so the slower of the two decides
     (roofline: Williams et al. 2009, doi:10.1145/1498765.1498785).
     """
-    return jnp.maximum(counts[..., 0] / self.bandwidth,
-                       counts[..., 1] / self.flops)
+    return np.maximum(counts[..., 0] / self.bandwidth,
+                      counts[..., 1] / self.flops)
 
 
 CHIPS = {

@@ -37,6 +37,15 @@ class Loaded(NamedTuple):
   heads: models.SelfDrafter | None = None
 
 
+def own_params(params: dict[str, Any], target_params: Any) -> Any:
+  """Returns the parameters that a drafter's decoder adds to the target's.
+
+  PaSS adds its embeddings to the parameters of the target, so all parameters
+  are returned.
+  """
+  return params["drafter"] if params["target"] is target_params else params
+
+
 def members(names: list[str]) -> list[str]:
   """Returns the names of the language models among the drafters."""
   return sum(map(compositions.members, (

@@ -6,7 +6,6 @@ import itertools
 import pathlib
 import statistics
 from typing import Any
-from typing import Protocol
 
 from lib import common
 from lib.figures import style
@@ -18,44 +17,43 @@ _MOST = 1 << 16  # largest batch size of `limits`
 _LOSSLESS = [name for name, x in common.ALL_VERIFIERS.items() if x.lossless]
 
 
-class Costs(Protocol):
-  """Seconds of rounds, see `round_costs`."""
-
-  def seconds(self, name: str, gamma: int, batch: int, context: int
-              ) -> tuple[float, float]:
-    """Returns the seconds of a round without and with a draft."""
+Costs = round_costs.Measured | round_costs.Compiled
 
 
-def _length(row: Mapping[str, Any], costs: Costs) -> int:
+def _length(row: Mapping[str, Any], rounds: round_costs.Rounds) -> int:
   """Returns the draft length of a row; trees have only one."""
-  return row["gamma"] or costs.rounds.lengths(row["draft"])[0]
+  return row["gamma"] or rounds.lengths(row["draft"])[0]
+
+
+def comparable(rows: Sequence[dict[str, Any]], rounds: round_costs.Rounds
+               ) -> list[dict[str, Any]]:
+  """Returns the rows of arena.py that are lossless and can be decoded."""
+  return [row for row in rows if row["verifier"] in _LOSSLESS
+          and _length(row, rounds) in rounds.lengths(row["draft"])]
 
 
 def predict(rows: Sequence[dict[str, Any]], costs: Costs,
             batches: Sequence[int], contexts: Sequence[int]
             ) -> list[dict[str, Any]]:
-  """Returns the predicted speed of every lossless draft and rule.
+  """Returns the predicted speed of every draft and rule.
 
   Args:
-    rows: rows of arena.py for all prompts together.
+    rows: result of `comparable`.
     costs: seconds of rounds.
     batches: batch sizes.
     contexts: tokens per row.
   """
   found = []
   for batch, context, row in itertools.product(batches, contexts, rows):
-    if row["verifier"] not in _LOSSLESS or (
-        _length(row, costs) not in costs.rounds.lengths(row["draft"])):
-      continue  # lossy, or longer than the drafts of these heads
     plain, seconds = costs.seconds(
-        row["draft"], _length(row, costs), batch, context)
-    ratio = float(plain / seconds)
+        row["draft"], _length(row, costs.rounds), batch, context)
+    ratio = plain / seconds
     name = "block_efficiency"
     found.append({
         "temperature": row["temperature"], "batch": batch, "context": context,
         **{key: row[key] for key in ("draft", "verifier", "gamma", name)},
-        "round_ms": 1e3 * float(seconds), "no_draft_ms": 1e3 * float(plain),
-        "tokens_per_second": batch * row[name] / float(seconds),
+        "round_ms": 1e3 * seconds, "no_draft_ms": 1e3 * plain,
+        "tokens_per_second": batch * row[name] / seconds,
         **{"speedup" + end: row[name + end] and row[name + end] * ratio
            for end in ("", "_low", "_high")}})
   return found
@@ -107,7 +105,7 @@ def check(rows: Sequence[dict[str, Any]], costs: round_costs.Measured) -> str:
   errors, losses = {}, []  # errors by round, which several rules share
   for (_, batch, context), group in _groups(rows):
     for row in group:
-      place = row["draft"], _length(row, costs), batch, context
+      place = row["draft"], _length(row, costs.rounds), batch, context
       plain, seconds = costs.exact(*place)
       row["measured_speedup"] = row["block_efficiency"] * plain / seconds
       if costs.is_interpolated(*place):

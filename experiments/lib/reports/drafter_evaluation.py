@@ -43,8 +43,9 @@ class Results:
     runs: `{unit: {kind of draft: run}}`. A unit is (fingerprint, temperature,
       seed, prompt set, index, digest of the prompt).
     gammas: draft lengths.
-    observed: names of the rules and statistics, by kind of draft and
-      temperature (see `judging.Judge.observed`).
+    temperatures: sampling temperatures.
+    observed: names of the rules and statistics, by kind of draft (see
+      `judging.Judge.observed`).
     chains: kinds of draft that are chains. The others are trees.
     cluster_of: function from a prompt's digest to its cluster label (see
       `analysis.estimate`).
@@ -52,14 +53,16 @@ class Results:
 
   runs: Mapping[tuple, Mapping[str, Any]]
   gammas: Sequence[int]
-  observed: Mapping[tuple[str, float], Sequence[str]]
+  temperatures: Sequence[float]
+  observed: Mapping[str, Sequence[str]]
   chains: Sequence[str]
   cluster_of: Callable[[str], str]
 
   def _cells(self):
     """Yields (prompt set or "all", temperature, kind of draft, units, runs)."""
     sets = list(dict.fromkeys(unit[3] for unit in self.runs))
-    for kind, temperature in self.observed:
+    for kind, temperature in itertools.product(
+        self.observed, self.temperatures):
       for name in ("all", *(sets if len(sets) > 1 else ())):
         units = [unit for unit in self.runs
                  if unit[1] == temperature and name in ("all", unit[3])]
@@ -84,7 +87,7 @@ class Results:
         return {"num_prompts": len(rounds), "clusters": found.clusters,
                 **found.columns("block_efficiency")}
 
-      rules = [name for name in self.observed[kind, temperature]
+      rules = [name for name in self.observed[kind]
                if name in common.ALL_VERIFIERS]
       for rule in rules:
         at = 1 + rules.index(rule)
@@ -105,14 +108,16 @@ class Results:
     runs = [run[kind] for unit, run in self.runs.items()
             if unit[1] == temperature]
     sums = np.sum([run["survival"] for run in runs], axis=0)
-    names = self.observed[kind, temperature]
+    names = self.observed[kind]
     return {"rounds": sum(run["rounds"] for run in runs),
             **dict(zip(names, sums[1:, 1:]))}
 
   def positions(self) -> list[dict[str, Any]]:
     """Returns acceptance and recall by temperature and draft position."""
     rows = []
-    for (kind, temperature), names in self.observed.items():
+    for kind, temperature in itertools.product(
+        self.observed, self.temperatures):
+      names = self.observed[kind]
       if "drafted" not in names:
         continue
       shown = [name for name in names if name.startswith("recall") and (
@@ -151,8 +156,9 @@ class Results:
   def entropies(self) -> list[dict[str, Any]]:
     """Returns the acceptance by the entropy of the target."""
     rows = []
-    for (kind, temperature), names in self.observed.items():
-      if "drafted 0" not in names or temperature == 0:
+    for kind, temperature in itertools.product(
+        self.observed, self.temperatures):
+      if "drafted 0" not in self.observed[kind] or temperature == 0:
         continue  # at temperature 0, the entropy is 0
       sums = self._sums(kind, temperature)
       for low, high in zip(statistics.BINS, statistics.BINS[1:]):

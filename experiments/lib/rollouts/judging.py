@@ -193,8 +193,9 @@ class Judge:
       `{unit: {name of a candidate: run}}` (see `resumable`).
     """
     fingerprint = resumable.fingerprint(
-        [self.target.params, *(_own(x.params, self.target.params)
-                               for x in self.candidates.values())],
+        [self.target.params, *(
+            loading.own_params(x.params, self.target.params)
+            for x in self.candidates.values())],
         [(name, x.strategies) for name, x in self.candidates.items()],
         self.eos, list(self.rules), self.new_tokens)
     units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
@@ -220,13 +221,8 @@ class Judge:
         runs=self.runs(temperatures, path), gammas=gammas,
         cluster_of=self.read.cluster,
         chains=[name for name, x in self.candidates.items() if x.is_chain],
-        observed={(name, t): list(self.observed(name))
-                  for name in self.candidates for t in temperatures})
-
-
-def _own(params: dict[str, Any], target: Any) -> Any:
-  """Returns the parameters that a candidate does not share with the target."""
-  return params["drafter"] if params["target"] is target else params
+        temperatures=temperatures,
+        observed={name: list(self.observed(name)) for name in self.candidates})
 
 
 def context(judged: Mapping[str, Candidate]) -> int:

@@ -133,6 +133,13 @@ class Rounds:
     return tuple(gamma for gamma in self.gammas if gamma in beyond or (
         gamma < longest and costs.has_chain_of(one.drafter, gamma)))
 
+  def drafter(self, name: str, gamma: int) -> sj.interfaces.Drafter:
+    """Returns the drafter of a kind of draft, with a draft length."""
+    one = self.candidates[name]
+    return (one.drafter.with_gamma(gamma)
+            if one.is_chain and gamma < one.drafter.num_nodes - 1
+            else one.drafter)
+
   def decoder(self, name: str, gamma: int) -> sj.Decoder:
     """Returns the decoder of a draft.
 
@@ -140,11 +147,8 @@ class Rounds:
     the same (`benchmark.py` measures block_over_token).
     """
     one = self.candidates[name]
-    drafter = one.drafter
-    if one.is_chain and gamma < drafter.num_nodes - 1:
-      drafter = drafter.with_gamma(gamma)
     return sj.Decoder(
-        target=one.model, drafter=drafter,
+        target=one.model, drafter=self.drafter(name, gamma),
         verifier=sj.verifiers.Block() if one.is_chain
         else one.strategies[0].verifier)
 
@@ -170,11 +174,12 @@ class Measured:
             ) -> tuple[float, float]:
     """Returns the measured seconds of a round without and with a draft."""
     decoder = self.rounds.decoder(name, gamma)
+    params = self.rounds.candidates[name].params
     return tuple(self._stored(
-        (decoder.target, decoder.drafter, batch, context),
+        (decoder.target, decoder.drafter, batch, context,
+         *costs.conditions(params)),
         lambda: costs.seconds_of_rounds(
-            [self.rounds.without_draft(sj.drafters.Empty()),
-             (decoder, self.rounds.candidates[name].params)],
+            [self.rounds.without_draft(sj.drafters.Empty()), (decoder, params)],
             batch=batch, used=context)))
 
   def seconds(self, name: str, gamma: int, batch: int, context: int
@@ -236,7 +241,7 @@ class Compiled:
   def _passes(self) -> Grid:
     """Counts of a target pass over nodes, batch size and slots in use."""
     rounds = self.rounds
-    most = max(rounds.decoder(name, max(rounds.lengths(name))).num_nodes
+    most = max(rounds.drafter(name, max(rounds.lengths(name))).num_nodes
                for name in rounds.candidates)
 
     def counts(nodes, batch):
@@ -259,7 +264,7 @@ class Compiled:
   def seconds(self, name: str, gamma: int, batch: int, context: int
               ) -> tuple[float, float]:
     """Returns the seconds of a round without and with a draft."""
-    nodes = self.rounds.decoder(name, gamma).num_nodes
+    nodes = self.rounds.drafter(name, gamma).num_nodes
     one, verified = (self._passes(n, batch, context) for n in (1, nodes))
     draft = np.maximum(self._grid(name)(gamma, batch, context) - verified, 0)
     seconds = self._chip.seconds
