@@ -39,7 +39,8 @@ layer, before the norm or in another order; another RoPE base or order;
 concatenated tensors in another order; heads shifted by a position; norms and
 embeddings with another scale. It also reports tensors that are constant or not
 used, a wrong map from draft tokens to target tokens, a precision that is too
-low, and a drafter state that is wrong after rejected drafts.
+low, a drafter state that is wrong after rejected drafts, and prompts that lack
+the chat template of the training, or have one that the training lacked.
 
 Trace: with --trace, a drafter without a model, such as ngram, is evaluated on
 stored token ids instead of a target, at temperature 0. Any model can have
@@ -107,10 +108,12 @@ _PROBED = 8  # number of prompts whose continuations the conformance check uses
 
 
 def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
-               greedy: bool) -> tuple[judging.Judge, models.SelfDrafter | None]:
-  """Returns the `Judge` for --target and --prompts, and the drafter's heads.
+               greedy: bool) -> tuple[
+                   judging.Judge, models.SelfDrafter | None, sj.data.Tokenizer]:
+  """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.
 
-  The heads are None for other drafters.
+  The heads are those of the drafter, or None if it has none. The tokenizer is
+  that of the target.
   """
   name = _DRAFTER.value
   target, loaded, tokenizer = loading.load_target(
@@ -125,16 +128,21 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
     found["default tree"] = judging.of_loaded(load(None))
   elif not found["chain"].is_chain:
     found = {"tree": found["chain"]}
-  read = prompts_lib.read(
-      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
-      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
+  read = _read(tokenizer, _CHAT.value)
   prompts_lib.check_room(
       read.longest, _NEW_TOKENS.value, judging.context(found))
   return judging.Judge(
       target=target, candidates=found, rules=rules, read=read,
       new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
       eos=models.ends(target, tokenizer) if _CHAT.value else None,
-      detailed=True, greedy=greedy), drafter.heads
+      detailed=True, greedy=greedy), drafter.heads, tokenizer
+
+
+def _read(tokenizer: sj.data.Tokenizer, chat: bool) -> prompts_lib.Prompts:
+  """Reads --prompts, with the target's chat template if `chat` is True."""
+  return prompts_lib.read(
+      tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
+      tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=chat)
 
 
 def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
@@ -156,19 +164,32 @@ def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
       greedy=True)
 
 
-def _faults(judge: judging.Judge, own: models.SelfDrafter
-            ) -> list[conformance.Finding]:
-  """Returns the probable faults of heads, found on text of the target."""
-  progress.say("looking for faults of the heads")
-  target, prompts = judge.target, judge.read.all[:_PROBED]
+def _written(target: sj.models.Pretrained, prompts: list[list[int]]
+             ) -> np.ndarray:
+  """Returns prompts with the target's continuations, cut to equal lengths."""
   written = common.autoregressive(target.model, 1.0).generate(
       {"target": target.params}, prompts, jax.random.key(_SEED.value),
       max_new_tokens=_NEW_TOKENS.value)
   shortest = min(map(len, written.tokens))
-  rows = np.array([row[-shortest:] for row in written.tokens])
-  return conformance.check(own.heads, own.params, target, rows) + (
-      conformance.check_state(
-          judge.decoder("chain", 1.0), judge.params("chain"), prompts))
+  return np.array([row[-shortest:] for row in written.tokens])
+
+
+def _faults(judge: judging.Judge, own: models.SelfDrafter,
+            tokenizer: sj.data.Tokenizer) -> list[conformance.Finding]:
+  """Returns the probable faults of heads, found on text of the target."""
+  progress.say("looking for faults of the heads")
+  target, prompts = judge.target, judge.read.all[:_PROBED]
+  heads = own.heads, own.params, target
+  rows = _written(target, prompts)
+  found = conformance.check(*heads, rows) + conformance.check_state(
+      judge.decoder("chain", 1.0), judge.params("chain"), prompts)
+  if tokenizer.chat_template is not None:
+    other = _read(tokenizer, not _CHAT.value).all[:_PROBED]
+    if max(map(len, other)) + _NEW_TOKENS.value <= judging.context(
+        judge.candidates):
+      found += conformance.check_format(
+          *heads, rows, _written(target, other), chat=_CHAT.value)
+  return found
 
 
 def main() -> None:
@@ -176,15 +197,16 @@ def main() -> None:
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   rules = common.verifier_names("--verifier", _VERIFIERS.value)
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
-  heads = None
+  heads = tokenizer = None
   if _TRACE.value is None:
-    judge, heads = _of_models(
+    judge, heads, tokenizer = _of_models(
         rules, gammas[-1], batch, greedy=not any(temperatures))
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas[-1], batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
   results = judge.results(temperatures, gammas, output_dir / "runs.jsonl")
-  faults = _faults(judge, heads) if _CONFORMANCE.value and heads else None
+  faults = (_faults(judge, heads, tokenizer)
+            if _CONFORMANCE.value and heads else None)
   target = _TRACE.value or models.label(_TARGET.value)
   report.write(output_dir, results, faults,
                f"{models.label(_DRAFTER.value)} for {target}")

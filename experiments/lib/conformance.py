@@ -191,7 +191,7 @@ def check(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
     except ValueError:  # the target lacks this hidden state
       continue
     gain = analysis.relative_gain(*score, *base)
-    if gain.value > _LEAST and gain.low > 0:
+    if _is_clear(gain):
       better.append((gain.value, Finding(
           variant.fault, f"without this difference, the heads have {gain:+.1%} "
           "block efficiency on the target's own text")))
@@ -275,7 +275,7 @@ def _precision(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray,
   target = dataclasses.replace(target, params=wide(target.params))
   gain = analysis.relative_gain(
       *_score(heads, wide(params), target, rows), *base)
-  if gain.value <= _LEAST or gain.low <= 0:
+  if not _is_clear(gain):
     return []
   return [Finding("the precision is too low", "in float32, the heads have "
                   f"{gain:+.1%} block efficiency")]
@@ -328,6 +328,37 @@ def _vocabulary(heads: Heads, params: Any, target: Pretrained, rows: np.ndarray
       "the most likely token of the first head is the target's at "
       f"{as_is / len(pairs):.0%} of the positions, and with a map estimated "
       f"from this text at {mapped / len(pairs):.0%}")]
+
+
+def check_format(heads: Heads, params: Any, target: Pretrained,
+                 rows: np.ndarray, other: np.ndarray, chat: bool
+                 ) -> list[Finding]:
+  """Returns a finding if the heads fit another format of the prompts better.
+
+  Args:
+    heads: loaded heads.
+    params: parameters of the heads.
+    target: target of the heads.
+    rows: `[R, S + 1]`, prompts with the tokens that the target generated.
+    other: `[R, S' + 1]`, the same prompts with the other value of `chat`, and
+      the tokens that the target generated.
+    chat: if True, the prompts of `rows` have the target's chat template.
+  """
+  score = lambda rows: _score(heads, params, target, rows)
+  gain = analysis.relative_gain(*score(other), *score(rows))
+  if not _is_clear(gain):
+    return []
+  have, change = (("have a", "without it") if chat else
+                  ("lack the", "with it"))
+  return [Finding(
+      f"the prompts {have} chat template",
+      f"{change}, the heads have {gain:+.1%} block efficiency, so they were "
+      "probably trained in this format")]
+
+
+def _is_clear(gain: analysis.Estimate) -> bool:
+  """Returns True if a gain is large and its interval is above 0."""
+  return bool(gain.value > _LEAST and gain.low > 0)
 
 
 def check_state(decoder: sj.Decoder, params: Any, prompts: list[list[int]],

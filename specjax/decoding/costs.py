@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -38,6 +39,7 @@ from specjax.utils.fingerprints import fingerprint
 from specjax.version import __version__
 
 _ROUNDS, _TIMES = 16, 9  # rounds per timed call, and number of timed calls
+_SECONDS = 4  # duration of a measurement of `seconds_of_rounds`
 _READ = 32  # number of tokens that a drafter reads when `reading` is timed
 _PERIOD = 4  # when `switching` is timed, one of this many rounds has a draft
 _FORM = 2  # version of the file format
@@ -188,7 +190,7 @@ def seconds_of_rounds(
   """Returns the measured seconds of a round of each decoder.
 
   The decoders take turns, so ratios of their times are more reliable than the
-  times. Nothing is stored.
+  times. The measurement takes at least 4 seconds. Nothing is stored.
 
   Args:
     decoders: decoders without a controller, each with its
@@ -199,17 +201,14 @@ def seconds_of_rounds(
   longest = max(decoder.num_nodes for decoder, _ in decoders)
   used, rounds = _room(used, min(
       decoder.context_length for decoder, _ in decoders), longest)
-  calls, counts = [], (rounds // 4, rounds)
+  calls = []
   for decoder, params in decoders:
     state = decoder.prefill(
         params, _random_prompts(decoder, batch, used), jax.random.key(0),
         limits=used + rounds * longest)
-    calls += [(lambda state, n=n, parts=decoder.parts, params=params:
-               rounds_lib.until(parts, params, state, n), state)
-              for n in counts]
-  times = _timed(calls)
-  return [_per_round(short, counts[0], long, counts[1])
-          for short, long in zip(times[::2], times[1::2])]
+    calls.append((functools.partial(
+        rounds_lib.until, decoder.parts, params, rounds=rounds), state))
+  return [seconds / rounds for seconds in _timed(calls, _SECONDS)]
 
 
 def _random_prompts(decoder: Decoder, batch: int, used: int
@@ -371,8 +370,8 @@ def _per_round(short: float, few: int, long: float, rounds: int) -> float:
   return max((long - short) / (rounds - few), long / (2 * rounds))
 
 
-def _timed(calls: Sequence[tuple[Callable[[DecodeState], Any], DecodeState]]
-           ) -> list[float]:
+def _timed(calls: Sequence[tuple[Callable[[DecodeState], Any], DecodeState]],
+           seconds: float = 0.0) -> list[float]:
   """Returns the median seconds of each call.
 
   The calls alternate, so that a disturbance of the machine affects all of them.
@@ -380,12 +379,16 @@ def _timed(calls: Sequence[tuple[Callable[[DecodeState], Any], DecodeState]]
   Args:
     calls: functions of a state, each with its state. A call receives a copy of
       its state and may donate it.
+    seconds: time for which calls are repeated. They are called at least
+      `_TIMES` times.
   """
-  found = [[] for _ in calls]
-  for _ in range(1 + _TIMES):  # the first time compiles
+  found, end = [[] for _ in calls], math.inf
+  while len(found[0]) <= _TIMES or time.perf_counter() < end:
     for times, (call, state) in zip(found, calls):
       fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
       start = time.perf_counter()
       jax.block_until_ready(call(fresh))
       times.append(time.perf_counter() - start)
+    if len(found[0]) == 1:  # the first call compiles, and is not counted
+      end = time.perf_counter() + seconds
   return [statistics.median(times[1:]) for times in found]

@@ -223,6 +223,21 @@ def test_sound_heads_have_no_fault(name, changes, written):
   assert not conformance.check(heads, params, target, rows)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chat,fault", [
+    (True, "have a chat template"), (False, "lack the chat template")])
+def test_a_wrong_format_of_the_prompts_is_named(chat, fault, written):
+  target, rows = written
+  heads = *_heads("eagle3", target, forecasts=1), target
+  strange = rows.copy()  # a template of which the heads saw no token
+  strange[:, ::2] = np.random.default_rng(0).integers(
+      target.model.vocab_size, size=strange[:, ::2].shape)
+  [found] = conformance.check_format(*heads, strange, rows, chat)
+  assert fault in found.fault
+  assert not conformance.check_format(*heads, rows, strange, chat)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Forgetful(sj.drafters.DraftModel):
   """Loses the keys of all tokens at the end of every round."""
