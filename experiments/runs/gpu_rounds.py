@@ -60,8 +60,7 @@ def _weights(model: Transformer, seed: int):
   return jax.jit(init)(jax.random.key(seed))
 
 
-def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
-            used: int):
+def _rounds(decoder: sj.Decoder, params: Any, rows: int, used: int):
   """Returns a timer of rounds that start with `used` filled slots per row."""
   keys = jax.random.split(jax.random.key(0), rows)
   state = jax.jit(functools.partial(
@@ -78,8 +77,8 @@ def _rounds(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
   return timing.Timed(run, params, state, timing.STEPS)
 
 
-def _timed(decoder: sj.Decoder, params: Any, rows: list[dict[str, Any]],
-           used: int, sizes: list[int], speed: float):
+def _timed(decoder: sj.Decoder, params: Any, rows: int, used: int,
+           sizes: list[int], speed: float):
   """Returns `{name: (timer, floor in seconds)}` for one batch size and length.
 
   Args:

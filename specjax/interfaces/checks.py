@@ -151,9 +151,10 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
   statistics, and `raise_if_bad` reads them on the host. (`checkify` is not
   used because it does not support a loop inside a vmap.)
 
-  The checks: parents come before children; rows of q are distributions or
-  padding; drafts have the declared capabilities; the law sums to 1; the
-  committed tokens fit the capacity.
+  The checks: the root is the last token; parents come before children; rows of
+  q are distributions or padding; drafted tokens are in the vocabulary; drafts
+  have the declared capabilities; the law sums to 1; the committed tokens fit
+  the capacity.
 
   Args:
     drafter: class name of the drafter.
@@ -171,7 +172,11 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
+  last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
   good = {
+      f"tokens[0] of the drafter {drafter} is not the last token of row "
+      "{row}; the root of a draft is the last token of the sequence":
+          draft.tokens[:, 0] == last[:, 0],
       **draft_values(drafter, declared, draft),
       f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
       "negative and sums to 1":
@@ -193,12 +198,16 @@ def draft_values(drafter: str, declared: Collection[str], draft: Draft
       order > 0, (draft.parents >= 0) & (draft.parents < order),
       draft.parents == -1)
   is_law = (draft.probs[:, 1:] >= 0).all(-1) & (_is_one(total) | (total == 0))
+  vocab_size, drafted = draft.probs.shape[-1], draft.tokens[:, 1:]
+  known = (drafted >= 0) & (drafted < vocab_size) | (total == 0)
   good = {
       f"parents of the drafter {drafter} are no tree in row {{row}}; "
       "parents[0] is -1 and 0 <= parents[i] < i": parents.all(-1),
       f"probs of the drafter {drafter} hold a row that is no law in row "
       "{row}; each is not negative and sums to 1, or to 0 for padding":
           is_law.all(-1),
+      f"tokens of the drafter {drafter} hold an id outside the vocabulary of "
+      f"{vocab_size} tokens in row {{row}}": known.all(-1),
   }
   if "chain" in declared:
     in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])

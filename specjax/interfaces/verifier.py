@@ -162,6 +162,9 @@ def check_verifier(verifier: Verifier) -> None:
   if isinstance(verifier, type):
     raise ValueError(f"the verifier is the class {verifier.__name__}; give an "
                      f"object: {verifier.__name__}()")
+  if isinstance(verifier, str):
+    raise ValueError(f"the verifier is the string {verifier!r}; give an object "
+                     "such as specjax.verifiers.Block()")
   name = type(verifier).__name__
   if not isinstance(verifier, Verifier):
     raise ValueError(f"the verifier is a {name}, which is not a subclass of "

@@ -156,6 +156,7 @@ def test_slips_of_a_drafter(drafter, words):
     (_AsksForAState(), r"_AsksForAState.law cannot be called.*init\(gamma\)"),
     (_Mutable(), "verifier _Mutable cannot be hashed.*frozen=True"),
     (_Rule, "verifier is the class _Rule"),
+    ("block", "verifier is the string 'block'.*Block()"),
     (object(), "object, which is not a subclass")])
 def test_slips_of_a_rule(rule, words):
   # Broken: six accepted tokens of three, a row of another node, or a rule that
@@ -183,6 +184,10 @@ def test_slips_of_a_model(spoil, words):
 @pytest.mark.parametrize("drafter, rule, words", [
     (_Drafter(lambda d: d.replace(probs=d.probs * 1.1)), _Rule(),
      "probs of the drafter _Drafter.*no law in row 0"),
+    (_Drafter(lambda d: d.replace(tokens=d.tokens.at[1, 2].set(_V))), _Rule(),
+     "tokens of the drafter _Drafter.*outside the vocabulary.*row 1"),
+    (_Drafter(lambda d: d.replace(tokens=d.tokens.at[1, 0].add(1))), _Rule(),
+     r"tokens\[0\] of the drafter _Drafter is not the last token of row 1"),
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(2))), _Rule(),
      "parents of the drafter _Drafter are no tree in row 1"),
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(0))), _Rule(),

@@ -287,7 +287,7 @@ class MedusaJointObjective:
       (section 2.3.2).
   """
 
-  medusa: Medusa
+  medusa: MedusaObjective
   weight: float = 0.2
   ramp: str = "sine"
   distill: bool = False
