@@ -1,7 +1,8 @@
 """Seconds of decoding rounds: measured here, or predicted for a chip.
 
 Only every second draft length, batch size and context (and the largest of each)
-is measured, and the smallest batch size. The counts of a compiled round are
+is measured, and the smallest batch size. Rounds of drafts that may be the
+fastest are also measured (`advice.confirmed`). The counts of a compiled round are
 linear in all of them, so only the smallest and the largest are compiled. All
 other rounds are interpolated.
 """
@@ -162,12 +163,19 @@ class Rounds:
 
 
 class Measured:
-  """Seconds of rounds, measured on this machine."""
+  """Seconds of rounds, measured on this machine.
+
+  Attributes:
+    rounds: rounds of all drafts.
+    confirmed: rounds `(name, gamma, batch, context)` for which `seconds`
+      measures instead of interpolating.
+  """
 
   extrapolates = False  # beyond the largest batch size
 
   def __init__(self, rounds: Rounds, stored: Stored):
     self.rounds, self._stored = rounds, stored
+    self.confirmed = set()
     self._grids = {}
 
   def exact(self, name: str, gamma: int, batch: int, context: int
@@ -184,7 +192,14 @@ class Measured:
 
   def seconds(self, name: str, gamma: int, batch: int, context: int
               ) -> tuple[float, float]:
-    """Returns the seconds of a round without and with a draft.
+    """Returns the seconds of a round without and with a draft."""
+    place = name, gamma, batch, context
+    return (self.exact if place in self.confirmed else self.interpolated)(
+        *place)
+
+  def interpolated(self, name: str, gamma: int, batch: int, context: int
+                   ) -> tuple[float, float]:
+    """Returns the interpolated seconds of a round without and with a draft.
 
     The ratio of both is interpolated, because they were timed in turn: their
     ratio varies less between measurements than either of them.
@@ -202,9 +217,9 @@ class Measured:
     plain, ratio = self._grids[name](gamma, batch, context)
     return plain, plain * ratio
 
-  def is_interpolated(self, name: str, gamma: int, batch: int, context: int
-                      ) -> bool:
-    """Returns whether `seconds` differs from a measured point."""
+  def is_between(self, name: str, gamma: int, batch: int, context: int
+                 ) -> bool:
+    """Returns True if a round is not a point of the interpolation."""
     return batch not in _batch_points(self.rounds.batches) or any(
         x not in _points(some) for x, some in (
             (gamma, self.rounds.lengths(name)),
