@@ -2,9 +2,9 @@
 
 Only every second draft length, batch size and context (and the largest of each)
 is measured, and the smallest batch size. Rounds of drafts that may be the
-fastest are also measured (`advice.confirmed`). The counts of a compiled round are
-linear in all of them, so only the smallest and the largest are compiled. All
-other rounds are interpolated.
+fastest are also measured (`advice.confirmed`). The counts of a compiled round
+are linear in all of them, so only the smallest and the largest are compiled.
+All other rounds are interpolated.
 """
 
 from collections.abc import Callable
