@@ -352,13 +352,13 @@ def check_format(heads: Heads, params: Any, target: Pretrained,
                   ("lack the", "with it"))
   return [Finding(
       f"the prompts {have} chat template",
-      f"{change}, the heads have {gain:+.1%} block efficiency, so they were "
-      "probably trained in this format")]
+      f"{change}, the heads have {gain:+.1%} block efficiency; they were "
+      f"probably trained {change}")]
 
 
 def _is_clear(gain: analysis.Estimate) -> bool:
   """Returns True if a gain is large and its interval is above 0."""
-  return bool(gain.value > _LEAST and gain.low > 0)
+  return gain.value > _LEAST and gain.low > 0
 
 
 def check_state(decoder: sj.Decoder, params: Any, prompts: list[list[int]],

@@ -279,7 +279,7 @@ class Round:
     # already report them.
     found = checks.check_values(
         self._drafter_name, interfaces.capabilities(self.drafter),
-        type(self.rule).__name__, state, draft, law, usable
+        type(self.rule).__name__, state, roots(state), draft, law, usable
     ) if self.debug else None
     tokens, count, ended, failed = _emitted(
         state, draft, verdict, usable, stuck)

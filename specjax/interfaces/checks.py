@@ -143,8 +143,8 @@ def check_same(name: str, new: chex.ArrayTree, old: chex.ArrayTree) -> None:
 
 
 def check_values(drafter: str, declared: Collection[str], verifier: str,
-                 state: DecodeState, draft: Draft, law: Law, usable: jax.Array
-                 ) -> dict[str, jax.Array]:
+                 state: DecodeState, roots: jax.Array, draft: Draft, law: Law,
+                 usable: jax.Array) -> dict[str, jax.Array]:
   """Checks the numbers of one round.
 
   The result consists of arrays. The decoding loop returns them with its
@@ -161,6 +161,7 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
     declared: capabilities of the drafter, see `interfaces.CAPABILITIES`.
     verifier: class name of the verifier.
     state: state before the round.
+    roots: `[B]` int32, the last token of every row.
     draft: drafts of all rows.
     law: laws of all rows.
     usable: `[B]` bool, True if the outputs of target, drafter and verifier are
@@ -172,11 +173,10 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
   next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
-  last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
   good = {
       f"tokens[0] of the drafter {drafter} is not the last token of row "
       "{row}; the root of a draft is the last token of the sequence":
-          draft.tokens[:, 0] == last[:, 0],
+          draft.tokens[:, 0] == roots,
       **draft_values(drafter, declared, draft),
       f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
       "negative and sums to 1":

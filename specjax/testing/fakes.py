@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.data.vocabularies import longest_match
+from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -166,12 +167,12 @@ class OracleDrafter(Drafter):
               state: DecodeState) -> tuple[Draft, Any]:
     """Returns chains of the proposed tokens with one-hot `probs`."""
     del uniforms
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     positions = state.lengths[:, None] + jnp.arange(self.gamma)
     tokens = jnp.take_along_axis(params["drafter"], positions, axis=1,
                                  mode="fill", fill_value=self.vocab_size)
     probs = jax.nn.one_hot(tokens, self.vocab_size)
-    return jax.vmap(Draft.chain)(root[:, 0], tokens, probs), state.drafter
+    return jax.vmap(Draft.chain)(
+        rounds.roots(state), tokens, probs), state.drafter
 
 
 class TinyPair(NamedTuple):

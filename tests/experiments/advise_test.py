@@ -113,7 +113,7 @@ def test_advice(tmp_path):
         row["block_efficiency"] * row["no_draft_ms"] / row["round_ms"])
     assert row["measured_speedup"] > 0
   report = (tmp_path / "out/advice.md").read_text()
-  assert "were also interpolated" in report
+  assert "were predicted by interpolation" in report
   stored = (tmp_path / "out/costs.json").read_bytes()
   run_all("advise.py", flags, cwd=tmp_path)
   assert (tmp_path / "out/costs.json").read_bytes() == stored

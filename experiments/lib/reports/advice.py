@@ -14,7 +14,9 @@ from lib.rollouts import round_costs
 from specjax.utils import files
 
 _MOST = 1 << 16  # largest batch size of `limits`
-_CLOSE = 0.2  # predicted distance to the best, of drafts that are measured
+# Drafts are measured if their predicted speed is at most this fraction below
+# the best.
+_CLOSE = 0.2
 _LOSSLESS = [name for name, x in common.ALL_VERIFIERS.items() if x.lossless]
 
 
@@ -65,8 +67,8 @@ def confirmed(rows: Sequence[dict[str, Any]], costs: round_costs.Measured,
               ) -> list[dict[str, Any]]:
   """Returns `predict`, with measured rounds of drafts that may be the fastest.
 
-  These are the drafts whose predicted speed is at most 20 % below the best. The
-  fastest draft is then chosen from measurements.
+  These are the drafts within `_CLOSE` of the best. The fastest draft is then
+  chosen from measurements.
   """
   while True:
     found = predict(rows, costs, batches, contexts)
@@ -149,8 +151,8 @@ def check(rows: Sequence[dict[str, Any]], costs: round_costs.Measured) -> str:
           f"{max(losses):.1%} at most.")
   if len(errors) > 1:
     deciles = statistics.quantiles(errors.values(), n=10)
-    text += (f" Of the rounds, {len(errors)} were also interpolated. "
-             "The interpolated speed-ups differ from measured ones by "
+    text += (f" Of the rounds, {len(errors)} were predicted by interpolation. "
+             "Their predicted speed-ups differ from measured ones by "
              f"{deciles[4]:.1%} in the median, and by {deciles[8]:.1%} at the "
              "90th percentile.")
   return text
@@ -172,8 +174,8 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]], *,
   source = (
       "Rounds are measured on this machine at every second draft length, batch "
       "size and context (and the largest), and interpolated between them. "
-      "Rounds of drafts whose predicted speed is within 20 % of the best are "
-      "also measured."
+      "Rounds of drafts whose predicted speed is within "
+      f"{100 * _CLOSE:g} % of the best are also measured."
       if chip is None else
       "The bytes and operations of a round are counts of the TPU compiler for "
       f"one chip of a TPU v5e, and the peak figures are those of a {chip}. "

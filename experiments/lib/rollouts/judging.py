@@ -75,8 +75,8 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
     tokenizer: tokenizer of the target.
     gamma: draft length of chains.
     nodes: size of draft trees, including the root.
-    datastore: see `loading.load`.
-    dtype: see `loading.load`.
+    datastore: file from build_datastore.py, or None.
+    dtype: precision of heads. None means the library's default.
     batch: settings of the rollouts.
   """
   [(label, drafter)] = loading.load(
