@@ -353,14 +353,18 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
   The baseline and the dynamic program's choice are part of every budget.
   """
   observers = {group[0]: group[1:] for group in _groups()}
-  variants = {}
+  variants, readers = {}, {}
   for variant, (parents, name) in plans[f"{temperature:g}"].items():
     if variant in (_BASELINE, _FASTEST) or variant.split()[1] == str(budget):
+      decoder = setting.decoder(temperature, name, tuple(parents),
+                                observers.get(name, ()))
+      # The prefill depends neither on the tree nor on the rule.
+      reader = readers.setdefault(type(decoder.drafter), decoders.Reader(
+          decoder, setting.params, setting.capacity,
+          memory=batches.window(setting.batch) or 1))
       variants[variant] = decoders.DecoderRows(
-          setting.decoder(temperature, name, tuple(parents),
-                          observers.get(name, ())),
-          setting.params, _NEW_TOKENS.value, setting.capacity,
-          batch=setting.batch)
+          decoder, setting.params, _NEW_TOKENS.value, setting.capacity,
+          reader=reader, batch=setting.batch)
   return variants
 
 

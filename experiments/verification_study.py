@@ -166,6 +166,11 @@ class _Setting:
   batch: decoders.Batch | None
 
   @property
+  def timed(self):
+    """Whether the rollouts are timed."""
+    return self.batch is None or self.batch.timed
+
+  @property
   def capacity(self):
     """Number of cache slots per row."""
     return self.read.longest + _NEW_TOKENS.value + max(self.gammas) + 1
@@ -174,10 +179,10 @@ class _Setting:
     """Returns `{name: DecoderRows}` of a temperature.
 
     For each drafter, one configuration generates the shared drafts, on which
-    all verifiers are evaluated. --own_rollouts adds the autoregressive baseline
-    and one configuration per drafter, gamma and verifier. All rules of a draft
-    length share one compiled program. All configurations of a drafter share the
-    prefill.
+    all verifiers are evaluated. --own_rollouts adds one configuration per
+    drafter, gamma and verifier, and the autoregressive baseline if rollouts are
+    timed. All rules of a draft length share one compiled program. All
+    configurations of a drafter share the prefill.
     """
     rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, self.verifiers)))
     decoder = functools.partial(
@@ -195,7 +200,7 @@ class _Setting:
       make = functools.partial(
           decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
           capacity=self.capacity, reader=reader, batch=self.batch)
-      if not variants and _OWN_ROLLOUTS.value:
+      if not variants and _OWN_ROLLOUTS.value and self.timed:
         variants[cells.BASELINE] = make(
             decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
             change=lambda state: state.replace(drafter=None, made_by=None))
@@ -204,9 +209,7 @@ class _Setting:
         for verifier in self.verifiers if _OWN_ROLLOUTS.value else ():
           variants[cells.key(name, gamma, verifier)] = make(
               own, change=_acting(rules, verifier, gamma))
-      # Evaluating all rules on one rollout takes time. So the rollouts with
-      # the shared drafts are a separate configuration, whose time is not used.
-      variants[cells.shared_key(name)] = make(
+      variants[self._shared(name)] = make(
           dataclasses.replace(own, observers=rules.rules),
           change=_acting(rules, "token", longest))
     return variants
@@ -217,7 +220,18 @@ class _Setting:
     These are the configurations that generate the shared drafts.
     """
     variants = self.configurations(temperature)
-    return {name: variants[name] for name in map(cells.shared_key, self.chains)}
+    return {cells.shared_key(name): variants[self._shared(name)]
+            for name in self.chains}
+
+  def _shared(self, drafter: str):
+    """Returns the name of the configuration with the shared drafts.
+
+    Their rollouts are also those of token verification with the largest gamma.
+    Evaluating all rules takes time, so timed rollouts are separate.
+    """
+    if _OWN_ROLLOUTS.value and not self.timed:
+      return cells.key(drafter, max(self.gammas), "token")
+    return cells.shared_key(drafter)
 
   def check_room(self):
     """Raises `ValueError` if rows are longer than the models' context.

@@ -38,7 +38,8 @@ def shared_key(drafter: str):
   """Returns the name of the configuration with the shared drafts.
 
   The shared drafts are from rollouts of token verification with the largest
-  gamma.
+  gamma. If rollouts are not timed, its own rollouts contain the shared drafts,
+  and there is no separate configuration.
   """
   return f"{drafter} shared"
 
@@ -136,7 +137,8 @@ class Study:
   def _acceptance(self, runs: dict[str, dict[str, Any]], drafter: str,
                   gamma: int, verifier: str):
     """Returns the accepted tokens and rounds of a rollout."""
-    shared = runs[shared_key(drafter)]
+    shared = (runs.get(shared_key(drafter))
+              or runs[key(drafter, max(self._gammas), "token")])
     # Entry 0 is that of the rollout's rule. The verifiers follow in order.
     survival = shared["survival"][1 + self._verifiers.index(verifier)]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
