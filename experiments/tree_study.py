@@ -50,7 +50,8 @@ chains this optimum has a closed form (see replay.py; --methods must include
 chain_block). For i.i.d. trees and trees without replacement, only an upper
 bound of the optimum is known (see `analysis.accepted_bound`). "at least -15 %"
 means that the rule is at most 15 % below the optimum. The bounds use separate
-drafts.
+drafts of one prompt at a time, which takes long with a large target; --nobounds
+leaves them out.
 
 --batch=B decodes B prompts together, on several devices with --mesh. In
 float32, tokens and acceptance do not depend on B. Speed is not measured then,
@@ -114,6 +115,9 @@ _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.flags()
+_BOUNDS = flags.DEFINE_bool(
+    "bounds", True, "Also compute upper bounds for all valid rules on the same "
+    "trees. This decodes every prompt again for every kind and size of tree")
 _OUTPUT_DIR = shared.output_dir("results/trees")
 
 _CHILDREN = 8  # children of the root when acceptance rates are measured
@@ -487,7 +491,7 @@ def main():
       lambda group: _variants(setting, plans, *group),
       output_dir / "runs.jsonl", group_of=lambda unit: unit[1:3],
       window=batches.window(setting.batch), new_tokens=_NEW_TOKENS.value)
-  bounds = _bounds(
+  bounds = {} if not _BOUNDS.value else _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
       f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")
   rows = _rows(runs, plans, bounds, temperatures, budgets, read.clusters)

@@ -37,6 +37,7 @@ case ${STUDY:-rules} in
   trees)
     python experiments/tree_study.py "${models[@]}" --num_prompts=2 \
       --methods=without_replacement,traversal --nodes=8,16,32,64 \
-      --temperature=1 --max_new_tokens=48 --output_dir=results/qwen_trees "$@" ;;
+      --temperature=1 --max_new_tokens=48 --nobounds \
+      --output_dir=results/qwen_trees "$@" ;;
   *) echo "STUDY=$STUDY is unknown; give rules, speed or trees" >&2; exit 2 ;;
 esac
