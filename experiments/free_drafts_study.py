@@ -41,7 +41,7 @@ per round are a lower bound, because --max_new_tokens cuts the last round.
 
 --batch=B decodes B prompts together, on several devices with --mesh. With
 --batch, speed is not measured, so the speed columns, the controller and
-transformers are omitted. In float32, tokens and acceptance do not depend on B:
+transformers are omitted. In float32, B changes the results only by rounding:
 
   python experiments/free_drafts_study.py --batch=16
 

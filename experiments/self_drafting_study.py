@@ -34,7 +34,7 @@ measured on this target. Their speed-up is relative to its autoregressive
 decoding.
 
 --batch=B decodes B prompts together, on several devices with --mesh. In
-float32, tokens and acceptance do not depend on B. Speed is not measured then,
+float32, B changes the results only by rounding. Speed is not measured then,
 so autoregressive decoding and the speed columns are omitted:
 
   python experiments/self_drafting_study.py --batch=16

@@ -54,7 +54,7 @@ drafts of one prompt at a time, which takes long with a large target; --nobounds
 leaves them out.
 
 --batch=B decodes B prompts together, on several devices with --mesh. In
-float32, tokens and acceptance do not depend on B. Speed is not measured then,
+float32, B changes the results only by rounding. Speed is not measured then,
 so tokens per second, the speed-up, autoregressive decoding and the dynamic
 program's choice are omitted:
 

@@ -52,7 +52,7 @@ intervals have the coverage of a study of fixed size. With --error=0 all prompts
 are decoded.
 
 --batch=B decodes B prompts together, on several devices with --mesh. In
-float32, tokens and acceptance do not depend on B. Speed is not measured then,
+float32, B changes the results only by rounding. Speed is not measured then,
 unless --timing=throughput. With --noown_rollouts the table contains only the
 columns "same drafts".
 

@@ -349,8 +349,8 @@ def batch(default: int = 1):
   """Defines --batch, the number of prompts that are decoded together."""
   return flags.DEFINE_integer(
       "batch", default, "Number of prompts decoded together. Larger batches "
-      "finish sooner. In float32 the batch size does not change the tokens or "
-      "the acceptance", 1)
+      "finish sooner. In float32 the batch size changes results only by "
+      "rounding", 1)
 
 
 def timing(*others: str):
