@@ -166,8 +166,8 @@ class _Setting:
   batch: decoders.Batch | None
 
   @property
-  def timed(self):
-    """Whether the rollouts are timed."""
+  def is_timed(self):
+    """True if the rollouts are timed."""
     return self.batch is None or self.batch.timed
 
   @property
@@ -200,7 +200,7 @@ class _Setting:
       make = functools.partial(
           decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
           capacity=self.capacity, reader=reader, batch=self.batch)
-      if not variants and _OWN_ROLLOUTS.value and self.timed:
+      if not variants and _OWN_ROLLOUTS.value and self.is_timed:
         variants[cells.BASELINE] = make(
             decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
             change=lambda state: state.replace(drafter=None, made_by=None))
@@ -229,7 +229,7 @@ class _Setting:
     Their rollouts are also those of token verification with the largest gamma.
     Evaluating all rules takes time, so timed rollouts are separate.
     """
-    if _OWN_ROLLOUTS.value and not self.timed:
+    if _OWN_ROLLOUTS.value and not self.is_timed:
       return cells.key(drafter, max(self.gammas), "token")
     return cells.shared_key(drafter)
 
