@@ -94,8 +94,9 @@ def _arena(path):
 
 
 @pytest.mark.slow
-def test_advice(tmp_path):
+def test_advice(tmp_path, monkeypatch):
   """The script measures rounds once, and checks its predictions."""
+  monkeypatch.setattr(round_costs.costs, "_SECONDS", 0.1)
   rows = _arena(tmp_path)
   flags = ["--arena=arena", "--batch=1,2,3", "--context=32",
            "--output_dir=out"]

@@ -1,5 +1,6 @@
 """What scripts say on the command line: progress, and errors in one line."""
 
+import functools
 import io
 import re
 import signal
@@ -53,9 +54,11 @@ def test_imports_are_reported_and_end_by_ctrl_c(tmp_path):
   (tmp_path / "jax").mkdir()
   (tmp_path / "jax/__init__.py").write_text("import time\ntime.sleep(1000)\n")
   env = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+  # A shell script ignores SIGINT in programs that it starts with &.
+  listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
   begun = {name: subprocess.Popen(
       [sys.executable, ROOT / "experiments" / name], env=env, text=True,
-      stderr=subprocess.PIPE) for name in _SCRIPTS}
+      stderr=subprocess.PIPE, preexec_fn=listen) for name in _SCRIPTS}
   for name, process in begun.items():
     assert process.stderr.readline() == "importing jax and specjax ...\n", name
     process.send_signal(signal.SIGINT)
