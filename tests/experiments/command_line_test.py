@@ -1,6 +1,5 @@
 """What scripts say on the command line: progress, and errors in one line."""
 
-import functools
 import io
 import re
 import signal
@@ -54,11 +53,13 @@ def test_imports_are_reported_and_end_by_ctrl_c(tmp_path):
   (tmp_path / "jax").mkdir()
   (tmp_path / "jax/__init__.py").write_text("import time\ntime.sleep(1000)\n")
   env = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-  # A shell script ignores SIGINT in programs that it starts with &.
-  listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+  # A shell script ignores SIGINT in programs that it starts with &. Programs
+  # that these start would ignore it too.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
   begun = {name: subprocess.Popen(
       [sys.executable, ROOT / "experiments" / name], env=env, text=True,
-      stderr=subprocess.PIPE, preexec_fn=listen) for name in _SCRIPTS}
+      stderr=subprocess.PIPE) for name in _SCRIPTS}
+  signal.signal(signal.SIGINT, before)
   for name, process in begun.items():
     assert process.stderr.readline() == "importing jax and specjax ...\n", name
     process.send_signal(signal.SIGINT)
