@@ -86,8 +86,8 @@ _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _NODES = flags.DEFINE_integer(
     "nodes", 32, "Size in nodes, including the root, of the draft tree of "
-    "heads. Heads are evaluated with chains and with the default tree of their "
-    "method. Other drafters ignore this flag", 2)
+    "heads. Heads are evaluated with chains and, if the method has one, with "
+    "its default tree. Other drafters ignore this flag", 2)
 _DATASTORE = shared.datastore()
 _TRACE = flags.DEFINE_string(
     "trace", None, "JSONL file of token ids, one sequence per line: "
@@ -125,7 +125,9 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
   drafter = load(sj.verifiers.Block())
   found = {"chain": judging.of_loaded(drafter)}
   if drafter.heads is not None:
-    found["default tree"] = judging.of_loaded(load(None))
+    default = judging.of_loaded(load(None))
+    if not default.is_chain:
+      found["default tree"] = default
   elif not found["chain"].is_chain:
     found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
