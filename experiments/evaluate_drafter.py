@@ -118,14 +118,14 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
   name = _DRAFTER.value
   target, loaded, tokenizer = loading.load_target(
       [name], _TARGET.value, _DTYPE.value, batch)
-  load = lambda rule: next(iter(loading.load(
+  [drafter] = loading.load(
       [name], target, loaded, tokenizer, gamma=gamma, nodes=_NODES.value,
       datastore=_DATASTORE.value, dtype=_DTYPE.value, batch=batch,
-      rule=rule).values()))
-  drafter = load(sj.verifiers.Block())
+      rule=sj.verifiers.Block()).values()
   found = {"chain": judging.of_loaded(drafter)}
   if drafter.heads is not None:
-    default = judging.of_loaded(load(None))
+    _, _, strategy = drafter.heads.speculation(None, gamma, _NODES.value)
+    default = judging.of_loaded(drafter._replace(strategy=strategy))
     if not default.is_chain:
       found["default tree"] = default
   elif not found["chain"].is_chain:

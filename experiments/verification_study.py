@@ -209,6 +209,7 @@ class _Setting:
         for verifier in self.verifiers if _OWN_ROLLOUTS.value else ():
           variants[cells.key(name, gamma, verifier)] = make(
               own, change=_acting(rules, verifier, gamma))
+      # If rollouts are not timed, this replaces those of token verification.
       variants[self._shared(name)] = make(
           dataclasses.replace(own, observers=rules.rules),
           change=_acting(rules, "token", longest))

@@ -38,8 +38,8 @@ def shared_key(drafter: str):
   """Returns the name of the configuration with the shared drafts.
 
   The shared drafts are from rollouts of token verification with the largest
-  gamma. If rollouts are not timed, its own rollouts contain the shared drafts,
-  and there is no separate configuration.
+  gamma. If rollouts are not timed, they are stored under the `key` of token
+  verification instead of this name.
   """
   return f"{drafter} shared"
 
