@@ -18,8 +18,10 @@ positions.csv, and a figure as PNG and PDF.
   block efficiency  tokens per target call, for every rule and draft length.
                     Chains are drafted with the largest --gamma while token
                     verification generates the text. All rules and shorter
-                    lengths are evaluated on these drafts. A draft tree is
-                    evaluated with its own rule
+                    lengths are evaluated on these drafts. A decoder with
+                    shorter drafts begins its rounds at other positions, so its
+                    value can differ, most for drafters that copy, such as
+                    ngram. A draft tree is evaluated with its own rule
   positions         for every position of a draft: probability that the position
                     is reached (all earlier tokens are accepted), probability
                     that its token is accepted if it is reached, and recall@K,

@@ -128,8 +128,8 @@ def check_rows(name: str, tree: chex.ArrayTree, batch: int) -> None:
 def check_same(name: str, new: chex.ArrayTree, old: chex.ArrayTree) -> None:
   """Checks that two states have equal structure, shapes and dtypes."""
   form = lambda tree: {
-      jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-      for path, x in jax.tree.leaves_with_path(jax.eval_shape(lambda: tree))}
+      jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+      for path, x in jax.tree.leaves_with_path(tree)}
   has, had = form(new), form(old)
   for path in {**had, **has}:
     if has.get(path) != had.get(path):

@@ -247,7 +247,7 @@ def _modify(draft: Draft, p: jax.Array, state: GreedyBlockState | None
     weights = jnp.where(alive, weights, 0)
     history.append((omega, mass, weights))
     new_omega = (omega + mass * weights)[:rows]
-    new_mass = jnp.sum(_cut(p[:rows], new_omega[:, None], q[:rows]), axis=-1)
+    new_mass = _mass(p, q, new_omega)
     # The mass is 0 only if the path has probability 0. Then the result has no
     # effect, so the old target is kept.
     some = new_mass > 0
@@ -261,6 +261,25 @@ def _modify(draft: Draft, p: jax.Array, state: GreedyBlockState | None
   empty = jnp.zeros((0, nodes), p.dtype)
   columns = [jnp.stack(x) for x in zip(*history)] or [empty] * 3
   return _Modified(jnp.stack([omega, total]), *columns)
+
+
+def _mass(p: jax.Array, q: jax.Array, omega: jax.Array) -> jax.Array:
+  """Returns `[R]`, the sum over x of (p - omega q)+ for the first R of N rows.
+
+  On a CPU, XLA would copy these rows of every sequence of a batch. That takes
+  longer than the sums over all rows.
+
+  Args:
+    p: `[N, V]`.
+    q: `[N, V]`.
+    omega: `[R]`.
+  """
+  rows, more = omega.shape[0], p.shape[0] - omega.shape[0]
+  sums = lambda p, q, omega: jnp.sum(_cut(p, omega[:, None], q), axis=-1)
+  return jax.lax.platform_dependent(
+      p, q, omega,
+      cpu=lambda p, q, omega: sums(p, q, jnp.pad(omega, (0, more)))[:rows],
+      default=lambda p, q, omega: sums(p[:rows], q[:rows], omega))
 
 
 def _cut(p: jax.Array, omega: jax.Array, q: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import specjax as sj
 from specjax import interfaces
+from specjax.verifiers import residual
 
 
 @struct.dataclass
@@ -61,11 +62,22 @@ class OneOf(interfaces.Verifier):
     return jax.tree.map(lambda x: jnp.tile(x, (batch,) + (1,) * x.ndim), one)
 
   def law(self, draft: sj.Draft, target_probs: jax.Array, state: OneOfState):
-    """Returns the `Law` of the active rule."""
-    def law(i, memories, draft, target_probs):
-      return self.rules[i].evaluate(draft, target_probs, memories[i])
+    """Returns the `Law` of the active rule.
 
-    return self._choose(law, state, draft, target_probs)
+    One switch returns `stop`, and another one the row of the sampled stop. A
+    single switch would have to return the array `next_token` with all rows.
+    """
+    def stop(i, memories, draft, target_probs):
+      return self.rules[i].evaluate(draft, target_probs, memories[i]).stop
+
+    def next_row(i, memories, draft, target_probs, node):
+      law = self.rules[i].evaluate(draft, target_probs, memories[i])
+      return law.next_row(node)
+
+    args = state, draft, target_probs
+    return residual.LawByRow(
+        self._choose(stop, *args),
+        lambda node: self._choose(next_row, *args, node))
 
   def commit(self, state: OneOfState, draft: sj.Draft, target_probs: jax.Array,
              verdict: sj.types.Verdict):

@@ -8,10 +8,12 @@ with one rule. All other rules for this form are evaluated on the same drafts.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from lib import common
@@ -175,11 +177,27 @@ class Judge:
   def configurations(self, temperature: float
                      ) -> dict[str, decoders.DecoderRows]:
     """Returns the configuration of each candidate, by name."""
-    nodes = max(one.drafter.num_nodes for one in self.candidates.values())
+    def to(state):
+      return state.replace(temperature=jnp.full_like(
+          state.temperature, temperature))
+
     return {name: decoders.DecoderRows(
         self.decoder(name, temperature), self.params(name), self.new_tokens,
-        self.read.longest + self.new_tokens + nodes, batch=self.batch)
-            for name in self.candidates}
+        self._capacity, reader=self._readers[name], change=to,
+        batch=self.batch) for name in self.candidates}
+
+  @property
+  def _capacity(self) -> int:
+    """Number of cache slots per row."""
+    nodes = max(one.drafter.num_nodes for one in self.candidates.values())
+    return self.read.longest + self.new_tokens + nodes
+
+  @functools.cached_property
+  def _readers(self) -> dict[str, decoders.Reader]:
+    """Reader of each candidate, which all temperatures share."""
+    return {name: decoders.Reader(
+        self.decoder(name, 1.0), self.params(name), self._capacity,
+        memory=batches.window(self.batch)) for name in self.candidates}
 
   def runs(self, temperatures: Sequence[float], path: pathlib.Path
            ) -> dict[tuple, dict[str, Any]]:
