@@ -18,10 +18,10 @@ positions.csv, and a figure as PNG and PDF.
   block efficiency  tokens per target call, for every rule and draft length.
                     Chains are drafted with the largest --gamma while token
                     verification generates the text. All rules and shorter
-                    lengths are evaluated on these drafts. A decoder with
-                    shorter drafts begins its rounds at other positions, so its
-                    value can differ, most for drafters that copy, such as
-                    ngram. A draft tree is evaluated with its own rule
+                    lengths are evaluated on these drafts. A round with shorter
+                    drafts also begins within a long draft, except for heads,
+                    whose later tokens are worse. A draft tree is evaluated with
+                    its own rule
   positions         for every position of a draft: probability that the position
                     is reached (all earlier tokens are accepted), probability
                     that its token is accepted if it is reached, and recall@K,
@@ -54,6 +54,8 @@ If the script is killed, the same command resumes it.
 from lib import common  # before jax, which takes long to import
 
 # isort: split
+from collections.abc import Sequence
+
 from absl import flags
 import jax
 from lib import conformance
@@ -109,7 +111,7 @@ _OUTPUT_DIR = shared.output_dir("results/evaluation")
 _PROBED = 8  # number of prompts whose continuations the conformance check uses
 
 
-def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
+def _of_models(rules: list[str], gammas: Sequence[int], batch: decoders.Batch,
                greedy: bool) -> tuple[
                    judging.Judge, models.SelfDrafter | None, sj.data.Tokenizer]:
   """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.
@@ -121,16 +123,19 @@ def _of_models(rules: list[str], gamma: int, batch: decoders.Batch,
   target, loaded, tokenizer = loading.load_target(
       [name], _TARGET.value, _DTYPE.value, batch)
   [drafter] = loading.load(
-      [name], target, loaded, tokenizer, gamma=gamma, nodes=_NODES.value,
+      [name], target, loaded, tokenizer, gamma=gammas[-1], nodes=_NODES.value,
       datastore=_DATASTORE.value, dtype=_DTYPE.value, batch=batch,
       rule=sj.verifiers.Block()).values()
   found = {"chain": judging.of_loaded(drafter)}
   if drafter.heads is not None:
-    _, _, strategy = drafter.heads.speculation(None, gamma, _NODES.value)
+    _, _, strategy = drafter.heads.speculation(
+        None, gammas[-1], _NODES.value)
     default = judging.of_loaded(drafter._replace(strategy=strategy))
     if not default.is_chain:
       found["default tree"] = default
-  elif not found["chain"].is_chain:
+  elif found["chain"].is_chain:
+    found = {"chain": found["chain"]._replace(shorter=tuple(gammas[:-1]))}
+  else:
     found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
   prompts_lib.check_room(
@@ -149,7 +154,7 @@ def _read(tokenizer: sj.data.Tokenizer, chat: bool) -> prompts_lib.Prompts:
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=chat)
 
 
-def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
+def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
               ) -> judging.Judge:
   """Returns the `Judge` for the sequences of --trace."""
   name = _DRAFTER.value
@@ -158,11 +163,11 @@ def _of_trace(rules: list[str], gamma: int, batch: decoders.Batch
                      f"model, such as --drafter=ngram, and --drafter is {name}")
   trace = traces.read(_TRACE.value)
   strategy, params = compositions.strategy(
-      name, gamma, trace, {}, datastore=_DATASTORE.value)
+      name, gammas[-1], trace, {}, datastore=_DATASTORE.value)
   return judging.Judge(
       target=trace, candidates={"draft": judging.Candidate(
           (strategy,), {"target": trace.params, "drafter": params},
-          trace.model)},
+          trace.model, tuple(gammas[:-1]))},
       rules=rules, read=trace.prompts, eos=(trace.model.end,),
       new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True,
       greedy=True)
@@ -204,9 +209,9 @@ def main() -> None:
   heads = tokenizer = None
   if _TRACE.value is None:
     judge, heads, tokenizer = _of_models(
-        rules, gammas[-1], batch, greedy=not any(temperatures))
+        rules, gammas, batch, greedy=not any(temperatures))
   else:
-    temperatures, judge = [0.0], _of_trace(rules, gammas[-1], batch)
+    temperatures, judge = [0.0], _of_trace(rules, gammas, batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
   results = judge.results(temperatures, gammas, output_dir / "runs.jsonl")
   faults = (_faults(judge, heads, tokenizer)

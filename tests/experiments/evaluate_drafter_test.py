@@ -61,6 +61,27 @@ def test_statistics_equal_those_of_the_recorded_drafts():
       reach *= min(1.0, before[token] / draft[token])
 
 
+@pytest.mark.parametrize("rule", [sj.verifiers.Token(), sj.verifiers.Block()])
+def test_shorter_drafts_begin_within_a_long_draft(rule):
+  # Broken: a short draft begins at another node, or its weight is that of
+  # another rule.
+  vocab_size = 5
+  draws = jax.random.split(jax.random.key(0), 3)
+  q, p = (jax.nn.softmax(2 * jax.random.normal(key, (size, vocab_size)))
+          for key, size in zip(draws, (8, 9)))
+  tokens = jax.random.randint(draws[2], (8,), 0, vocab_size)
+  draft = sj.Draft.chain(jnp.zeros((), jnp.int32), tokens, q)
+  _, found = statistics.Shorter(rule, 2).figures(draft, p, None, None, None)
+  reach = sj.verifiers.Token().survival(draft, p)
+  expected = sum(reach[i] * rule.survival(
+      sj.Draft.chain(draft.tokens[i], tokens[i:i + 2], q[i:i + 2]),
+      p[i:i + 3]) for i in (0, 3, 6))
+  np.testing.assert_allclose(found[:3], expected, rtol=1e-6)
+  assert not found[3:].any()
+  if rule == sj.verifiers.Token():  # short and long drafts emit as many tokens
+    assert found.sum() == pytest.approx(float(reach.sum()), rel=1e-6)
+
+
 def _trace(tmp_path, *sequences):
   path = tmp_path / "trace.jsonl"
   path.write_text("\n".join(json.dumps(

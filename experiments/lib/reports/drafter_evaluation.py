@@ -81,23 +81,26 @@ class Results:
       clusters = [self.cluster_of(unit[5]) for unit in units]
       rounds = [run["rounds"] for run in runs]
 
-      def efficiency(accepted, clusters=clusters, rounds=rounds):
+      def efficiency(accepted, starts=rounds, clusters=clusters):
         found = analysis.estimate(lambda total, count: 1 + total / count,
-                                  accepted, rounds, clusters=clusters)
-        return {"num_prompts": len(rounds), "clusters": found.clusters,
+                                  accepted, starts, clusters=clusters)
+        return {"num_prompts": len(starts), "clusters": found.clusters,
                 **found.columns("block_efficiency")}
 
-      rules = [name for name in self.observed[kind]
-               if name in common.ALL_VERIFIERS]
-      for rule in rules:
-        at = 1 + rules.index(rule)
+      names = self.observed[kind]
+      for rule in (name for name in names if name in common.ALL_VERIFIERS):
+        at = 1 + names.index(rule)
         if kind not in self.chains:
           rows.append({**place, "verifier": rule, "gamma": None, **efficiency(
               [run["expected"][at] for run in runs])})
           continue
         for gamma in self.gammas:
-          rows.append({**place, "verifier": rule, "gamma": gamma, **efficiency(
-              [sum(run["survival"][at][1:gamma + 1]) for run in runs])})
+          shorter = statistics.shorter_name(rule, gamma)
+          row = 1 + names.index(shorter if shorter in names else rule)
+          survival = [run["survival"][row][:gamma + 1] for run in runs]
+          starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
+          rows.append({**place, "verifier": rule, "gamma": gamma,
+                       **efficiency(accepted, starts)})
     return rows
 
   def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:

@@ -44,11 +44,14 @@ class Candidate(NamedTuple):
     params: parameters of the decoder, `{"target": ..., "drafter": ...}`.
     model: target model. For heads, it also returns the hidden states that the
       heads read.
+    shorter: draft lengths that `statistics.Shorter` evaluates. Heads have none,
+      because they draft late positions worse than the first ones.
   """
 
   strategies: tuple[Strategy, ...]
   params: Any
   model: Any
+  shorter: tuple[int, ...] = ()
 
   @property
   def drafter(self) -> interfaces.Drafter:
@@ -152,6 +155,10 @@ class Judge:
               for x in one.strategies}
     found = {rule: common.VERIFIERS[rule] for rule in self.rules}
     if self.detailed:
+      found |= {
+          statistics.shorter_name(rule, gamma): statistics.Shorter(
+              common.VERIFIERS[rule], gamma)
+          for rule in self.rules for gamma in one.shorter}
       found |= statistics.statistics(
           self.target.model.vocab_size, self.greedy)
     return found
@@ -214,7 +221,8 @@ class Judge:
         [self.target.params, *(
             loading.own_params(x.params, self.target.params)
             for x in self.candidates.values())],
-        [(name, x.strategies) for name, x in self.candidates.items()],
+        [(name, x.strategies, x.shorter)
+         for name, x in self.candidates.items()],
         self.eos, list(self.rules), self.new_tokens)
     units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
              for t in temperatures

@@ -82,6 +82,57 @@ class Statistic(sj.Verifier):
     return jnp.sum(gained[..., :self.top], axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shorter(sj.Verifier):
+  """Acceptance of a rule with shorter drafts, computed from long drafts.
+
+  If token verification accepts a short draft completely, the next token follows
+  without a draft. So in a long draft of accepted tokens, a short draft of
+  `gamma` tokens begins at every (`gamma` + 1)-th position. Each one is weighted
+  by the probability that token verification accepts all tokens before it. The
+  last one may have fewer than `gamma` tokens.
+
+  Except for the last short draft, this is exact if the drafter is
+  `autoregressive`: a draft that begins later has the same distribution. For
+  drafters that copy earlier text it is a good approximation.
+  """
+
+  rule: sj.Verifier
+  gamma: int
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
+    """Returns the law of token verification. The law is never used."""
+    return sj.verifiers.Token().law(draft, target_probs)
+
+  def figures(self, draft: Draft, target_probs: jax.Array, state: None,
+              law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns 0 in place of the expectation, and an array `[N]`.
+
+    Its first number is the expected number of short drafts. The number at i > 0
+    is the expected number of short drafts whose first i tokens are accepted.
+    """
+    del state, law, depths
+    reach = sj.verifiers.Token().survival(draft, target_probs)
+    found = jnp.zeros_like(reach)
+    for first in range(0, len(reach) - 1, self.gamma + 1):
+      nodes = slice(first, first + self.gamma + 1)
+      tokens, probs = draft.tokens[nodes], draft.probs[nodes]
+      short = Draft.chain(tokens[0], tokens[1:], probs[1:])
+      p = target_probs[nodes]
+      _, survival = self.rule.figures(
+          short, p, None, self.rule.evaluate(short, p), jnp.arange(len(tokens)))
+      found = found.at[:len(tokens)].add(reach[first] * survival)
+    return jnp.zeros(()), found
+
+
+def shorter_name(rule: str, gamma: int) -> str:
+  """Returns the name of the observer `Shorter` for a rule and a length."""
+  return f"{rule}, gamma {gamma}"
+
+
 GREEDY = ("drafted", "overlap", "recall 1")  # statistics at temperature 0
 
 
