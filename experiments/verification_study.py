@@ -83,7 +83,6 @@ import sys
 from typing import Any
 
 from absl import flags
-import jax
 from lib import common
 from lib import flags as shared
 from lib import models
@@ -314,9 +313,9 @@ def _batch_of_flags():
 
 def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
   """Returns a function that makes all rows of a state follow one rule."""
-  start = jax.jit(functools.partial(
-      rules.start, common.VERIFIERS[verifier], gamma), static_argnums=0)
-  return lambda state: state.replace(verifier=start(len(state.lengths)))
+  rule = common.VERIFIERS[verifier]
+  return lambda state: state.replace(
+      verifier=rules.start(rule, gamma, len(state.lengths)))
 
 
 class _Costs:

@@ -54,6 +54,7 @@ class OneOf(interfaces.Verifier):
     return OneOfState(jnp.zeros((), jnp.int32), tuple(
         rule.init(gamma) for rule in self.rules))
 
+  @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
   def start(self, rule: interfaces.Verifier, gamma: int,
             batch: int) -> OneOfState:
     """Returns the state of a batch with `batch` rows that follow `rule`."""

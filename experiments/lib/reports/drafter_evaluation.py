@@ -79,9 +79,8 @@ class Results:
     for name, temperature, kind, units, runs in self._cells():
       place = {"prompts": name, "temperature": temperature, "draft": kind}
       clusters = [self.cluster_of(unit[5]) for unit in units]
-      rounds = [run["rounds"] for run in runs]
 
-      def efficiency(accepted, starts=rounds, clusters=clusters):
+      def efficiency(accepted, starts, clusters=clusters):
         found = analysis.estimate(lambda total, count: 1 + total / count,
                                   accepted, starts, clusters=clusters)
         return {"num_prompts": len(starts), "clusters": found.clusters,
@@ -89,15 +88,16 @@ class Results:
 
       names = self.observed[kind]
       for rule in (name for name in names if name in common.ALL_VERIFIERS):
-        at = 1 + names.index(rule)
         if kind not in self.chains:
+          at = 1 + names.index(rule)
           rows.append({**place, "verifier": rule, "gamma": None, **efficiency(
-              [run["expected"][at] for run in runs])})
+              [run["expected"][at] for run in runs],
+              [run["rounds"] for run in runs])})
           continue
         for gamma in self.gammas:
           shorter = statistics.shorter_name(rule, gamma)
-          row = 1 + names.index(shorter if shorter in names else rule)
-          survival = [run["survival"][row][:gamma + 1] for run in runs]
+          at = 1 + names.index(shorter if shorter in names else rule)
+          survival = [run["survival"][at][:gamma + 1] for run in runs]
           starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
           rows.append({**place, "verifier": rule, "gamma": gamma,
                        **efficiency(accepted, starts)})

@@ -10,6 +10,8 @@ accepts the i - 1 tokens before it. This weight is computed exactly from the
 probabilities of both models, without random decisions. The sum of a statistic
 divided by the sum of "drafted" is its mean over the draft positions that
 verification reaches.
+
+`Shorter` is an observer that evaluates a rule with shorter drafts.
 """
 
 import dataclasses
@@ -25,8 +27,19 @@ TOPS = (1, 4, 16)
 BINS = (0.0, 0.25, 0.5, 1.0, 2.0, math.inf)  # entropy of the target in nats
 
 
+class _Observer(sj.Verifier):
+  """Base class of observers that report statistics of chains."""
+
+  lossless = True
+  requires = ("chain",)
+
+  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
+    """Returns the law of token verification. The law is never used."""
+    return sj.verifiers.Token().law(draft, target_probs)
+
+
 @dataclasses.dataclass(frozen=True)
-class Statistic(sj.Verifier):
+class Statistic(_Observer):
   """Weighted number per draft position (see the docstring of the module).
 
   Let p be the target's distribution at a position, and q the drafter's.
@@ -47,13 +60,6 @@ class Statistic(sj.Verifier):
   top: int = 1
   low: float = 0.0
   high: float = math.inf
-
-  lossless = True
-  requires = ("chain",)
-
-  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
-    """Returns the law of token verification. The law is never used."""
-    return sj.verifiers.Token().law(draft, target_probs)
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,7 +89,7 @@ class Statistic(sj.Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shorter(sj.Verifier):
+class Shorter(_Observer):
   """Acceptance of a rule with shorter drafts, computed from long drafts.
 
   If token verification accepts a short draft completely, the next token follows
@@ -99,13 +105,6 @@ class Shorter(sj.Verifier):
 
   rule: sj.Verifier
   gamma: int
-
-  lossless = True
-  requires = ("chain",)
-
-  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
-    """Returns the law of token verification. The law is never used."""
-    return sj.verifiers.Token().law(draft, target_probs)
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
