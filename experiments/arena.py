@@ -21,8 +21,9 @@ a 95 % confidence interval over prompts.
 
 Chains are drafted with the largest --gamma while token verification generates
 the text. All rules and all shorter draft lengths are evaluated on these drafts.
-Trees are drafted while the first rule of the tree in the table generates the
-text.
+A round with shorter drafts also begins within a long draft, except for heads,
+whose later tokens are worse. Trees are drafted while the first rule of the tree
+in the table generates the text.
 """
 
 from lib import common  # before jax, which takes long to import
@@ -93,10 +94,11 @@ def main() -> None:
     # Each candidate's runs are stored in a separate file. So --add decodes only
     # the new drafter.
     judge = judging.Judge(
-        target=target, candidates={name: candidate}, rules=rules, read=read,
-        new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
+        target=target, candidates={name: candidate}, rules=rules,
+        gammas=gammas, read=read, new_tokens=_NEW_TOKENS.value, batch=batch,
+        seed=_SEED.value,
         eos=models.ends(target, tokenizer) if _CHAT.value else None)
-    rows += judge.results(temperatures, gammas, output_dir / "runs" / (
+    rows += judge.results(temperatures, output_dir / "runs" / (
         name.replace(", ", "_").replace(" ", "_") + ".jsonl")).rows()
   report.write(output_dir, rows, models.label(_TARGET.value))
   common.finish(output_dir, "arena", {

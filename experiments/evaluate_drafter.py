@@ -133,16 +133,14 @@ def _of_models(rules: list[str], gammas: Sequence[int], batch: decoders.Batch,
     default = judging.of_loaded(drafter._replace(strategy=strategy))
     if not default.is_chain:
       found["default tree"] = default
-  elif found["chain"].is_chain:
-    found = {"chain": found["chain"]._replace(shorter=tuple(gammas[:-1]))}
-  else:
+  elif not found["chain"].is_chain:
     found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
   prompts_lib.check_room(
       read.longest, _NEW_TOKENS.value, judging.context(found))
   return judging.Judge(
-      target=target, candidates=found, rules=rules, read=read,
-      new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
+      target=target, candidates=found, rules=rules, gammas=gammas,
+      read=read, new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
       eos=models.ends(target, tokenizer) if _CHAT.value else None,
       detailed=True, greedy=greedy), drafter.heads, tokenizer
 
@@ -167,8 +165,8 @@ def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
   return judging.Judge(
       target=trace, candidates={"draft": judging.Candidate(
           (strategy,), {"target": trace.params, "drafter": params},
-          trace.model, tuple(gammas[:-1]))},
-      rules=rules, read=trace.prompts, eos=(trace.model.end,),
+          trace.model, restarts=True)},
+      rules=rules, gammas=gammas, read=trace.prompts, eos=(trace.model.end,),
       new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True,
       greedy=True)
 
@@ -213,7 +211,7 @@ def main() -> None:
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas, batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
-  results = judge.results(temperatures, gammas, output_dir / "runs.jsonl")
+  results = judge.results(temperatures, output_dir / "runs.jsonl")
   faults = (_faults(judge, heads, tokenizer)
             if _CONFORMANCE.value and heads else None)
   target = _TRACE.value or models.label(_TARGET.value)

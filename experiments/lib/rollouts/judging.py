@@ -44,14 +44,15 @@ class Candidate(NamedTuple):
     params: parameters of the decoder, `{"target": ..., "drafter": ...}`.
     model: target model. For heads, it also returns the hidden states that the
       heads read.
-    shorter: draft lengths that `statistics.Shorter` evaluates. Heads have none,
-      because they draft late positions worse than the first ones.
+    restarts: whether short drafts also begin within a long draft (see
+      `statistics.Shorter`). If False, only the first tokens of a long draft are
+      used. False for heads, because they draft later tokens worse.
   """
 
   strategies: tuple[Strategy, ...]
   params: Any
   model: Any
-  shorter: tuple[int, ...] = ()
+  restarts: bool
 
   @property
   def drafter(self) -> interfaces.Drafter:
@@ -64,7 +65,8 @@ class Candidate(NamedTuple):
 
 def of_loaded(drafter: loading.Loaded) -> Candidate:
   """Returns the candidate of a loaded drafter with its default strategy."""
-  return Candidate((drafter.strategy,), drafter.params, drafter.model)
+  return Candidate((drafter.strategy,), drafter.params, drafter.model,
+                   restarts=drafter.heads is None)
 
 
 def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
@@ -103,9 +105,8 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
         "sampled tree": (strategies.traversal(model, parents),
                          strategies.sequoia(model, parents)),
         "top-k tree": (strategies.top_k_tree(model, parents),)}
-  return {", ".join(filter(None, (label, kind))): Candidate(
-      tuple(some), drafter.params, drafter.model)
-          for kind, some in found.items()}
+  return {", ".join(filter(None, (label, kind))): of_loaded(drafter)._replace(
+      strategies=tuple(some)) for kind, some in found.items()}
 
 
 def _tree(nodes: int) -> tuple[int, ...]:
@@ -127,6 +128,8 @@ class Judge:
     candidates: candidates by name.
     rules: names of the rules for chains. The rules for trees are those of their
       strategies.
+    gammas: draft lengths of chains in increasing order. The last one is the
+      draft length of the candidates.
     read: prompts.
     eos: token ids that end a row, or None.
     new_tokens: largest number of new tokens per prompt.
@@ -139,6 +142,7 @@ class Judge:
   target: Any
   candidates: Mapping[str, Candidate]
   rules: Sequence[str]
+  gammas: Sequence[int]
   read: reading.Prompts
   eos: tuple[int, ...] | None
   new_tokens: int
@@ -154,11 +158,12 @@ class Judge:
       return {common.VERIFIER_NAMES[x.verifier]: x.verifier
               for x in one.strategies}
     found = {rule: common.VERIFIERS[rule] for rule in self.rules}
-    if self.detailed:
+    if one.restarts:
       found |= {
           statistics.shorter_name(rule, gamma): statistics.Shorter(
               common.VERIFIERS[rule], gamma)
-          for rule in self.rules for gamma in one.shorter}
+          for rule in self.rules for gamma in self.gammas[:-1]}
+    if self.detailed:
       found |= statistics.statistics(
           self.target.model.vocab_size, self.greedy)
     return found
@@ -221,9 +226,8 @@ class Judge:
         [self.target.params, *(
             loading.own_params(x.params, self.target.params)
             for x in self.candidates.values())],
-        [(name, x.strategies, x.shorter)
-         for name, x in self.candidates.items()],
-        self.eos, list(self.rules), self.new_tokens)
+        [(name, x.strategies, self.observed(name))
+         for name, x in self.candidates.items()], self.eos, self.new_tokens)
     units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
              for t in temperatures
              for name, i, row in reading.alternating(self.read.sets)]
@@ -233,18 +237,11 @@ class Judge:
         self.configurations, path, window=batches.window(self.batch),
         new_tokens=self.new_tokens)
 
-  def results(self, temperatures: Sequence[float], gammas: Sequence[int],
-              path: pathlib.Path) -> drafter_evaluation.Results:
-    """Decodes all prompts and returns the results (see `runs`).
-
-    Args:
-      temperatures: sampling temperatures.
-      gammas: draft lengths of chains. They must not exceed the draft length of
-        the candidates.
-      path: JSONL file of the runs.
-    """
+  def results(self, temperatures: Sequence[float], path: pathlib.Path
+              ) -> drafter_evaluation.Results:
+    """Decodes all prompts and returns the results (see `runs`)."""
     return drafter_evaluation.Results(
-        runs=self.runs(temperatures, path), gammas=gammas,
+        runs=self.runs(temperatures, path), gammas=self.gammas,
         cluster_of=self.read.cluster,
         chains=[name for name, x in self.candidates.items() if x.is_chain],
         temperatures=temperatures,
