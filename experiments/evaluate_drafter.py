@@ -15,13 +15,15 @@ decisions add no noise. Confidence intervals are 95 %, over prompts.
 Output in --output_dir: report.md with these tables, evaluation.csv,
 positions.csv, and a figure as PNG and PDF.
 
-  block efficiency  tokens per target call, for every rule and draft length.
+  block efficiency  tokens per target call, for every rule, length and size.
                     Chains are drafted with the largest --gamma while token
                     verification generates the text. All rules and shorter
                     lengths are evaluated on these drafts. A round with shorter
                     drafts also begins within a long draft, except for heads,
-                    whose later tokens are worse. A draft tree is evaluated with
-                    its own rule
+                    whose later tokens are worse. If their method drafts trees,
+                    heads are also evaluated with sampled trees of --nodes. The
+                    largest tree is drafted with traversal verification, and
+                    smaller trees are evaluated on the same drafts
   positions         for every position of a draft: probability that the position
                     is reached (all earlier tokens are accepted), probability
                     that its token is accepted if it is reached, and recall@K,
@@ -88,10 +90,11 @@ _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(12)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
-_NODES = flags.DEFINE_integer(
-    "nodes", 32, "Size in nodes, including the root, of the draft tree of "
-    "heads. Heads are evaluated with chains and, if the method has one, with "
-    "its default tree. Other drafters ignore this flag", 2)
+_NODES = flags.DEFINE_list(
+    "nodes", "8,16,32", "Sizes in nodes, including the root, of the draft trees "
+    "of heads, comma-separated. If their method drafts trees, heads are "
+    "evaluated with chains and with sampled trees. Other drafters ignore this "
+    "flag")
 _DATASTORE = shared.datastore()
 _TRACE = flags.DEFINE_string(
     "trace", None, "JSONL file of token ids, one sequence per line: "
@@ -111,8 +114,8 @@ _OUTPUT_DIR = shared.output_dir("results/evaluation")
 _PROBED = 8  # number of prompts whose continuations the conformance check uses
 
 
-def _of_models(rules: list[str], gammas: Sequence[int], batch: decoders.Batch,
-               greedy: bool) -> tuple[
+def _of_models(rules: list[str], gammas: Sequence[int], sizes: Sequence[int],
+               batch: decoders.Batch, greedy: bool) -> tuple[
                    judging.Judge, models.SelfDrafter | None, sj.data.Tokenizer]:
   """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.
 
@@ -123,16 +126,14 @@ def _of_models(rules: list[str], gammas: Sequence[int], batch: decoders.Batch,
   target, loaded, tokenizer = loading.load_target(
       [name], _TARGET.value, _DTYPE.value, batch)
   [drafter] = loading.load(
-      [name], target, loaded, tokenizer, gamma=gammas[-1], nodes=_NODES.value,
+      [name], target, loaded, tokenizer, gamma=gammas[-1], nodes=sizes[-1],
       datastore=_DATASTORE.value, dtype=_DTYPE.value, batch=batch,
       rule=sj.verifiers.Block()).values()
   found = {"chain": judging.of_loaded(drafter)}
   if drafter.heads is not None:
-    _, _, strategy = drafter.heads.speculation(
-        None, gammas[-1], _NODES.value)
-    default = judging.of_loaded(drafter._replace(strategy=strategy))
-    if not default.is_chain:
-      found["default tree"] = default
+    tree = judging.sampled_tree(drafter, sizes)
+    if tree is not None:
+      found["sampled tree"] = tree
   elif not found["chain"].is_chain:
     found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
@@ -202,12 +203,13 @@ def _faults(judge: judging.Judge, own: models.SelfDrafter,
 def main() -> None:
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
+  sizes = common.tree_sizes("--nodes", _NODES.value)
   rules = common.verifier_names("--verifier", _VERIFIERS.value)
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
   heads = tokenizer = None
   if _TRACE.value is None:
     judge, heads, tokenizer = _of_models(
-        rules, gammas, batch, greedy=not any(temperatures))
+        rules, gammas, sizes, batch, greedy=not any(temperatures))
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas, batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")

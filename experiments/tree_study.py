@@ -436,15 +436,6 @@ def _rows(runs: dict[tuple, dict[str, dict[str, Any]]],
   return rows
 
 
-def _budgets() -> list[int]:
-  """Returns the node budgets of --nodes."""
-  budgets = common.draft_lengths("--nodes", _BUDGETS.value)
-  if budgets[0] < 2:
-    raise ValueError("--nodes contains 1; a draft needs a node below the "
-                     "root: set sizes of at least 2")
-  return budgets
-
-
 def _load(budgets: list[int], temperatures: list[float],
           batch: decoders.Batch | None):
   """Loads the models, and returns the `_Setting` and the prompts."""
@@ -476,7 +467,7 @@ def _fingerprint(setting: _Setting, read: prompts_lib.Prompts,
 
 
 def main():
-  budgets = _budgets()
+  budgets = common.tree_sizes("--nodes", _BUDGETS.value)
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   setting, read = _load(budgets, temperatures, batches.settings(_BATCH))
   prompts = read.all

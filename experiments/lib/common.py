@@ -323,6 +323,15 @@ def draft_lengths(flag: str, values: list[str]) -> list[int]:
   return gammas
 
 
+def tree_sizes(flag: str, values: list[str]) -> list[int]:
+  """Returns the sorted sizes of draft trees of a list flag, each at least 2."""
+  sizes = draft_lengths(flag, values)
+  if sizes[0] < 2:
+    raise ValueError(f"{flag} contains 1; a draft needs a node below the root: "
+                     "set sizes of at least 2")
+  return sizes
+
+
 def batch_sizes(flag: str, values: list[str]) -> list[int]:
   """Returns the sorted batch sizes of a list flag, each at least 1."""
   try:

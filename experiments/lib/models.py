@@ -364,6 +364,11 @@ class SelfDrafter(NamedTuple):
   params: Any
   training: dict[str, Any]
 
+  def tree(self, nodes: int) -> tuple[int, ...]:
+    """Returns the best draft tree for the accuracy measured in training."""
+    return sj.trees.medusa_tree(np.diff(
+        self.training["accuracy"][1:], axis=1, prepend=0), nodes)
+
   def speculation(self, rule: Verifier | None, gamma: int, nodes: int
                   ) -> tuple[Transformer, dict[str, Any], Strategy]:
     """Returns the target with its heads, all parameters, and the strategy.
@@ -373,9 +378,8 @@ class SelfDrafter(NamedTuple):
       gamma: draft length of a chain.
       nodes: size of the draft tree, for heads that draft trees.
     """
-    accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
     strategy = methods.of(self.heads).strategy(
-        self.heads, rule, gamma, lambda: sj.trees.medusa_tree(accuracy, nodes))
+        self.heads, rule, gamma, lambda: self.tree(nodes))
     model, params = self.heads.attach(
         self.target.model, self.target.params, self.params)
     return model, params, strategy

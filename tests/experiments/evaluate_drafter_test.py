@@ -82,6 +82,32 @@ def test_shorter_drafts_begin_within_a_long_draft(rule):
     assert found.sum() == pytest.approx(float(reach.sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("rule", [
+    sj.verifiers.Traversal(), sj.verifiers.Recursive()])
+def test_a_smaller_tree_is_a_part_of_the_drafted_tree(rule):
+  # Broken: a node of the small tree gets the probabilities of another node.
+  accuracies = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1], [0.4, 0.2, 0.1]]
+  large, small = (sj.trees.medusa_tree(accuracies, n) for n in (12, 7))
+  nodes = statistics.part(large, small)
+  assert nodes != tuple(range(7)) and len(nodes) == 7
+  vocab_size = 5
+  draws = jax.random.split(jax.random.key(0), 3)
+  q, p = (jax.nn.softmax(2 * jax.random.normal(key, (size, vocab_size)))
+          for key, size in zip(draws, (11, 12)))
+  tokens = jax.random.randint(draws[2], (11,), 0, vocab_size)
+  draft = sj.Draft.tree(jnp.zeros((), jnp.int32), large, tokens, q)
+  depths = jnp.array(sj.trees.depths(large))
+  found, survival = statistics.Subtree(rule, nodes).figures(
+      draft, p, None, None, depths)
+  index = jnp.array(nodes)
+  part = sj.Draft.tree(
+      draft.tokens[0], small, tokens[index[1:] - 1], q[index[1:] - 1])
+  expected = rule.evaluate(part, p[index]).stop @ depths[index]
+  assert found == pytest.approx(float(expected), rel=1e-6)
+  assert survival.shape == (12,)
+  assert survival[1:].sum() == pytest.approx(float(expected), rel=1e-6)
+
+
 def _trace(tmp_path, *sequences):
   path = tmp_path / "trace.jsonl"
   path.write_text("\n".join(json.dumps(

@@ -46,7 +46,8 @@ class Results:
     temperatures: sampling temperatures.
     observed: names of the rules and statistics, by kind of draft (see
       `judging.Judge.observed`).
-    chains: kinds of draft that are chains. The others are trees.
+    sizes: sizes of trees in nodes, by kind of draft. The last one is that of
+      the drafted trees. The other kinds of draft are chains.
     cluster_of: function from a prompt's digest to its cluster label (see
       `analysis.estimate`).
   """
@@ -55,7 +56,7 @@ class Results:
   gammas: Sequence[int]
   temperatures: Sequence[float]
   observed: Mapping[str, Sequence[str]]
-  chains: Sequence[str]
+  sizes: Mapping[str, Sequence[int]]
   cluster_of: Callable[[str], str]
 
   def _cells(self):
@@ -72,8 +73,8 @@ class Results:
   def rows(self) -> list[dict[str, Any]]:
     """Returns the block efficiency for every combination of settings.
 
-    The settings are prompt set, temperature, kind of draft, rule and draft
-    length.
+    The settings are prompt set, temperature, kind of draft, rule, and draft
+    length (chains) or number of nodes (trees).
     """
     rows = []
     for name, temperature, kind, units, runs in self._cells():
@@ -88,19 +89,20 @@ class Results:
 
       names = self.observed[kind]
       for rule in (name for name in names if name in common.ALL_VERIFIERS):
-        if kind not in self.chains:
-          at = 1 + names.index(rule)
-          rows.append({**place, "verifier": rule, "gamma": None, **efficiency(
-              [run["expected"][at] for run in runs],
-              [run["rounds"] for run in runs])})
-          continue
-        for gamma in self.gammas:
-          shorter = statistics.shorter_name(rule, gamma)
-          at = 1 + names.index(shorter if shorter in names else rule)
-          survival = [run["survival"][at][:gamma + 1] for run in runs]
-          starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
-          rows.append({**place, "verifier": rule, "gamma": gamma,
-                       **efficiency(accepted, starts)})
+        is_tree = kind in self.sizes
+        for size in self.sizes[kind] if is_tree else self.gammas:
+          smaller = statistics.sized(rule, size)
+          at = 1 + names.index(smaller if smaller in names else rule)
+          if is_tree:
+            length, nodes = None, size
+            accepted = [run["expected"][at] for run in runs]
+            starts = [run["rounds"] for run in runs]
+          else:
+            length, nodes = size, None
+            survival = [run["survival"][at][:size + 1] for run in runs]
+            starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
+          rows.append({**place, "verifier": rule, "gamma": length,
+                       "nodes": nodes, **efficiency(accepted, starts)})
     return rows
 
   def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:
@@ -208,7 +210,7 @@ def write(output_dir: pathlib.Path, results: Results,
 def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
   """Returns the rows of a table of block efficiency by draft length.
 
-  The table has one column per draft length, and one column for trees.
+  The table has one column per draft length and size of trees.
   """
   table = {}
   for row in rows:
@@ -216,7 +218,8 @@ def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     cells = table.setdefault(place, dict(
         prompts=row["prompts"], T=f"{row['temperature']:g}",
         draft=row["draft"], verifier=style.rule(row["verifier"])))
-    column = "tree" if row["gamma"] is None else f"gamma {row['gamma']}"
+    column = (f"gamma {row['gamma']}" if row["gamma"]
+              else f"{row['nodes']} nodes")
     cells[column] = format(analysis.Estimate.of_columns(
         row, "block_efficiency"), ".2f").rpartition(" ")[0]
   columns = list(dict.fromkeys(

@@ -47,12 +47,15 @@ class Candidate(NamedTuple):
     restarts: whether short drafts also begin within a long draft (see
       `statistics.Shorter`). If False, only the first tokens of a long draft are
       used. False for heads, because they draft later tokens worse.
+    smaller: smaller trees in increasing size, which are evaluated on the same
+      drafts. Each one is the indices of its nodes (see `statistics.Subtree`).
   """
 
   strategies: tuple[Strategy, ...]
   params: Any
   model: Any
   restarts: bool
+  smaller: tuple[tuple[int, ...], ...] = ()
 
   @property
   def drafter(self) -> interfaces.Drafter:
@@ -91,10 +94,7 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
       datastore=datastore, dtype=dtype, batch=batch,
       rule=sj.verifiers.Block()).items()
   if drafter.heads is not None:
-    accuracy = np.diff(
-        drafter.heads.training["accuracy"][1:], axis=1, prepend=0)
-    found = methods.of(drafter.heads.heads).compared(
-        drafter.heads.heads, lambda: sj.trees.medusa_tree(accuracy, nodes))
+    found = _compared(drafter.heads, nodes)
   elif compositions.composes(name) or not isinstance(
       drafter.strategy.drafter, sj.drafters.DraftModel):
     found = {"": (drafter.strategy,)}
@@ -107,6 +107,32 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
         "top-k tree": (strategies.top_k_tree(model, parents),)}
   return {", ".join(filter(None, (label, kind))): of_loaded(drafter)._replace(
       strategies=tuple(some)) for kind, some in found.items()}
+
+
+def _compared(heads: models.SelfDrafter, nodes: int
+              ) -> dict[str, tuple[Strategy, ...]]:
+  """Returns the strategies of heads by the form of their drafts."""
+  return methods.of(heads.heads).compared(
+      heads.heads, lambda: heads.tree(nodes))
+
+
+def sampled_tree(drafter: loading.Loaded, sizes: Sequence[int]
+                 ) -> Candidate | None:
+  """Returns the candidate with sampled trees of heads.
+
+  None if the method of the heads drafts no trees.
+
+  Args:
+    drafter: heads.
+    sizes: sizes of the trees in increasing order. The largest tree is drafted,
+      and the others are `smaller`.
+  """
+  found = _compared(drafter.heads, sizes[-1]).get("sampled tree")
+  if found is None:
+    return None
+  trees = list(map(drafter.heads.tree, sizes))
+  return of_loaded(drafter)._replace(strategies=found, smaller=tuple(
+      statistics.part(trees[-1], tree) for tree in trees[:-1]))
 
 
 def _tree(nodes: int) -> tuple[int, ...]:
@@ -155,12 +181,15 @@ class Judge:
     """Returns the observers of a candidate: rules and statistics, by name."""
     one = self.candidates[name]
     if not one.is_chain:
-      return {common.VERIFIER_NAMES[x.verifier]: x.verifier
-              for x in one.strategies}
+      found = {common.VERIFIER_NAMES[x.verifier]: x.verifier
+               for x in one.strategies}
+      return found | {
+          statistics.sized(name, len(nodes)): statistics.Subtree(rule, nodes)
+          for name, rule in found.items() for nodes in one.smaller}
     found = {rule: common.VERIFIERS[rule] for rule in self.rules}
     if one.restarts:
       found |= {
-          statistics.shorter_name(rule, gamma): statistics.Shorter(
+          statistics.sized(rule, gamma): statistics.Shorter(
               common.VERIFIERS[rule], gamma)
           for rule in self.rules for gamma in self.gammas[:-1]}
     if self.detailed:
@@ -243,7 +272,8 @@ class Judge:
     return drafter_evaluation.Results(
         runs=self.runs(temperatures, path), gammas=self.gammas,
         cluster_of=self.read.cluster,
-        chains=[name for name, x in self.candidates.items() if x.is_chain],
+        sizes={name: [*map(len, x.smaller), x.drafter.num_nodes]
+               for name, x in self.candidates.items() if not x.is_chain},
         temperatures=temperatures,
         observed={name: list(self.observed(name)) for name in self.candidates})
 

@@ -3,7 +3,7 @@
 A `Statistic` is an observer of a decoder (`Decoder.observers`). Other observers
 report the survival under a verification rule. A `Statistic` reports one number
 per draft position instead. So the probabilities themselves never leave the
-loop. The drafts must be chains.
+loop. The drafts of a `Statistic` must be chains.
 
 The number at position i is weighted by the probability that token verification
 accepts the i - 1 tokens before it. This weight is computed exactly from the
@@ -11,14 +11,17 @@ probabilities of both models, without random decisions. The sum of a statistic
 divided by the sum of "drafted" is its mean over the draft positions that
 verification reaches.
 
-`Shorter` is an observer that evaluates a rule with shorter drafts.
+`Shorter` and `Subtree` are observers that evaluate a rule with shorter drafts
+and smaller trees.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import specjax as sj
 from specjax.types import Draft
@@ -127,9 +130,68 @@ class Shorter(_Observer):
     return jnp.zeros(()), found
 
 
-def shorter_name(rule: str, gamma: int) -> str:
-  """Returns the name of the observer `Shorter` for a rule and a length."""
-  return f"{rule}, gamma {gamma}"
+@dataclasses.dataclass(frozen=True)
+class Subtree(sj.Verifier):
+  """Acceptance of a rule with a part of a draft tree.
+
+  Attributes:
+    rule: verification rule.
+    nodes: indices of the nodes of the part in increasing order, starting with
+      the root. It contains the parents and the earlier siblings of its nodes.
+  """
+
+  rule: sj.Verifier
+  nodes: tuple[int, ...]
+
+  lossless = True
+
+  @property
+  def requires(self) -> tuple[str, ...]:
+    return self.rule.requires
+
+  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
+    """Returns the law for the whole tree. The law is never used."""
+    return self.rule.law(draft, target_probs)
+
+  def figures(self, draft: Draft, target_probs: jax.Array, state: None,
+              law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the figures of the rule for the part of the tree."""
+    del state, law
+    nodes = np.array(self.nodes)
+    places = np.zeros(len(depths), np.int32)
+    places[nodes] = np.arange(len(nodes))
+    part = Draft.tree(
+        draft.tokens[0], jnp.asarray(places)[draft.parents[nodes]].at[0].set(-1),
+        draft.tokens[nodes[1:]], draft.probs[nodes[1:]])
+    p = target_probs[nodes]
+    expected, survival = self.rule.figures(
+        part, p, None, self.rule.evaluate(part, p), depths[nodes])
+    return expected, jnp.zeros(len(depths), survival.dtype).at[
+        :len(nodes)].set(survival)
+
+
+def part(parents: Sequence[int], smaller: Sequence[int]) -> tuple[int, ...]:
+  """Returns the nodes of a tree that form a smaller tree.
+
+  Args:
+    parents: parent index of each node.
+    smaller: parent index of each node of a smaller tree. It must be a part of
+      the tree, and have its nodes in the same order.
+  """
+  def paths(parents):  # ranks among the siblings, for the path to every node
+    found, children = [()], [0] * len(parents)
+    for parent in parents[1:]:
+      found.append((*found[parent], children[parent]))
+      children[parent] += 1
+    return found
+
+  places = {path: i for i, path in enumerate(paths(parents))}
+  return tuple(places[path] for path in paths(smaller))
+
+
+def sized(rule: str, size: int) -> str:
+  """Returns the name of a rule with drafts of another size."""
+  return f"{rule}, size {size}"
 
 
 GREEDY = ("drafted", "overlap", "recall 1")  # statistics at temperature 0
