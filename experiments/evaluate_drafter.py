@@ -91,8 +91,8 @@ _NUM_PROMPTS = shared.num_prompts(12)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(64)
 _NODES = flags.DEFINE_list(
-    "nodes", "8,16,32", "Sizes in nodes, including the root, of the draft trees "
-    "of heads, comma-separated. If their method drafts trees, heads are "
+    "nodes", "8,16,32", "Sizes in nodes, including the root, of the draft "
+    "trees of heads, comma-separated. If their method drafts trees, heads are "
     "evaluated with chains and with sampled trees. Other drafters ignore this "
     "flag")
 _DATASTORE = shared.datastore()

@@ -21,7 +21,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import specjax as sj
 from specjax.types import Draft
@@ -157,12 +156,10 @@ class Subtree(sj.Verifier):
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the figures of the rule for the part of the tree."""
     del state, law
-    nodes = np.array(self.nodes)
-    places = np.zeros(len(depths), np.int32)
-    places[nodes] = np.arange(len(nodes))
-    part = Draft.tree(
-        draft.tokens[0], jnp.asarray(places)[draft.parents[nodes]].at[0].set(-1),
-        draft.tokens[nodes[1:]], draft.probs[nodes[1:]])
+    nodes = jnp.array(self.nodes)
+    parents = jnp.searchsorted(nodes, draft.parents[nodes]).at[0].set(-1)
+    part = Draft.tree(draft.tokens[0], parents, draft.tokens[nodes[1:]],
+                      draft.probs[nodes[1:]])
     p = target_probs[nodes]
     expected, survival = self.rule.figures(
         part, p, None, self.rule.evaluate(part, p), depths[nodes])
