@@ -19,11 +19,13 @@ combination of drafter, kind of draft, rule, draft length (chains only) and
 temperature. The block efficiency is the number of tokens per target call, with
 a 95 % confidence interval over prompts.
 
-Chains are drafted with the largest --gamma while token verification generates
-the text. All rules and all shorter draft lengths are evaluated on these drafts.
-A round with shorter drafts also begins within a long draft, except for heads,
-whose later tokens are worse. Trees are drafted while the first rule of the tree
-in the table generates the text.
+Chains have the largest --gamma, or the maximum length of heads. They are
+drafted while token verification generates the text. For shorter lengths, a long
+draft is evaluated as several short rounds. Heads are less accurate later in a
+draft, so for them only the first tokens of a draft are used. Trees are drafted
+while traversal verification (sampled and i.i.d. trees) or the target walk
+(other trees) generates the text. All other rules are evaluated on the same
+drafts.
 """
 
 from lib import common  # before jax, which takes long to import

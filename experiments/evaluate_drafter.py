@@ -1,11 +1,12 @@
 """Evaluates one drafter, and looks for the reason if drafts are rejected often.
 
 The drafter is a draft model, heads (a directory of train_drafter.py or of a
-published drafter), or a drafter without training such as ngram. The prompts are
-decoded once per temperature, and all results are computed from this rollout.
-Given a draft, the expected number of accepted tokens under a rule is computed
-exactly from the probabilities of both models, so random accept and reject
-decisions add no noise. Confidence intervals are 95 %, over prompts.
+published drafter), or a drafter without training such as ngram. Every prompt is
+decoded once per temperature and kind of draft (chain or tree). All rules and
+sizes are evaluated on these drafts. Given a draft, the expected number of
+accepted tokens under a rule is computed exactly from the probabilities of both
+models, so random accept and reject decisions add no noise. Confidence intervals
+are 95 %, over prompts.
 
   python experiments/evaluate_drafter.py --drafter=small
   python experiments/evaluate_drafter.py --target=smollm2 --chat \\
@@ -17,13 +18,13 @@ positions.csv, and a figure as PNG and PDF.
 
   block efficiency  tokens per target call, for every rule, length and size.
                     Chains are drafted with the largest --gamma while token
-                    verification generates the text. All rules and shorter
-                    lengths are evaluated on these drafts. A round with shorter
-                    drafts also begins within a long draft, except for heads,
-                    whose later tokens are worse. If their method drafts trees,
-                    heads are also evaluated with sampled trees of --nodes. The
-                    largest tree is drafted with traversal verification, and
-                    smaller trees are evaluated on the same drafts
+                    verification generates the text. For shorter lengths, a long
+                    draft is evaluated as several short rounds. Heads are less
+                    accurate later in a draft, so for them only the first tokens
+                    of a draft are used. Heads whose method drafts trees are
+                    also evaluated with sampled trees. Trees of the largest
+                    --nodes are drafted while traversal verification generates
+                    the text. Smaller trees are parts of these trees
   positions         for every position of a draft: probability that the position
                     is reached (all earlier tokens are accepted), probability
                     that its token is accepted if it is reached, and recall@K,
@@ -31,24 +32,28 @@ positions.csv, and a figure as PNG and PDF.
                     likely tokens
   oracle length     tokens per target call of an ideal draft tree with the K
                     most likely tokens at every position: 1 + the sum over
-                    positions of the product of the recalls up to the position
+                    positions of the product of the recalls up to the position.
+                    If a draft can be short, each recall is multiplied by the
+                    probability that the draft has this position
   entropy           acceptance probability of a token, by the entropy of the
                     target's distribution
   faults            probable errors in the heads' configuration or weights
 
-Faults: with --conformance, the script tests whether heads are read in another
-way than they were trained. It scores the heads on text that the target
+Faults: with --conformance, the script tests whether decoding computes heads
+differently from their training. It scores the heads on text that the target
 generated, and again after each of these changes: hidden states of another
 layer, before the norm or in another order; another RoPE base or order;
 concatenated tensors in another order; heads shifted by a position; norms and
-embeddings with another scale. It also reports tensors that are constant or not
+embeddings with another scale. If a change improves the score, the difference is
+a fault. The script also reports tensors that are constant or not
 used, a wrong map from draft tokens to target tokens, a precision that is too
 low, a drafter state that is wrong after rejected drafts, and prompts that lack
 the chat template of the training, or have one that the training lacked.
 
 Trace: with --trace, a drafter without a model, such as ngram, is evaluated on
-stored token ids instead of a target, at temperature 0. Any model can have
-generated these ids. The result is exact for that model.
+stored token ids instead of a target. These ids are the greedy output
+(temperature 0) of any model. For the largest --gamma the result is exact for
+that model. recycling needs the target's probabilities, so it has no trace.
 
 If the script is killed, the same command resumes it.
 """
@@ -77,7 +82,11 @@ import numpy as np
 import specjax as sj
 
 _TARGET = shared.target()
-_DRAFTER = shared.drafter()
+_DRAFTER = shared.drafter(
+    "Drafter: small or tiny (bundled draft models, for the bundled target), "
+    f"smol (bundled, for smollm2), {', '.join(models.HEADS)} (bundled heads), "
+    "the directory of heads of train_drafter.py or of a published drafter, "
+    f"{compositions.HELP}, or another draft model: {shared.PUBLISHED}")
 _GAMMAS = shared.gammas("2,4,8")
 _TEMPERATURE = shared.temperatures("1,0")
 _VERIFIERS = shared.verifiers(
@@ -98,9 +107,9 @@ _NODES = flags.DEFINE_list(
 _DATASTORE = shared.datastore()
 _TRACE = flags.DEFINE_string(
     "trace", None, "JSONL file of token ids, one sequence per line: "
-    '{"prompt": [...], "completion": [...]}. The drafter must have no model, '
-    "such as ngram. It is evaluated on these sequences at temperature 0, and "
-    "--target and --prompts are ignored. Default: decode --prompts with "
+    '{"prompt": [...], "completion": [...]}. Completions are greedy output '
+    "(temperature 0) of a model. The drafter must have no model, such as "
+    "ngram. --target and --prompts are ignored. Default: decode --prompts with "
     "--target")
 _CONFORMANCE = flags.DEFINE_bool(
     "conformance", True, "If the drafter has heads, also look for faults in "
@@ -160,6 +169,10 @@ def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
   if not compositions.composes(name) or compositions.members(name):
     raise ValueError(f"--trace={_TRACE.value} requires a drafter without a "
                      f"model, such as --drafter=ngram, and --drafter is {name}")
+  if name == "recycling":
+    raise ValueError("--drafter is recycling, which drafts tokens that were "
+                     "likely under the target, and --trace has only the "
+                     "target's tokens; set --target and leave --trace out")
   trace = traces.read(_TRACE.value)
   strategy, params = compositions.strategy(
       name, gammas[-1], trace, {}, datastore=_DATASTORE.value)

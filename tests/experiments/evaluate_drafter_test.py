@@ -152,9 +152,10 @@ def test_the_script_reports_and_resumes(tmp_path):
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=3", "--gamma=1,3",
            "--temperature=1", "--max_new_tokens=12", "--prompt_tokens=24",
            "--batch=2", "--output_dir=out"]
-  first, again, refused = run_all(
+  first, again, refused, recycling = run_all(
       "evaluate_drafter.py", flags, flags,
-      ["--drafter=small", "--trace=missing.jsonl"], cwd=tmp_path)
+      ["--drafter=small", "--trace=missing.jsonl"],
+      ["--drafter=recycling", "--trace=missing.jsonl"], cwd=tmp_path)
   result = last_line(first)
   assert last_line(again)["rows"] == result["rows"]
   assert "3 of 3 prompts are in" in again["stderr"]
@@ -170,6 +171,7 @@ def test_the_script_reports_and_resumes(tmp_path):
     assert (tmp_path / "out" / name).stat().st_size > 100
   assert "--trace=missing.jsonl requires a drafter without a model" in (
       refused["code"])
+  assert "--drafter is recycling, which drafts" in recycling["code"]
 
 
 def test_the_arena_adds_a_drafter(tmp_path):

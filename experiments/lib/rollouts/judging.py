@@ -1,8 +1,8 @@
 """Measures the exact acceptance of drafters under several rules.
 
-A `Candidate` is a drafter with a form of its drafts, such as a chain or a
-sampled tree. For each candidate, the prompts are decoded once, in batches and
-with one rule. All other rules for this form are evaluated on the same drafts.
+A `Candidate` is a drafter with one kind of draft, such as a chain or a sampled
+tree. For each candidate, the prompts are decoded once per temperature, in
+batches and with one rule. All other rules are evaluated on the same drafts.
 """
 
 from collections.abc import Mapping
@@ -37,16 +37,16 @@ _DEPTH = 8  # largest depth of the tree of a draft model (see `_tree`)
 
 
 class Candidate(NamedTuple):
-  """Drafter with a form of its drafts, and the rules for this form.
+  """Drafter with one kind of draft, and the rules for such drafts.
 
   Attributes:
     strategies: strategies with this drafter. They differ only in their rule.
     params: parameters of the decoder, `{"target": ..., "drafter": ...}`.
     model: target model. For heads, it also returns the hidden states that the
       heads read.
-    restarts: whether short drafts also begin within a long draft (see
-      `statistics.Shorter`). If False, only the first tokens of a long draft are
-      used. False for heads, because they draft later tokens worse.
+    restarts: whether a long draft is evaluated as several short rounds (see
+      `statistics.Shorter`). If False, only its first tokens are used. False for
+      heads, because they are less accurate later in a draft.
     smaller: smaller trees in increasing size, which are evaluated on the same
       drafts. Each one is the indices of its nodes (see `statistics.Subtree`).
   """
@@ -111,7 +111,7 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
 
 def _compared(heads: models.SelfDrafter, nodes: int
               ) -> dict[str, tuple[Strategy, ...]]:
-  """Returns the strategies of heads by the form of their drafts."""
+  """Returns the strategies of heads by kind of draft."""
   return methods.of(heads.heads).compared(
       heads.heads, lambda: heads.tree(nodes))
 
@@ -154,8 +154,8 @@ class Judge:
     candidates: candidates by name.
     rules: names of the rules for chains. The rules for trees are those of their
       strategies.
-    gammas: draft lengths of chains in increasing order. The last one is the
-      draft length of the candidates.
+    gammas: draft lengths of chains in increasing order. The last one is that of
+      the drafts, except for heads whose maximum is lower.
     read: prompts.
     eos: token ids that end a row, or None.
     new_tokens: largest number of new tokens per prompt.
@@ -200,8 +200,7 @@ class Judge:
   def decoder(self, name: str, temperature: float) -> sj.Decoder:
     """Returns the decoder of a candidate.
 
-    Chains are decoded with token verification, so that different rules and
-    draft lengths are compared on the same drafts.
+    Chains are decoded with token verification.
     """
     one = self.candidates[name]
     rule = (sj.verifiers.Token() if one.is_chain

@@ -65,7 +65,7 @@ class Statistic(_Observer):
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 0 in place of the expectation, and the numbers `[N]` by node.
+    """Returns 0 (no expected number of tokens), and the numbers `[N]` by node.
 
     The number of the root is 0.
     """
@@ -100,9 +100,9 @@ class Shorter(_Observer):
   by the probability that token verification accepts all tokens before it. The
   last one may have fewer than `gamma` tokens.
 
-  Except for the last short draft, this is exact if the drafter is
-  `autoregressive`: a draft that begins later has the same distribution. For
-  drafters that copy earlier text it is a good approximation.
+  For token verification and a drafter that is `autoregressive`, this is exact
+  except for the last short draft, because a draft that begins later has the
+  same distribution. For other rules and drafters it is an approximation.
   """
 
   rule: sj.Verifier
@@ -110,7 +110,7 @@ class Shorter(_Observer):
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 0 in place of the expectation, and an array `[N]`.
+    """Returns 0 (no expected number of tokens), and an array `[N]`.
 
     Its first number is the expected number of short drafts. The number at i > 0
     is the expected number of short drafts whose first i tokens are accepted.
