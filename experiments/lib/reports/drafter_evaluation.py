@@ -222,8 +222,10 @@ def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
               else f"{row['nodes']} nodes")
     cells[column] = format(analysis.Estimate.of_columns(
         row, "block_efficiency"), ".2f").rpartition(" ")[0]
-  columns = list(dict.fromkeys(
-      name for row in table.values() for name in row))
+  numbers = lambda name: sorted({row[name] for row in rows if row[name]})
+  columns = ["prompts", "T", "draft", "verifier",
+             *(f"gamma {gamma}" for gamma in numbers("gamma")),
+             *(f"{nodes} nodes" for nodes in numbers("nodes"))]
   return [dict.fromkeys(columns, "") | row for row in table.values()]
 
 
