@@ -23,7 +23,7 @@ done
 spec_bench() { # output directory, target, drafters, prompts per task
   python experiments/arena.py --output_dir="results/arena/$1" --target="$2" \
     --drafter="$3" --chat --prompts="${prompts#,}" --field=turns \
-    --num_prompts="$4" --prompt_tokens=512
+    --num_prompts="$4" --prompt_tokens=512 --gamma=8
 }
 spec_bench smollm2 smollm2 smol,smol_eagle,ngram,suffix,recycling 5
 spec_bench qwen "${TARGET:-Qwen/Qwen2.5-Coder-1.5B-Instruct}" \
