@@ -45,10 +45,10 @@ generated, and again after each of these changes: hidden states of another
 layer, before the norm or in another order; another RoPE base or order;
 concatenated tensors in another order; heads shifted by a position; norms and
 embeddings with another scale. If a change improves the score, the difference is
-a fault. The script also reports tensors that are constant or not
-used, a wrong map from draft tokens to target tokens, a precision that is too
-low, a drafter state that is wrong after rejected drafts, and prompts that lack
-the chat template of the training, or have one that the training lacked.
+a fault. The script also reports tensors that are constant or not used, a wrong
+map from draft tokens to target tokens, a precision that is too low, a drafter
+state that is wrong after rejected drafts, and prompts that lack the chat
+template of the training, or have one that the training lacked.
 
 Trace: with --trace, a drafter without a model, such as ngram, is evaluated on
 stored token ids instead of a target. These ids are the greedy output

@@ -20,6 +20,9 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import conformance  # noqa: E402
+from lib import models  # noqa: E402
+from lib.configurations import loading  # noqa: E402
+from lib.rollouts import judging  # noqa: E402
 from lib.rollouts import statistics  # noqa: E402
 from lib.rollouts import traces  # noqa: E402
 
@@ -106,6 +109,16 @@ def test_a_smaller_tree_is_a_part_of_the_drafted_tree(rule):
   assert found == pytest.approx(float(expected), rel=1e-6)
   assert survival.shape == (12,)
   assert survival[1:].sum() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_few_heads_have_a_tree_of_their_largest_size():
+  own = models.SelfDrafter(
+      None, None, methods.MedusaHeads(width=8, vocab_size=7, heads=2), None,
+      {"accuracy": [[0.5, 0.7]] * 3})
+  found = judging.sampled_tree(
+      loading.Loaded(None, {}, None, own), [4, 100])
+  assert found.drafter.num_nodes == 7  # 1 + 2 + 4
+  assert found.smaller == ((0, 1, 2, 3),)
 
 
 def _trace(tmp_path, *sequences):

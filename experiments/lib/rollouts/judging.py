@@ -124,9 +124,13 @@ def sampled_tree(drafter: loading.Loaded, sizes: Sequence[int]
 
   Args:
     drafter: heads.
-    sizes: sizes of the trees in increasing order. The largest tree is drafted,
-      and the others are `smaller`.
+    sizes: sizes of the trees in nodes. The largest tree is drafted, and the
+      others are `smaller`. Few heads have no tree of a large size, so it is
+      replaced by the size of their largest tree.
   """
+  heads, ranks = np.shape(drafter.heads.training["accuracy"][1:])
+  most = sum(ranks**depth for depth in range(heads + 1))
+  sizes = sorted({min(size, most) for size in sizes})
   found = _compared(drafter.heads, sizes[-1]).get("sampled tree")
   if found is None:
     return None
