@@ -216,7 +216,7 @@ def _faults(judge: judging.Judge, own: models.SelfDrafter,
 def main() -> None:
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
-  sizes = common.tree_sizes("--nodes", _NODES.value)
+  sizes = common.draft_lengths("--nodes", _NODES.value, least=2)
   rules = common.verifier_names("--verifier", _VERIFIERS.value)
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
   heads = tokenizer = None

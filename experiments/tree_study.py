@@ -467,7 +467,7 @@ def _fingerprint(setting: _Setting, read: prompts_lib.Prompts,
 
 
 def main():
-  budgets = common.tree_sizes("--nodes", _BUDGETS.value)
+  budgets = common.draft_lengths("--nodes", _BUDGETS.value, least=2)
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   setting, read = _load(budgets, temperatures, batches.settings(_BATCH))
   prompts = read.all

@@ -308,28 +308,25 @@ def given(flag: str, values: Sequence[str] | None, fix: str) -> Sequence[str]:
   return values
 
 
-def draft_lengths(flag: str, values: list[str]) -> list[int]:
-  """Returns the sorted draft lengths of a list flag, each at least 1."""
+def draft_lengths(flag: str, values: list[str], least: int = 1) -> list[int]:
+  """Returns the sorted draft lengths or tree sizes of a list flag.
+
+  Args:
+    flag: name of the flag, such as "--gamma".
+    values: entries of the flag.
+    least: smallest valid number.
+  """
   try:
     gammas = sorted({int(g) for g in values})
   except ValueError:
     raise ValueError(f"{flag} is {','.join(values)!r}; give whole numbers "
                      "between commas, such as 2,4,8") from None
-  if not gammas or gammas[0] < 1:
-    raise ValueError(f"{flag} is {','.join(values)!r}; draft lengths start at "
-                     "1")
+  if not gammas or gammas[0] < least:
+    raise ValueError(f"{flag} is {','.join(values)!r}; give numbers of at "
+                     f"least {least}")
   if gammas[-1] >= shared.MOST_NODES:
     raise ValueError(f"{flag} contains {gammas[-1]}; give {shared.TOO_LONG}")
   return gammas
-
-
-def tree_sizes(flag: str, values: list[str]) -> list[int]:
-  """Returns the sorted sizes of draft trees of a list flag, each at least 2."""
-  sizes = draft_lengths(flag, values)
-  if sizes[0] < 2:
-    raise ValueError(f"{flag} contains 1; a draft needs a node below the root: "
-                     "set sizes of at least 2")
-  return sizes
 
 
 def batch_sizes(flag: str, values: list[str]) -> list[int]:

@@ -365,9 +365,14 @@ class SelfDrafter(NamedTuple):
   training: dict[str, Any]
 
   def tree(self, nodes: int) -> tuple[int, ...]:
-    """Returns the best draft tree for the accuracy measured in training."""
-    return sj.trees.medusa_tree(np.diff(
-        self.training["accuracy"][1:], axis=1, prepend=0), nodes)
+    """Returns the best draft tree for the accuracy measured in training.
+
+    If the heads have no tree of `nodes` nodes, it is their largest tree.
+    """
+    accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
+    heads, ranks = accuracy.shape
+    most = sum(ranks**depth for depth in range(heads + 1))
+    return sj.trees.medusa_tree(accuracy, min(nodes, most))
 
   def speculation(self, rule: Verifier | None, gamma: int, nodes: int
                   ) -> tuple[Transformer, dict[str, Any], Strategy]:

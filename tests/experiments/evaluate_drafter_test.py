@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ sys.path.append(str(ROOT / "experiments"))
 from lib import common  # noqa: E402
 from lib import conformance  # noqa: E402
 from lib import models  # noqa: E402
+from lib.configurations import decoders  # noqa: E402
 from lib.configurations import loading  # noqa: E402
+from lib.prompts import reading  # noqa: E402
+from lib.reports import drafter_evaluation  # noqa: E402
 from lib.rollouts import judging  # noqa: E402
 from lib.rollouts import statistics  # noqa: E402
 from lib.rollouts import traces  # noqa: E402
@@ -83,6 +87,11 @@ def test_shorter_drafts_begin_within_a_long_draft(rule):
   assert not found[3:].any()
   if rule == sj.verifiers.Token():  # short and long drafts emit as many tokens
     assert found.sum() == pytest.approx(float(reach.sum()), rel=1e-6)
+  # Of a draft that ends after 3 tokens, no second short draft is left.
+  ended = sj.Draft.chain(draft.tokens[0], tokens, q.at[3:].set(0))
+  _, found = statistics.Shorter(rule, 2).figures(ended, p, None, None, None)
+  np.testing.assert_allclose(found[:3], rule.survival(sj.Draft.chain(
+      draft.tokens[0], tokens[:2], q[:2]), p[:3]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [
@@ -111,13 +120,53 @@ def test_a_smaller_tree_is_a_part_of_the_drafted_tree(rule):
   assert survival[1:].sum() == pytest.approx(float(expected), rel=1e-6)
 
 
+def test_rows_have_the_results_of_their_size():
+  # Broken: a smaller tree or a shorter chain has the value of the drafted one.
+  runs = {("f", 1.0, 0, "code", i, f"digest {i}"): {
+      "chain": {"rounds": 2, "survival": [
+          [2, 1, 1], [2, 1.5, 0.5], [3, 1.5, 0]], "expected": []},
+      "tree": {"rounds": 2, "survival": [], "expected": [0, 3, 1]}}
+          for i in range(2)}
+  rows = drafter_evaluation.Results(
+      runs=runs, gammas=[1, 2], temperatures=[1.0], cluster_of=str,
+      observed={"chain": ["token", "token, size 1"],
+                "tree": ["traversal", "traversal, size 3"]},
+      sizes={"tree": [3, 6]}).rows()
+  assert [(row["draft"], row["gamma"], row["nodes"], row["block_efficiency"])
+          for row in rows] == [
+              ("chain", 1, None, 1.5), ("chain", 2, None, 2),
+              ("tree", None, 3, 1.5), ("tree", None, 6, 2.5)]
+  [chain, tree] = drafter_evaluation.wide(rows)
+  assert (chain["gamma 1"][:4], chain["gamma 2"][:4], chain["6 nodes"]) == (
+      "1.50", "2.00", "")
+  assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
+
+
+def test_runs_of_another_order_of_rules_are_not_read():
+  # Broken: a run lists its results by position, so those of two rules change
+  # places.
+  model = sj.testing.MarkovModel(vocab_size=5)
+  read = reading.Prompts({"code": [[1]]}, [], {}, {})
+  candidate = judging.Candidate(
+      (sj.strategies.Strategy(sj.drafters.DraftModel(model=model, gamma=2),
+                              sj.verifiers.Token()),),
+      {"target": (), "drafter": ()}, model, restarts=True)
+  prints = {judging.Judge(
+      target=types.SimpleNamespace(model=model, params=()), rules=rules,
+      candidates={"chain": candidate}, gammas=[2], read=read, eos=None,
+      new_tokens=4, batch=decoders.Batch(size=1), seed=0).fingerprint()
+            for rules in (["token", "block"], ["block", "token"])}
+  assert len(prints) == 2
+
+
 def test_few_heads_have_a_tree_of_their_largest_size():
+  """Two heads of two ranks have at most 1 + 2 + 4 nodes."""
   own = models.SelfDrafter(
       None, None, methods.MedusaHeads(width=8, vocab_size=7, heads=2), None,
       {"accuracy": [[0.5, 0.7]] * 3})
   found = judging.sampled_tree(
       loading.Loaded(None, {}, None, own), [4, 100])
-  assert found.drafter.num_nodes == 7  # 1 + 2 + 4
+  assert found.drafter.num_nodes == 7
   assert found.smaller == ((0, 1, 2, 3),)
 
 
@@ -189,7 +238,7 @@ def test_the_script_reports_and_resumes(tmp_path):
 
 def test_the_arena_adds_a_drafter(tmp_path):
   """--add decodes only the new drafter, and other rows stay the same."""
-  flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=2",
+  flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=1,2",
            "--temperature=1", "--max_new_tokens=8", "--prompt_tokens=16",
            "--nodes=6", "--output_dir=out"]
   [first] = run_all("arena.py", flags, cwd=tmp_path)
@@ -203,6 +252,8 @@ def test_the_arena_adds_a_drafter(tmp_path):
       ("tiny, chain", "token"), ("tiny, chain", "block"),
       ("tiny, sampled tree", "traversal"), ("tiny, sampled tree", "recursive"),
       ("tiny, top-k tree", "target_walk")}
+  assert {(row["gamma"], row["nodes"]) for row in old} == {
+      (1, None), (2, None), (None, 6)}
   for name in "arena.md", "arena.csv", "arena.png", "arena.pdf":
     assert (tmp_path / "out" / name).stat().st_size > 100
   assert "the same name" in refused["code"]

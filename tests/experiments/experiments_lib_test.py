@@ -174,7 +174,7 @@ def test_lists_of_draft_lengths():
   assert common.draft_lengths("--nodes", ["8", "4", "511", "4"]) == [
       4, 8, 511]
   for values, words in ((["4", "512"], "512; give at most 511, because"),
-                        ([], "start at 1"), (["0"], "start at 1"),
+                        ([], "at least 1"), (["0"], "at least 1"),
                         (["4", ""], "whole numbers")):
     with pytest.raises(ValueError, match=f"--nodes .*{words}"):
       common.draft_lengths("--nodes", values)

@@ -254,7 +254,7 @@ def test_a_reader_that_leaves(tmp_path):
 
 
 _REFUSED = [
-    (["--gamma=0"], ["--gamma", "start at 1"]),
+    (["--gamma=0"], ["--gamma", "at least 1"]),
     (["--temperature=-1"], ["-1", "at least 0"]),
     (["--top_p=1.5"], ["1.5", "(0, 1]"]),
     (["--prompts=missing.txt"], ["missing.txt", ".jsonl"]),

@@ -125,18 +125,14 @@ def sampled_tree(drafter: loading.Loaded, sizes: Sequence[int]
   Args:
     drafter: heads.
     sizes: sizes of the trees in nodes. The largest tree is drafted, and the
-      others are `smaller`. Few heads have no tree of a large size, so it is
-      replaced by the size of their largest tree.
+      others are `smaller`.
   """
-  heads, ranks = np.shape(drafter.heads.training["accuracy"][1:])
-  most = sum(ranks**depth for depth in range(heads + 1))
-  sizes = sorted({min(size, most) for size in sizes})
-  found = _compared(drafter.heads, sizes[-1]).get("sampled tree")
+  found = _compared(drafter.heads, max(sizes)).get("sampled tree")
   if found is None:
     return None
-  trees = list(map(drafter.heads.tree, sizes))
+  *smaller, largest = sorted(set(map(drafter.heads.tree, sizes)), key=len)
   return of_loaded(drafter)._replace(strategies=found, smaller=tuple(
-      statistics.part(trees[-1], tree) for tree in trees[:-1]))
+      statistics.part(largest, tree) for tree in smaller))
 
 
 def _tree(nodes: int) -> tuple[int, ...]:
@@ -159,7 +155,7 @@ class Judge:
     rules: names of the rules for chains. The rules for trees are those of their
       strategies.
     gammas: draft lengths of chains in increasing order. The last one is that of
-      the drafts, except for heads whose maximum is lower.
+      the drafts, except for heads with their own length.
     read: prompts.
     eos: token ids that end a row, or None.
     new_tokens: largest number of new tokens per prompt.
@@ -243,6 +239,15 @@ class Judge:
         self.decoder(name, 1.0), self.params(name), self._capacity,
         memory=batches.window(self.batch)) for name in self.candidates}
 
+  def fingerprint(self) -> str:
+    """Returns a hash of all settings that affect a run (see `resumable`)."""
+    return resumable.fingerprint(
+        [self.target.params, *(
+            loading.own_params(x.params, self.target.params)
+            for x in self.candidates.values())],
+        [(name, x.strategies, list(self.observed(name).items()))
+         for name, x in self.candidates.items()], self.eos, self.new_tokens)
+
   def runs(self, temperatures: Sequence[float], path: pathlib.Path
            ) -> dict[tuple, dict[str, Any]]:
     """Decodes all prompts and returns the runs of all candidates.
@@ -254,12 +259,7 @@ class Judge:
     Returns:
       `{unit: {name of a candidate: run}}` (see `resumable`).
     """
-    fingerprint = resumable.fingerprint(
-        [self.target.params, *(
-            loading.own_params(x.params, self.target.params)
-            for x in self.candidates.values())],
-        [(name, x.strategies, self.observed(name))
-         for name, x in self.candidates.items()], self.eos, self.new_tokens)
+    fingerprint = self.fingerprint()
     units = [(fingerprint, t, self.seed, name, i, resumable.digest(row))
              for t in temperatures
              for name, i, row in reading.alternating(self.read.sets)]

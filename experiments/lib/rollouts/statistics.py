@@ -98,7 +98,8 @@ class Shorter(_Observer):
   without a draft. So in a long draft of accepted tokens, a short draft of
   `gamma` tokens begins at every (`gamma` + 1)-th position. Each one is weighted
   by the probability that token verification accepts all tokens before it. The
-  last one may have fewer than `gamma` tokens.
+  last one may have fewer than `gamma` tokens. At the end of the long draft,
+  where it would have none, no short draft begins.
 
   For token verification and a drafter that is `autoregressive`, this is exact
   except for the last short draft, because a draft that begins later has the
@@ -125,7 +126,8 @@ class Shorter(_Observer):
       p = target_probs[nodes]
       _, survival = self.rule.figures(
           short, p, None, self.rule.evaluate(short, p), jnp.arange(len(tokens)))
-      found = found.at[:len(tokens)].add(reach[first] * survival)
+      begins = draft.drafted[first + 1] if first else 1
+      found = found.at[:len(tokens)].add(begins * reach[first] * survival)
     return jnp.zeros(()), found
 
 
