@@ -28,8 +28,8 @@ _EXPLAINED = {
     "the drafter.",
     "Oracle length": "Tokens per target call of an ideal tree with the "
     "drafter's K most likely tokens at every position. A token of the target "
-    "is accepted whenever it is among these K tokens. Sampled drafts can accept "
-    "more, because they are not restricted to these tokens.",
+    "is accepted whenever it is among these K tokens. Sampled drafts are not "
+    "restricted to these tokens, so more of them can be accepted.",
     "Entropy": "Probability that token verification accepts a token, by the "
     "entropy of the target's distribution in nats. *Share* is the share of "
     "positions with this entropy.",
