@@ -19,13 +19,13 @@ combination of drafter, kind of draft, rule, draft length (chains only) and
 temperature. The block efficiency is the number of tokens per target call, with
 a 95 % confidence interval over prompts.
 
-Chains have the largest --gamma, and chains of heads their own length. They are
-drafted while token verification generates the text. For shorter lengths, a long
-draft is evaluated as several short rounds. Heads are less accurate later in a
-draft, so for them only the first tokens of a draft are used. Results for
-shorter lengths are approximate. Trees are drafted while traversal verification
-(sampled and i.i.d. trees) or the target walk (other trees) generates the text.
-All other rules are evaluated on the same drafts.
+Chains are drafted with the largest length in --gamma, and those of heads with
+the heads' own length, while token verification generates the text. For shorter
+lengths, a long draft is evaluated as several short rounds. Heads are less
+accurate later in a draft, so for them only the first tokens of a draft are
+used. Results for shorter lengths are approximate. Trees are drafted while
+traversal verification (sampled and i.i.d. trees) or the target walk (other
+trees) generates the text. All other rules are evaluated on the same drafts.
 """
 
 from lib import common  # before jax, which takes long to import

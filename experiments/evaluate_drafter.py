@@ -17,14 +17,16 @@ Output in --output_dir: report.md with these tables, evaluation.csv,
 positions.csv, and a figure as PNG and PDF.
 
   block efficiency  tokens per target call, for every rule, length and size.
-                    Chains are drafted with the largest --gamma while token
-                    verification generates the text. For shorter lengths, a long
-                    draft is evaluated as several short rounds. Heads are less
-                    accurate later in a draft, so for them only the first tokens
-                    of a draft are used. Heads whose method drafts trees are
-                    also evaluated with sampled trees. Trees of the largest
-                    --nodes are drafted while traversal verification generates
-                    the text. Smaller trees are parts of these trees
+                    Chains are drafted with the largest length in --gamma while
+                    token verification generates the text. For shorter lengths,
+                    a long draft is evaluated as several short rounds. Heads are
+                    less accurate later in a draft, so for them only the first
+                    tokens of a draft are used. Heads whose method drafts trees
+                    are also evaluated with sampled trees. Trees of the largest
+                    size in --nodes are drafted while traversal verification
+                    generates the text. Smaller trees are parts of these trees.
+                    Results for shorter lengths and smaller sizes are
+                    approximate
   positions         for every position of a draft: probability that the position
                     is reached (all earlier tokens are accepted), probability
                     that its token is accepted if it is reached, and recall@K,
@@ -44,16 +46,17 @@ differently from their training. It scores the heads on text that the target
 generated, and again after each of these changes: hidden states of another
 layer, before the norm or in another order; another RoPE base or order;
 concatenated tensors in another order; heads shifted by a position; norms and
-embeddings with another scale. If a change improves the score, the difference is
-a fault. The script also reports tensors that are constant or not used, a wrong
-map from draft tokens to target tokens, a precision that is too low, a drafter
-state that is wrong after rejected drafts, and prompts that lack the chat
-template of the training, or have one that the training lacked.
+embeddings with another scale. A change that clearly improves the score is
+reported as a fault. The script also reports tensors that are constant or not
+used, a wrong map from draft tokens to target tokens, a precision that is too
+low, a drafter state that is wrong after rejected drafts, and prompts that lack
+the chat template of the training, or have one that the training lacked.
 
 Trace: with --trace, a drafter without a model, such as ngram, is evaluated on
 stored token ids instead of a target. These ids are the greedy output
-(temperature 0) of any model. For the largest --gamma the result is exact for
-that model. recycling needs the target's probabilities, so it has no trace.
+(temperature 0) of any model. For the largest length in --gamma, the result is
+exact for that model. recycling needs the target's probabilities, so --trace
+refuses it.
 
 If the script is killed, the same command resumes it.
 """

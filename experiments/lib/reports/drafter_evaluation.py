@@ -90,20 +90,19 @@ class Results:
 
       names = self.observed[kind]
       for rule in (name for name in names if name in common.ALL_VERIFIERS):
-        is_tree = kind in self.sizes
-        for size in self.sizes[kind] if is_tree else self.gammas:
+        for size in self.sizes.get(kind, self.gammas):
           smaller = statistics.sized(rule, size)
           at = 1 + names.index(smaller if smaller in names else rule)
-          if is_tree:
-            length, nodes = None, size
-            accepted = [run["expected"][at] for run in runs]
-            starts = [run["rounds"] for run in runs]
+          if kind in self.sizes:
+            row = {"gamma": None, "nodes": size, **efficiency(
+                [run["expected"][at] for run in runs],
+                [run["rounds"] for run in runs])}
           else:
-            length, nodes = size, None
             survival = [run["survival"][at][:size + 1] for run in runs]
             starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
-          rows.append({**place, "verifier": rule, "gamma": length,
-                       "nodes": nodes, **efficiency(accepted, starts)})
+            row = {"gamma": size, "nodes": None,
+                   **efficiency(accepted, starts)}
+          rows.append({**place, "verifier": rule, **row})
     return rows
 
   def _sums(self, kind: str, temperature: float) -> dict[str, np.ndarray]:

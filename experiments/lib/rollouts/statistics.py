@@ -119,6 +119,7 @@ class Shorter(_Observer):
     del state, law, depths
     reach = sj.verifiers.Token().survival(draft, target_probs)
     found = jnp.zeros_like(reach)
+    begins = draft.drafted.at[1].set(True)  # the first round always begins
     for first in range(0, len(reach) - 1, self.gamma + 1):
       nodes = slice(first, first + self.gamma + 1)
       tokens, probs = draft.tokens[nodes], draft.probs[nodes]
@@ -126,8 +127,8 @@ class Shorter(_Observer):
       p = target_probs[nodes]
       _, survival = self.rule.figures(
           short, p, None, self.rule.evaluate(short, p), jnp.arange(len(tokens)))
-      begins = draft.drafted[first + 1] if first else 1
-      found = found.at[:len(tokens)].add(begins * reach[first] * survival)
+      found = found.at[:len(tokens)].add(
+          begins[first + 1] * reach[first] * survival)
     return jnp.zeros(()), found
 
 
