@@ -1,6 +1,7 @@
 """The offline evaluation of drafters: statistics, traces, faults, arena."""
 
 import dataclasses
+import itertools
 import json
 import sys
 import types
@@ -92,6 +93,61 @@ def test_shorter_drafts_begin_within_a_long_draft(rule):
   _, found = statistics.Shorter(rule, 2).figures(ended, p, None, None, None)
   np.testing.assert_allclose(found[:3], rule.survival(sj.Draft.chain(
       draft.tokens[0], tokens[:2], q[:2]), p[:3]), rtol=1e-6)
+
+
+def test_an_accepted_draft_counts_as_the_rounds_of_its_tokens():
+  # Broken: copies of long passages have the values of their first rounds only,
+  # or the end of a long draft counts as a rejection.
+  accepted, rejected = (sj.Draft.chain(0, tokens, jnp.eye(2)[tokens])
+                        for tokens in jnp.array([[1] * 8, [0] + [1] * 7]))
+  p = jnp.tile(jnp.array([0.0, 1.0]), (9, 1))
+  for gamma in 2, 4, 6, 7:
+    shorter = statistics.Shorter(sj.verifiers.Token(), gamma)
+    _, found = shorter.figures(accepted, p, None, None, None)
+    # The draft and the next token are 9 tokens, in rounds of gamma + 1.
+    np.testing.assert_allclose(found[:gamma + 1], 9 / (gamma + 1), rtol=1e-6)
+    assert not found[gamma + 1:].any()
+    _, found = shorter.figures(rejected, p, None, None, None)
+    np.testing.assert_array_equal(found, [1] + [0] * 8)
+
+
+def _markov_drafts(q, gamma):
+  """All drafts of two tokens after every root: roots, drafts, probabilities."""
+  paths = np.array(list(itertools.product(range(2), repeat=gamma + 1)))
+  weights = q[paths[:, :-1], paths[:, 1:]].prod(1)
+  return paths, weights, jax.vmap(sj.Draft.chain)(
+      paths[:, 0], paths[:, 1:], q[paths[:, :-1]])
+
+
+def _markov_starts(rule, p, q, gamma):
+  """Exact block efficiency of a Markov pair, and its roots' distribution."""
+  paths, weights, drafts = _markov_drafts(q, gamma)
+  law = jax.vmap(rule.law)(drafts, p[paths])
+  moves = np.zeros((2, 2))
+  np.add.at(moves, paths[:, 0], weights[:, None] * np.einsum(
+      "bn,bnv->bv", law.stop, law.next_token))
+  roots = np.linalg.matrix_power(moves / moves.sum(1, keepdims=True), 9999)[0]
+  tokens = 1 + np.asarray(law.stop) @ np.arange(gamma + 1)
+  return (roots[paths[:, 0]] * weights) @ tokens, roots
+
+
+@pytest.mark.parametrize("rule", [sj.verifiers.Token(), sj.verifiers.Block()])
+def test_values_of_shorter_drafts_are_those_of_own_rollouts(rule):
+  # Broken: a short draft that the end of the long draft cuts is a whole round.
+  random = np.random.default_rng(6)
+  for _ in range(15):
+    scale = np.full(2, random.choice([0.5, 1, 2]))
+    p, mix = random.dirichlet(scale, 2), random.choice([0, 0.5, 0.8])
+    q = mix * p + (1 - mix) * random.dirichlet(scale, 2)
+    _, roots = _markov_starts(sj.verifiers.Token(), p, q, 8)
+    paths, weights, drafts = _markov_drafts(q, 8)
+    weights *= roots[paths[:, 0]]
+    for gamma in 3, 4, 6:
+      _, found = jax.vmap(lambda draft, p, gamma=gamma: statistics.Shorter(
+          rule, gamma).figures(draft, p, None, None, None))(drafts, p[paths])
+      found = weights @ found
+      exact, _ = _markov_starts(rule, p, q, gamma)
+      assert found.sum() / found[0] == pytest.approx(exact, rel=0.01), gamma
 
 
 @pytest.mark.parametrize("rule", [

@@ -94,41 +94,57 @@ class Statistic(_Observer):
 class Shorter(_Observer):
   """Acceptance of a rule with shorter drafts, computed from long drafts.
 
-  If token verification accepts a short draft completely, the next token follows
-  without a draft. So in a long draft of accepted tokens, a short draft of
-  `gamma` tokens begins at every (`gamma` + 1)-th position. Each one is weighted
-  by the probability that token verification accepts all tokens before it. The
-  last one may have fewer than `gamma` tokens. At the end of the long draft,
-  where it would have none, no short draft begins.
+  After a completely accepted short draft of `gamma` tokens, token verification
+  emits one token without a draft. So a short draft begins at every
+  (`gamma` + 1)-th position of a long draft. Each one is weighted by the
+  probability that token verification accepts all tokens before it.
 
-  For token verification and a drafter that is `autoregressive`, this is exact
-  except for the last short draft, because a draft that begins later has the
-  same distribution. For other rules and drafters it is an approximation.
+  The end of the long draft may cut the last short draft. A cut draft has too
+  few tokens. Without it, a long draft that is accepted would count as too few
+  rounds. So the last short draft begins earlier, such that it has `gamma`
+  tokens. It counts as a fraction of a round: its tokens before the cut, and the
+  next token, divided by `gamma` + 1.
+
+  If the drafter ends the long draft early, it also ends the short draft there.
+  No short draft begins there, because a drafter that copies would find more
+  tokens.
+
+  The values are exact if all tokens have the same acceptance rate. Otherwise
+  they are approximate, because rounds of short drafts begin at other positions.
+
+  Attributes:
+    rule: verification rule.
+    gamma: length of the short drafts, less than that of the long draft.
+    version: number of this computation. Stored runs of another version are
+      decoded again.
   """
 
   rule: sj.Verifier
   gamma: int
+  version: int = 2
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns 0 (no expected number of tokens), and an array `[N]`.
 
-    Its first number is the expected number of short drafts. The number at i > 0
-    is the expected number of short drafts whose first i tokens are accepted.
+    Its first number is the expected number of short rounds. The number at i > 0
+    is the expected number of short rounds that accept at least i tokens.
     """
     del state, law, depths
     reach = sj.verifiers.Token().survival(draft, target_probs)
     found = jnp.zeros_like(reach)
     begins = draft.drafted.at[1].set(True)  # the first round always begins
-    for first in range(0, len(reach) - 1, self.gamma + 1):
-      nodes = slice(first, first + self.gamma + 1)
+    for first in range(0, len(reach), self.gamma + 1):
+      start = min(first, len(reach) - 1 - self.gamma)
+      fraction = min(1, (len(reach) - first) / (self.gamma + 1))
+      nodes = slice(start, start + self.gamma + 1)
       tokens, probs = draft.tokens[nodes], draft.probs[nodes]
       short = Draft.chain(tokens[0], tokens[1:], probs[1:])
       p = target_probs[nodes]
       _, survival = self.rule.figures(
           short, p, None, self.rule.evaluate(short, p), jnp.arange(len(tokens)))
       found = found.at[:len(tokens)].add(
-          begins[first + 1] * reach[first] * survival)
+          fraction * begins[start + 1] * reach[start] * survival)
     return jnp.zeros(()), found
 
 
