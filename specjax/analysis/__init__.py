@@ -45,11 +45,15 @@ from specjax.analysis.rounds import remaining_rounds
 from specjax.analysis.rounds import rounds_distribution
 from specjax.analysis.rounds import RoundsDistribution
 from specjax.analysis.rounds import token_value
+from specjax.analysis.several_rounds import best_quantile
+from specjax.analysis.several_rounds import best_rule_over_rounds
+from specjax.analysis.several_rounds import BestRule
 from specjax.analysis.several_rounds import fewest_remaining_rounds
 from specjax.analysis.several_rounds import fewest_rounds
 from specjax.analysis.several_rounds import most_tokens
 
 __all__ = [
+    "BestRule",
     "BoundTerms",
     "DraftLengths",
     "Estimate",
@@ -61,6 +65,8 @@ __all__ = [
     "accepted_bound",
     "best_draft_lengths",
     "best_gamma",
+    "best_quantile",
+    "best_rule_over_rounds",
     "bound_terms",
     "chain_potential",
     "clusters_needed",

@@ -27,6 +27,7 @@ from specjax.exact import enumeration
 from specjax.exact.compiled import Compiled
 from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
+from specjax.utils import fields
 
 _DRAFTS = 1 << 16  # drafts that are enumerated together; limits memory
 
@@ -318,9 +319,8 @@ def check(pair: Pair, gamma: int, length: int, eos: int | None, depth: int
           ) -> None:
   """Raises `ValueError` if a size is too small or `pair.depth` below `depth`.
   """
-  for name, value, least in (("gamma", gamma, 0), ("length", length, 1)):
-    if value < least:
-      raise ValueError(f"{name} is {value}; it must be at least {least}")
+  fields.check_at_least("gamma", gamma, 0)
+  fields.check_at_least("length", length, 1)
   if eos is not None and not 0 <= eos < pair.vocab_size:
     raise ValueError(f"eos is {eos}; it must be in [0, {pair.vocab_size}), or "
                      "None")
