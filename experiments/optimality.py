@@ -9,7 +9,8 @@ A verification rule is valid if the tokens of one round, continued by the
 target, have the target's distribution from every context. Result: no valid rule
 accepts more tokens in one round than block verification, and none needs fewer
 expected rounds for a sequence. But some valid rules have more expected tokens
-after two rounds.
+after two rounds. The script computes the best rule for several rounds, and an
+upper bound on the gain of block over token verification in one round.
 
 This command takes less than five minutes on two CPU cores:
 
@@ -20,8 +21,8 @@ A smaller and faster run:
   python experiments/optimality.py --largest=3 --seeds=1 --gamma=2 \\
     --round_pairs=50
 
-Output: seven tables on stdout; optimality.csv, optimality.json and five plots
-in --output_dir. The tables are:
+Output: nine tables on stdout; optimality.csv, optimality.json and six plots in
+--output_dir. The tables are:
 
   rounds      Expected tokens after 1, 2, ... rounds of the paper's Bernoulli
               example. Greedy block verification is ahead after the first round,
@@ -44,6 +45,12 @@ in --output_dir. The tables are:
               after two rounds (draft length gamma 3, 4, 5) or three (gamma 2).
               Also a pair of models for which a longer draft gives fewer tokens.
               All values are fractions.
+  best rules  Expected tokens after two or three rounds of block verification,
+              of this rule and of the best valid rule, on the same models. Also
+              the probability that a sequence needs at most a number of rounds.
+              The best rule is block verification with caps on its acceptance
+              probabilities. It uses both models at contexts beyond the draft,
+              so it is a bound and not a rule for decoding.
   sequences   Largest deviation from two theorems on random pairs.
               Theorem R: no valid rule needs fewer expected rounds for a
               sequence of any length than block verification. It is checked by
@@ -57,14 +64,18 @@ in --output_dir. The tables are:
               for the draft length of optimal stopping and for other stop rules.
   extremal    The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
               round over all models, where tau is the number of accepted tokens.
-              Gradient ascent searches for these models. The supremum of the
-              ratio is computed by dynamic programming on a grid, to three
-              decimals.
-  growth      The same ratio for explicit pairs of models up to gamma 4,096. It
-              grows linearly in gamma; lib/reports/growth.py contains the proof.
+              Gradient ascent searches for these models. Dynamic programming on
+              a grid approximates the supremum of the ratio. Its values are
+              neither upper nor lower bounds. The column "bound" is an upper
+              bound, with proof in docs/results/several_rounds_proofs.md.
+  growth      The same ratio for explicit pairs of models up to gamma 4,096,
+              and the upper bound. Both grow linearly in gamma.
+  constant    The limit superior of (largest ratio) / gamma, approximated on
+              grids. These values are not bounds.
 
 The plots are optimality_rounds.png, optimality_pairs.png,
-optimality_two_rounds.png, optimality_extremal.png and optimality_growth.png.
+optimality_two_rounds.png, optimality_best_rules.png, optimality_extremal.png
+and optimality_growth.png.
 The last line of stdout names optimality.json.
 """
 
@@ -296,7 +307,7 @@ def _ascend(vocab: int, gamma: int, iid: bool):
 def _extremal(gammas: list[int]):
   print("\nlargest (1 + E[tau_block]) / (1 + E[tau_token]) in one round:")
   print(f"{'gamma':>5s} {'V':>2s} {'models':8s} {'ascent':>8s} "
-        f"{'two-phase':>9s} {'supremum':>8s}")
+        f"{'two-phase':>9s} {'supremum':>8s} {'bound':>6s}")
   cases = [case for case in itertools.product(gammas, (2, 3, 4), (True, False))
            if case[1]**case[0] <= _LEAVES]
   suprema, rows = {}, []
@@ -305,10 +316,12 @@ def _extremal(gammas: list[int]):
       suprema[gamma] = growth.supremum(gamma)
     row = dict(gamma=gamma, vocab=vocab, ratio=_ascend(vocab, gamma, iid),
                models="i.i.d." if iid else "context",
-               two_phase=growth.two_phase(gamma), supremum=suprema[gamma])
+               two_phase=growth.two_phase(gamma), supremum=suprema[gamma],
+               bound=growth.ratio_bound(gamma))
     rows.append(row)
     print(f"{gamma:5d} {vocab:2d} {row['models']:8s} {row['ratio']:8.3f} "
-          f"{row['two_phase']:9.3f} {row['supremum']:8.3f}", flush=True)
+          f"{row['two_phase']:9.3f} {row['supremum']:8.3f} "
+          f"{row['bound']:6.3f}", flush=True)
   return rows
 
 
@@ -370,28 +383,36 @@ def main():
   worst, ordered = _print_theorems(rows)
   two_rounds = several_rounds.counterexample(_COMPILED)
   several_rounds.print_counterexample(two_rounds)
+  best_rules = several_rounds.best_rules(_COMPILED, two_rounds)
+  several_rounds.print_best_rules(best_rules)
   texts = several_rounds.theorems(_COMPILED, _ROUND_PAIRS.value)
   margins = several_rounds.print_theorems(texts)
   lengths = several_rounds.draft_lengths(_COMPILED)
   several_rounds.print_draft_lengths(lengths)
   extremal = _extremal(gammas)
   explicit = growth.table()
+  constants = growth.constants()
   output_dir.mkdir(parents=True, exist_ok=True)
   common.write_csv(output_dir / "optimality.csv", rows)
   _plot_rounds(bernoulli, output_dir / "optimality_rounds.png")
   _plot_pairs(rows, output_dir / "optimality_pairs.png")
   several_rounds.plot_counterexample(output_dir / "optimality_two_rounds.png")
+  several_rounds.plot_best_rules(
+      best_rules, output_dir / "optimality_best_rules.png")
   _plot_extremal(extremal, output_dir / "optimality_extremal.png")
-  growth.plot(explicit, output_dir / "optimality_growth.png")
-  print(f"wrote optimality.csv and five figures to {output_dir}")
+  growth.plot(explicit, {row["gamma"]: row["supremum"] for row in extremal},
+              output_dir / "optimality_growth.png")
+  print(f"wrote optimality.csv and six figures to {output_dir}")
   common.finish(output_dir, "optimality", {
       "bernoulli": bernoulli, "pairs": len(rows),
       "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],
       "max_certificate_gap": worst["certificate_gap"],
       "max_full_information_gap": worst["greedy_gap"],
       "max_transport_gap": worst["transport_gap"], "ordered": ordered,
-      "two_rounds": two_rounds, "round_pairs": len(texts), **margins,
-      "draft_lengths": lengths, "extremal": extremal, "growth": explicit})
+      "two_rounds": two_rounds, **best_rules, "round_pairs": len(texts),
+      **margins,
+      "draft_lengths": lengths, "extremal": extremal, "growth": explicit,
+      "constant": constants})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Exact analysis of several rounds of block verification, for optimality.py.
 
 The paper is "Block Verification Accelerates Speculative Decoding". This module
-computes tables of the counterexample to its Theorem 2, of the theorems on
-expected rounds (R and T), and of the cheapest draft lengths.
+computes tables of the counterexample to its Theorem 2, of the best rules for
+several rounds, of the theorems on expected rounds (R and T), and of the
+cheapest draft lengths.
 """
 
 from collections.abc import Callable
@@ -67,6 +68,88 @@ def print_counterexample(rows: list[dict[str, Any]]) -> None:
     show = lambda tokens: ", ".join(map(as_fraction, (tokens[0], tokens[-1])))
     print(f"{row['gamma']:5d} {row['rounds']:6d}  {show(row['block']):>12s}  "
           f"{show(row[name]):>12s}  {other}")
+
+
+def best_rules(compiled: Mapping[str, sj.exact.Compiled],
+               rows: list[dict[str, Any]]) -> dict[str, Any]:
+  """Returns tables of the best valid rule for several rounds.
+
+  Args:
+    compiled: `exact.Compiled` rules by name, including "block".
+    rows: result of `counterexample`.
+
+  Returns:
+    A dictionary with three entries. "best_tokens" has the expected tokens after
+    the last round on the models of the counterexample, and the number of caps
+    of the best rule. "best_quantiles" has the probability of at most this
+    number of rounds for a sequence, on the models with gamma 3. "best_random"
+    has the number of random pairs (gamma 3, two rounds), and the number of
+    pairs whose best rule has caps. Without caps it is block verification.
+  """
+  tokens, quantiles = [], []
+  for row in rows:
+    if "patient" in row:
+      gamma, rounds = row["gamma"], row["rounds"]
+      best = sj.analysis.best_rule_over_rounds(
+          sj.analysis.patient_pair(gamma, rounds * (gamma + 1)), gamma, rounds)
+      tokens.append(dict(
+          gamma=gamma, rounds=rounds, block=row["block"][-1],
+          patient=row["patient"][-1], best=best.tokens, caps=len(best.caps)))
+  rules = {"block": compiled["block"],
+           "patient": sj.exact.Compiled(sj.analysis.Patient())}
+  for length, rounds in ((5, 2), (6, 2), (7, 2), (7, 3), (8, 3)):
+    pair = sj.analysis.patient_pair(3, length + 3)
+    quantiles.append(dict(length=length, rounds=rounds) | {
+        name: float(sj.analysis.rounds_distribution(
+            rule, pair, 3, length).probs[:rounds + 1].sum())
+        for name, rule in rules.items()} | dict(
+            best=sj.analysis.best_quantile(pair, 3, length, rounds)))
+  capped = [
+      bool(sj.analysis.best_rule_over_rounds(
+          sj.exact.random_pair(kind, 2, 8, seed), 3, 2).caps)
+      for seed in range(10) for kind in ("dense", "zeros", "mixed", "ties")]
+  return dict(best_tokens=tokens, best_quantiles=quantiles,
+              best_random=dict(pairs=len(capped), capped=sum(capped)))
+
+
+def print_best_rules(tables: dict[str, Any]) -> None:
+  """Prints the results of `best_rules`, probabilities and tokens as fractions.
+  """
+  for rows, first, title in (
+      (tables["best_tokens"], "gamma", "Expected tokens after the last round"),
+      (tables["best_quantiles"], "length",
+       "P(at most this number of rounds for the length), gamma 3")):
+    print(f"\n{title}; best: over all valid rules:")
+    print(f"{first:>6s} {'rounds':>6s} {'block':>8s} {'Patient':>8s} "
+          f"{'best':>8s}")
+    for row in rows:
+      print(f"{row[first]:6d} {row['rounds']:6d} " + " ".join(
+          f"{as_fraction(row[name]):>8s}"
+          for name in ("block", "patient", "best")))
+  random = tables["best_random"]
+  print(f"The best rule for gamma 3 and two rounds has caps on "
+        f"{random['capped']} of {random['pairs']} random pairs.")
+
+
+def plot_best_rules(tables: dict[str, Any], path: pathlib.Path) -> None:
+  """Plots expected tokens and probabilities of the best rules as bars."""
+  figure, grid = style.panels(1, 2)
+  for axes, rows, name, tick in (
+      (grid[0, 0], tables["best_tokens"], "gamma", "gamma {},\n{} rounds"),
+      (grid[0, 1], tables["best_quantiles"], "length",
+       "{} tokens,\n{} rounds")):
+    for side, rule, label, color in (
+        (-0.27, "block", "block", style.color("block")),
+        (0, "patient", "Patient", "black"),
+        (0.27, "best", "best valid rule", style.shades(3)[1])):
+      axes.bar(np.arange(len(rows)) + side, [row[rule] for row in rows], 0.27,
+               color=color, label=label)
+    axes.set_xticks(range(len(rows)), [
+        tick.format(row[name], row["rounds"]) for row in rows], fontsize=8)
+  grid[0, 0].set(ylabel="expected tokens")
+  grid[0, 1].set(ylabel="P(tokens within rounds)")
+  style.save(figure, path, "Best valid rule for several rounds, on the models "
+             "of the counterexample")
 
 
 def as_fraction(value: float) -> str:
