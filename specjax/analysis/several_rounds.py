@@ -57,11 +57,12 @@ class BestRule(NamedTuple):
 
   Attributes:
     tokens: expected tokens after the last round.
-    caps: `{(round, context, draft): kappa}`, the caps below the acceptance
-      probability of block verification. `round` counts from 1. `context` is the
-      tuple of tokens before the round, and `draft` the tuple of draft tokens.
-      All other caps are 1. Caps of contexts that the rule does not reach are
-      included.
+    caps: `{(round, context, draft): kappa}`. kappa limits the probability that
+      `draft` is accepted, given that the generated sequence continues `context`
+      with it. `round` counts from 1. `context` is the tuple of tokens before
+      the round, and `draft` the tuple of draft tokens. Only caps below the
+      probability of block verification are included, also for contexts that
+      the rule does not reach. All other caps are 1.
   """
 
   tokens: numbers.Real
@@ -119,7 +120,8 @@ def most_tokens(pair: Pair, gamma: int, rounds: int) -> np.ndarray:
   The maximum is over all lossless rules. The best rule may differ between
   entries. Block verification attains the first entry, the first two if
   gamma = 2, and all entries if gamma = 1. Other entries can be larger than its
-  expected tokens, see `analysis.patient_pair`.
+  expected tokens, see `analysis.patient_pair`. This function checks
+  `best_rule_over_rounds`, which is faster, independently.
 
   Args:
     pair: models of depth at least rounds * (gamma + 1).

@@ -39,7 +39,27 @@ def test_ratio_of_one_round():
     block, token = [0] * (gamma + 1), [0] * (gamma + 1)
     walk(0, Fraction(1), Fraction(1), Fraction(1))
     assert all(t >= s**k for k, (s, t) in enumerate(zip(block, token)))
-    assert sum(block) / sum(token) <= growth.ratio_bound(gamma) + 1e-9
+    ratio = sum(block) / sum(token)
+    assert ratio <= growth.ratio_bound(gamma) + 1e-9
+    assert gamma != 3 or ratio <= Fraction(9, 7)  # the supremum
+
+
+def test_supremum_for_three_draft_tokens():
+  # Broken: the proof that it is 9/7. Its lines must be above the value h of the
+  # second move, and the value of the first move must not be positive.
+  lam, points = Fraction(9, 7), [Fraction(i, 72) for i in range(73)]
+  slack = []
+  for s in points:
+    start, slope = (
+        (0, 2 - 2 * lam * s) if 2 * s <= 1 else (0, 2 - lam) if 3 * s <= 2 else
+        (Fraction(1, 28), Fraction(2, 7)))
+    for new in points:
+      token = min(s, new)  # survival of token verification
+      h = new - lam * token + new * max(0, 1 - lam * token)
+      assert h <= start + slope * new and slope >= 0
+    slack.append(1 - lam + (1 - lam) * s + start + slope * s)
+  assert max(slack) == 0 == slack[24]  # at s = 1/3, the simple pair
+  assert abs(growth.two_phase(3) - lam) <= 1e-12
 
 
 def test_ratio_bound():

@@ -99,8 +99,9 @@ def supremum(gamma: int, points: int = 96) -> float:
 
   Values between grid points in u are interpolated, so the result is neither a
   lower nor an upper bound. With 48 points instead of 96, it changes by less
-  than 1e-4 for gamma 2, 4 and 8. If `two_phase` is larger (gamma 2 and 4), its
-  value is returned instead.
+  than 1e-4 for gamma 2, 3, 4 and 8. If `two_phase` is larger (gamma 2, 3 and
+  4), its value is returned instead. It is the exact supremum for gamma 2 and 3,
+  see docs/results/several_rounds_proofs.md.
 
   Args:
     gamma: draft length.
