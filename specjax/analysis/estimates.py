@@ -11,7 +11,8 @@ from specjax.analysis.intervals import estimate
 
 
 def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
-                   clusters: Sequence[Hashable] | None = None) -> Estimate:
+                   clusters: Sequence[Hashable] | None = None,
+                   least: float = -np.inf, most: float = np.inf) -> Estimate:
   """Returns sum(totals) / sum(counts), with its 95 % interval over clusters.
 
   Rounds of one prompt are correlated. The observations are therefore prompts
@@ -23,13 +24,15 @@ def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
     counts: `[n]` numbers of rounds of each prompt.
     clusters: `[n]` labels, equal for prompts of one cluster. None means that
       each prompt is a cluster.
+    least: smallest possible ratio, such as 0 for a probability.
+    most: largest possible ratio.
 
   Raises:
     ValueError: the lengths differ, or all counts are 0.
   """
   _check_rounds(counts)
   return estimate(lambda total, count: total / count, totals, counts,
-                  clusters=clusters)
+                  clusters=clusters, least=least, most=most)
 
 
 def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
@@ -43,7 +46,8 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
   `estimate` computes the interval over clusters.
 
   Args:
-    totals: `[n]` sums over the rounds of each prompt.
+    totals: `[n]` sums over the rounds of each prompt. Not negative, so the
+      interval ends at -1.
     counts: `[n]` numbers of rounds of each prompt.
     base_totals: `[n]` sums of the baseline rule on the same prompts.
     base_counts: `[n]` numbers of rounds of the baseline rule.
@@ -58,7 +62,8 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
   return estimate(
       lambda total, count, base, base_count: (
           (1 + total / count) / (1 + base / base_count) - 1),
-      totals, counts, base_totals, base_counts, clusters=clusters)
+      totals, counts, base_totals, base_counts, clusters=clusters,
+      least=-1)
 
 
 def _check_rounds(counts: ArrayLike) -> None:
