@@ -200,7 +200,7 @@ def _row(name: str, variant: str, runs: list[dict[str, dict[str, Any]]],
   tokens = analysis.estimate(
       lambda accepted, rounds: 1 + accepted / rounds,
       [generation.accepted(r[variant]) for r in runs],
-      [r[variant]["rounds"] for r in runs], clusters=clusters)
+      [r[variant]["rounds"] for r in runs], clusters=clusters, least=1)
   row = {"prompts": name, "variant": variant, "num_prompts": len(runs),
          "clusters": tokens.clusters, **tokens.columns("tokens_per_round"),
          "tokens_per_second": float(np.median([

@@ -199,7 +199,7 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
   tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                             accepted, rounds, clusters=clusters)
+                             accepted, rounds, clusters=clusters, least=1)
   gain = analysis.relative_gain(
       accepted, rounds, *_accepted(runs, base), clusters=clusters)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,

@@ -249,7 +249,8 @@ def _summary(windows: Windows, fixed: Windows) -> Row:
 def _rows(arm: str, windows: Windows) -> list[Row]:
   rows = []
   for (topic, window), accepted in windows.items():
-    mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)))
+    mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)),
+                                   least=0)
     rows.append({
         "drafter": arm, "topic": ("code", "prose")[topic],
         "tokens": (window + 0.5) * _WINDOW.value, "clusters": mean.clusters,

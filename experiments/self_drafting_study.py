@@ -333,7 +333,7 @@ def _row(runs: list[dict[str, dict[str, Any]]], name: str, source: _Source,
   rounds = [r["rounds"] for r in own]
   tokens = analysis.estimate(
       lambda total, count: 1 + total / count,
-      [r["expected"][0] for r in own], rounds, clusters=clusters)
+      [r["expected"][0] for r in own], rounds, clusters=clusters, least=1)
   survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
   reached = np.flatnonzero(survival > 0)[-1]
   speeds = {} if _BASELINE not in runs[0] else _speeds(

@@ -218,8 +218,9 @@ def _row(part: tuple, found: Any, params: Any):
   cost = _cost(params, sublayers)
   ones = np.ones(len(found.accepted))
   tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                             found.accepted, ones)
-  agreement = analysis.ratio_estimate(found.agreement, ones)
+                             found.accepted, ones, least=1,
+                             most=1 + _GAMMA.value)
+  agreement = analysis.ratio_estimate(found.agreement, ones, least=0, most=1)
   lengths = np.arange(1, _GAMMA.value + 1)
   speeds = (1 + np.cumsum(found.survival.mean(0))) / (1 + lengths * cost)
   best = int(speeds.argmax())

@@ -62,7 +62,8 @@ class Replayed:
     """
     return estimate(lambda accepted, rounds: 1 + accepted / rounds,
                     [x.sum(dtype=np.float64) for x in self.expected],
-                    [len(x) for x in self.expected], clusters=clusters)
+                    [len(x) for x in self.expected], clusters=clusters,
+                    least=1, most=self.survival[0].shape[1])
 
 
 def evaluate(record: Record, verifier: Verifier) -> Replayed:

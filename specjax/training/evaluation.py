@@ -200,7 +200,8 @@ def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
 
   The keys are `name`, `name/low` and `name/high`.
   """
-  result = estimate(lambda total, count: 1 + total / count, totals, counts)
+  result = estimate(lambda total, count: 1 + total / count, totals, counts,
+                    least=1)
   ends = {} if np.isnan(result.low) else {
       f"{name}/low": result.low, f"{name}/high": result.high}
   return {name: result.value, **ends}

@@ -211,11 +211,12 @@ def compare(texts: list[Text], clusters: Sequence[str], price: float):
       for i in np.flatnonzero(half == mine):
         values[i] = costs_to_go(texts[i], rule, price)[0]
   over = lambda name, base: analysis.estimate(
-      lambda a, b: a / b - 1, cost[name], cost[base], clusters=clusters)
+      lambda a, b: a / b - 1, cost[name], cost[base], clusters=clusters,
+      least=-1)
   return [{
       "rule": name, "token_cost": price, "clusters": len(places),
       **analysis.estimate(np.divide, values, np.ones(len(texts)),
-                          clusters=clusters).columns("cost"),
+                          clusters=clusters, least=0).columns("cost"),
       **over(name, "fixed length").columns("over_fixed"),
       **over(name, "confidence").columns("over_confidence"),
   } for name, values in cost.items()]

@@ -82,9 +82,10 @@ class Results:
       place = {"prompts": name, "temperature": temperature, "draft": kind}
       clusters = [self.cluster_of(unit[5]) for unit in units]
 
-      def efficiency(accepted, starts, clusters=clusters):
+      def efficiency(accepted, starts, size, clusters=clusters):
         found = analysis.estimate(lambda total, count: 1 + total / count,
-                                  accepted, starts, clusters=clusters)
+                                  accepted, starts, clusters=clusters,
+                                  least=1, most=1 + size)
         return {"num_prompts": len(starts), "clusters": found.clusters,
                 **found.columns("block_efficiency")}
 
@@ -96,12 +97,12 @@ class Results:
           if kind in self.sizes:
             row = {"gamma": None, "nodes": size, **efficiency(
                 [run["expected"][at] for run in runs],
-                [run["rounds"] for run in runs])}
+                [run["rounds"] for run in runs], size)}
           else:
             survival = [run["survival"][at][:size + 1] for run in runs]
             starts, accepted = zip(*((x[0], sum(x[1:])) for x in survival))
             row = {"gamma": size, "nodes": None,
-                   **efficiency(accepted, starts)}
+                   **efficiency(accepted, starts, size)}
           rows.append({**place, "verifier": rule, **row})
     return rows
 

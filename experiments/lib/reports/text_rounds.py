@@ -26,7 +26,7 @@ def columns(rounds: Any, clusters: Sequence[str]):
   """
   [within] = _within(rounds)
   mean = analysis.estimate(np.divide, (1 - within).sum(1),
-                           np.ones(len(within)), clusters=clusters)
+                           np.ones(len(within)), clusters=clusters, least=0)
   return {**mean.columns("rounds"),
           **quantile(within, clusters).columns("rounds_p90")}
 
@@ -54,11 +54,11 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
   limit = _quantile(within_base.mean(0))
   gain = analysis.estimate(
       lambda mine, other: mine / other - 1, (1 - within).sum(1),
-      (1 - within_base).sum(1), clusters=clusters)
+      (1 - within_base).sum(1), clusters=clusters, least=-1)
   slow = analysis.estimate(
       lambda other, mine, count: (other - mine) / count,
       within_base[:, limit], within[:, limit], np.ones(len(within)),
-      clusters=clusters)
+      clusters=clusters, least=-1, most=1)
   return gain.columns("rounds_gain") | slow.columns("slow_texts")
 
 
@@ -103,7 +103,7 @@ def quantile(within: np.ndarray, clusters: Sequence[str]):
   low = 0
   for k in range(within.shape[1]):
     share = analysis.estimate(np.divide, within[:, k], np.ones(len(within)),
-                              clusters=clusters)
+                              clusters=clusters, least=0, most=1)
     if share.high < LEVEL:
       low = k + 1
     if min(share.low, _TAIL**(1 / share.clusters)) >= LEVEL:

@@ -146,7 +146,7 @@ def columns(judged: Any, clusters: Sequence[str]):
   total = lambda x: np.bincount(judged.prompts, x, len(clusters))
   rounds, bound = total(np.ones(len(half))), total(most)
   tokens = lambda accepted: analysis.ratio_estimate(
-      rounds + accepted, rounds, clusters=clusters)
+      rounds + accepted, rounds, clusters=clusters, least=1)
   return [{
       **tokens(accepted).columns("bounded_tokens"),
       **tokens(bound).columns("bound"),

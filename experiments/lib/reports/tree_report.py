@@ -42,7 +42,7 @@ def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
   tokens, alone = (analysis.estimate(
       lambda total, count: 1 + total / count,
       [r["expected"][i] for r in rollouts], [r["rounds"] for r in rollouts],
-      clusters=clusters) for rollouts, i in ((others, law), (mine, 0)))
+      clusters=clusters, least=1) for rollouts, i in ((others, law), (mine, 0)))
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
           **text_rounds.columns([r["rounds"] for r in mine], clusters),

@@ -241,7 +241,7 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
                              of(rows, f"{kind}_rounds"))
   tokens = lambda kind: analysis.estimate(
       lambda total, count: 1 + total / count, *sums(rows, kind),
-      clusters=clusters)
+      clusters=clusters, least=1, most=1 + rows[0]["gamma"])
   gain = lambda kind: analysis.relative_gain(
       *sums(rows, kind), *sums(base, kind), clusters=clusters)
   found = {"paired_block_efficiency": tokens("shared"), "gain": gain("shared")}
