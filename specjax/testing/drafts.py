@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
@@ -30,6 +29,7 @@ from specjax.testing import evidence
 from specjax.testing import laws as laws_lib
 from specjax.testing import nodes as nodes_lib
 from specjax.testing import recording
+from specjax.types import Draft
 from specjax.utils import fields
 
 _TOTAL = 3e-5  # tolerance of the sum of a row of q in float32
@@ -37,6 +37,11 @@ _FEW = 0.01  # share of drafts that may differ because of rounding
 # Smallest mean number of samples per possible sequence in the joint test. It
 # limits the number of tokens of these sequences.
 _TEXTS_A_CELL = 10
+_FEW_ROWS = (1, 2, 16, 1)  # active rows in the calls of many rounds
+_MANY = 8  # factor on the number of rounds in these calls
+_TRUNCATED_CALLS = 8  # calls with truncated distributions
+# Widths of the passes over generated texts. Each requires a program.
+_NARROW, _STEP = 96, 32
 _PLAIN = LogitsTransform()
 
 
@@ -74,9 +79,17 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
   drafts must have the declared capabilities, and a row must not depend on other
   rows.
 
-  Rows have prompts of 1 to 32 tokens, temperatures from 0 to 1.4, and up to two
-  eos ids. By default, a batch has more than 128 rows. It is decoded over
-  several rounds. Every call uses other random numbers.
+  By default, a batch has more than 128 rows, with temperatures from 0 to 2 and
+  up to two eos ids. Half of the rows have prompts of 33 to 200 tokens, or up to
+  the context length minus the new tokens. The others have shorter prompts.
+  Every call uses other random numbers. There are three kinds of calls:
+
+  * `calls` calls of several rounds. Half of the rows end after one token.
+  * Up to four calls of many rounds, with one, two or 16 active rows.
+  * Up to six calls that draw drafts under top-k, top-p and min-p. These drafts
+    are not verified.
+
+  The guide `docs/guides/own_drafter.md` lists what is never tried.
 
   Use a small target, such as that of `tiny_pair`, with 5 to 50 tokens and
   distributions far from uniform. Drafter and target should often agree.
@@ -93,10 +106,12 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
     context: function from a number of rows to the context of the drafter, a
       tree of arrays `[rows, ...]` or None.
     prompts: lists of token ids for most rows. The drafter must be able to draft
-      after some of them. None means random prompts.
+      after some of them. None means random prompts. Long prompts are tested
+      only if this list contains some.
     rows: number of rows B, at least 8. Some errors appear only above 128.
     calls: number of calls with all rows. More calls find smaller errors.
-    rounds: number of rounds per call, even and at least 2.
+    rounds: number of rounds per call, even and at least 2. Calls of many rounds
+      have eight times as many.
     capacity: smallest number of slots, see `Decoder.prefill`.
 
   Returns:
@@ -124,29 +139,49 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
   if transform.constraints:
     raise ValueError("the transform has constraints; the law of a text with "
                      "constraints is known only in the loop: leave them out")
-  decoder = decoder_lib.Decoder(
-      target=target, drafter=drafter, transform=transform,
-      controller=controller, verifier=verifier or sound_rule(
+  make = functools.partial(
+      decoder_lib.Decoder, target=target, drafter=drafter,
+      verifier=verifier or sound_rule(
           interfaces.bind(drafter, target, transform)))
-  new = 2 * rounds
+  decoder = make(transform=transform, controller=controller)
+  new, many = 2 * rounds, _MANY * rounds
   requests = recording.Requests.mixed(
       target.vocab_size, rows, new, prompts,
-      min(32, decoder.context_length - new))
+      min(recording.LONGEST, decoder.context_length - new))
   start = lambda requests, context: requests.prefill(
-      decoder, params, capacity=capacity, context=context)
+      decoder, params, recording.LONGEST, capacity=capacity, context=context)
   state = start(requests, context(rows))
-  ids = np.arange(calls * rows).reshape(calls, rows)
-  found = recording.record(
-      decoder, params, requests, ids, rounds=rounds, state=state)
+  ids = np.arange((2 * calls + len(_FEW_ROWS)) * rows).reshape(-1, rows)
+  shared = decoder, params, requests
+  record = functools.partial(recording.record, *shared, state=state)
+  found = record(ids[:calls], rounds=rounds, new=requests.shortened(calls))
+  few = _FEW_ROWS[:1 + calls // 4]
+  long = record(ids[calls:][:len(few)], rounds=many, new=requests.few(
+      few, min(recording.LONGEST, decoder.context_length - recording.SHORT)))
+  truncated = recording.record_drafts(
+      *shared, ids[calls + len(few):][:min(calls, _TRUNCATED_CALLS)],
+      rounds=rounds, state=state, other=make(
+          transform=_truncated(transform, target.vocab_size)))
   declared = interfaces.capabilities(decoder.parts.drafter)
+  check = functools.partial(
+      check_drafts, type(drafter).__name__, alike=context(1) is None)
+  check(declared, truncated, crossed=False)
   if controller is not None:
     declared -= {"full"}  # a controller shortens drafts
-  drafts = check_drafts(type(drafter).__name__, declared, found,
-                        alike=context(1) is None)
+  check(declared, long, crossed=False)
+  drafts = check(declared, found)
   texts, joint = check_texts(target, params, transform, found, rounds)
+  check_texts(target, params, transform, long, many, joint=False)
   if controller is None:
     _check_rows_alone(decoder, params, found, ids[0], start, context(rows))
-  return DraftReport(drafts, texts, joint, int(found.drafted.sum()))
+  return DraftReport(drafts, texts, joint, int(sum(
+      one.drafted.sum() for one in (found, long, truncated))))
+
+
+def _truncated(transform, vocab_size):
+  """Returns a transform with top-k, top-p and min-p, for the third record."""
+  return dataclasses.replace(
+      transform, top_k=vocab_size // 2 + 1, top_p=0.95, min_p=0.02)
 
 
 def sound_rule(drafter: Drafter) -> Verifier:
@@ -160,8 +195,8 @@ def sound_rule(drafter: Drafter) -> Verifier:
 
 
 def check_drafts(name: str, declared: Collection[str],
-                 found: recording.Record, *, alike: bool = True
-                 ) -> evidence.Deviation | None:
+                 found: recording.Record, *, alike: bool = True,
+                 crossed: bool = True) -> evidence.Deviation | None:
   """Tests that draft tokens are samples of their rows of q.
 
   Args:
@@ -169,6 +204,7 @@ def check_drafts(name: str, declared: Collection[str],
     declared: declared capabilities, a subset of `interfaces.CAPABILITIES`.
     found: recorded rounds.
     alike: True if all rows have the same context.
+    crossed: True also tests combinations of two groups of draft tokens.
 
   Returns:
     The largest deviation of a sum. None if there are no draft tokens, or if the
@@ -186,7 +222,7 @@ def check_drafts(name: str, declared: Collection[str],
   if "autoregressive" in declared:
     nodes.check_contexts(name, alike)
   nodes.check_possible(name)
-  deviation = nodes.deviation()
+  deviation = nodes.deviation(crossed)
   if deviation.log_p < np.log(nodes_lib.LEVEL):
     raise AssertionError(
         f"{name}: drafted tokens are not samples of the rows of q reported "
@@ -196,7 +232,7 @@ def check_drafts(name: str, declared: Collection[str],
 
 def check_texts(target: Model, params: chex.ArrayTree,
                 transform: LogitsTransform, found: recording.Record, count: int,
-                kinds: np.ndarray | None = None
+                kinds: np.ndarray | None = None, joint: bool = True
                 ) -> tuple[evidence.Deviation, float]:
   """Tests the first `count` new tokens of every row.
 
@@ -212,27 +248,29 @@ def check_texts(target: Model, params: chex.ArrayTree,
     count: number of tested new tokens per row.
     kinds: `[K]` kind of each of K calls, an integer from 0. Calls of each kind
       are also tested separately. None means that all calls have one kind.
+    joint: True tests the joint distribution. The rows of `recording.TEXTS` must
+      have at least `count` new tokens in all calls.
 
   Returns:
     The largest deviation of a sum, and the p-value of the joint distribution of
-    the first tokens.
+    the first tokens (1 without this test).
 
   Raises:
     AssertionError: the text does not follow the target.
   """
   requests = found.requests
   starts, lengths = requests.lengths, np.arange(count)
-  anew = dataclasses.replace(transform, temperature=None)
-  longest = int(starts.max()) + count
-  laws = np.stack([np.asarray(_laws(
-      target, anew, count, params["target"], text[:, :longest], starts,
-      requests.temperature)) for text in found.texts])
+  law_of = functools.partial(
+      _laws, target, dataclasses.replace(transform, temperature=None),
+      params["target"])
   tokens = np.take_along_axis(
       found.texts, (starts[:, None] + lengths)[None], axis=2)
   ends = (tokens[..., None] == requests.eos[:, None]).any(-1)
-  there = np.cumsum(ends, axis=-1) - ends == 0
+  there = ((np.cumsum(ends, axis=-1) - ends == 0)
+           & (lengths < found.new[..., None]))
   call, row, at = np.nonzero(there)
-  x, p = tokens[there], nodes_lib.normalised(laws[there])
+  x = tokens[there]
+  p = nodes_lib.normalised(_text_laws(law_of, found, call, row, at))
   nodes_lib.check_chances("the generated text holds a token", x, p, row)
   index = nodes_lib.numbered(there)
   before = lambda back: np.where(
@@ -242,7 +280,7 @@ def check_texts(target: Model, params: chex.ArrayTree,
       "position {} after the prompt": at,
       "a token of {} mod 8 before": before(1),
       "a token of {} mod 8 two places before": before(2),
-      "a prompt of {} tokens": starts[row],
+      **nodes_lib.prompt_groups(starts[row]),
   }
   if kinds is not None:
     groups = {"calls of kind {}": kinds[call], **groups}
@@ -253,21 +291,51 @@ def check_texts(target: Model, params: chex.ArrayTree,
   if deviation.log_p < np.log(nodes_lib.LEVEL):
     raise AssertionError(
         f"the generated text does not follow the target: {deviation}")
-  joint = _joint_p_value(target, params, anew, found, tokens)
-  if joint < nodes_lib.LEVEL:
+  p_value = _joint_p_value(law_of, found, tokens, p.shape[1]) if joint else 1.0
+  if p_value < nodes_lib.LEVEL:
     raise AssertionError(
         "the generated text does not follow the target: the joint law of the "
-        f"first tokens has the p-value {joint:.2g}")
-  return deviation, joint
+        f"first tokens has the p-value {p_value:.2g}")
+  return deviation, p_value
 
 
-def _joint_p_value(target, params, transform, found, tokens):
+def _text_laws(law_of, found, call, row, at):
+  """Returns the target's distributions `[n, V]` of n generated tokens.
+
+  Equal texts of a row are read once. So a prompt of a row with a limit of one
+  token is read once for all calls.
+  """
+  starts = found.requests.lengths
+  needed = np.zeros(found.new.shape, int)  # tokens before the last tested one
+  np.maximum.at(needed, (call, row), starts[row] + at)
+  texts = np.where(np.arange(found.texts.shape[2]) < needed[..., None],
+                   found.texts, 0)
+  laws = None
+  for narrow in (True, False):
+    own = (needed > 0) & ((needed <= _NARROW) == narrow)
+    if not own.any():
+      continue
+    width = _NARROW if narrow else -(-needed.max() // _STEP) * _STEP
+    rows = np.broadcast_to(np.arange(len(starts)), own.shape)[own]
+    distinct, place = np.unique(np.concatenate(
+        [rows[:, None], texts[own][:, :width]], axis=1), axis=0,
+                                return_inverse=True)
+    number = np.zeros(own.shape, int)
+    number[own] = place.reshape(-1)
+    values = law_of(distinct[:, 1:], found.requests.temperature[distinct[:, 0]])
+    if laws is None:
+      laws = np.zeros((len(at), values.shape[-1]))
+    here = own[call, row]
+    laws[here] = values[number[call, row][here], (starts[row] + at - 1)[here]]
+  return laws
+
+
+def _joint_p_value(law_of, found, tokens, size):
   """Returns the p-value of the joint distribution of the first tokens.
 
   There is one p-value for each prompt of `recording.TEXTS`. The result is the
   smallest of them times their number.
   """
-  size = target.vocab_size
   step = recording.EVERY * len(recording.TEXTS)
   texts = tokens.shape[0] * (tokens.shape[1] // step)
   horizon = 1
@@ -276,42 +344,56 @@ def _joint_p_value(target, params, transform, found, tokens):
     horizon += 1
   if size > texts:
     return 1.0  # too few samples for so many cells
+  digits = np.indices((size,) * horizon).reshape(horizon, -1).T
   values = []
   for i, (_, temperature) in enumerate(recording.TEXTS):
     first = recording.EVERY * i
-    law = laws_lib.joint_law(
-        target, params["target"], found.requests.prompts[first], horizon,
-        lambda logits, t=temperature: transform(logits, jnp.float32(t)))
+    prompt = found.requests.prompts[first]
+    ahead = np.concatenate(
+        [np.tile(prompt, (len(digits), 1)), digits,
+         np.zeros((len(digits), _NARROW - len(prompt) - horizon), int)], axis=1)
+    probs = law_of(ahead, np.full(len(digits), temperature))[
+        :, len(prompt) - 1:][:, :horizon].astype(np.float64)
+    law = np.take_along_axis(probs, digits[..., None], 2)[..., 0].prod(-1)
     values.append(laws_lib.chi_square(
         tokens[:, first::step, :horizon].reshape(-1, horizon), law, size))
   return min(1.0, len(values) * min(values))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _laws(model, transform, count, params, tokens, starts, temperature):
-  """Returns the target's distributions `[B, count, V]` of new tokens.
+def _laws(model, transform, params, texts, temperature):
+  """Returns the target's distributions `[n, W, V]` after every token of texts.
 
-  They are computed in a pass without a cache. `starts [B]` are the lengths of
-  the prompts.
+  They are computed in passes without a cache, of equal shapes, so that they
+  share a program. `texts` is `[n, W]`, `temperature` is `[n]`.
   """
-  logits = model(params, tokens).logits
-  at = starts[:, None] + jnp.arange(count) - 1
-  logits = jnp.take_along_axis(logits, at[..., None], axis=1)
-  return transform(logits, temperature[:, None])
+  rows = 128
+  more = -len(texts) % rows
+  texts = np.pad(texts, ((0, more), (0, 0))).astype(np.int32)
+  temperature = np.pad(temperature, (0, more)).astype(np.float32)
+  parts = [np.asarray(_pass(model, transform, params, texts[i:i + rows],
+                            temperature[i:i + rows]))
+           for i in range(0, len(texts), rows)]
+  return np.concatenate(parts)[:len(texts) - more]
+
+
+# Not optimised, because compilation takes most of the time.
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={
+    "xla_backend_optimization_level": 0})
+def _pass(model, transform, params, texts, temperature):
+  return transform(model(params, texts).logits, temperature[:, None])
 
 
 def _check_values(name, declared, found):
   """Raises an error for a malformed draft or one without a declared capability.
   """
-  shape = found.probs.shape
-  flat = lambda x, *axes: jnp.asarray(x.reshape(-1, *axes))
-  draft = checks.Draft(tokens=flat(found.tokens, shape[3]),
-                       parents=flat(found.parents, shape[3]),
-                       probs=flat(found.probs, *shape[3:]))
-  for text, good in checks.draft_values(name, declared, draft).items():
-    bad = ~np.asarray(good).reshape(shape[:3]) & found.active
-    if bad.any():
-      raise AssertionError(text.format(row=np.argwhere(bad)[0][2]))
+  for turn in np.ndindex(found.probs.shape[:2]):
+    values = _draft_values(name, tuple(sorted(declared)), Draft(
+        tokens=found.tokens[turn], parents=found.parents[turn],
+        probs=found.probs[turn]))
+    for text, good in values.items():
+      bad = ~np.asarray(good) & found.active[turn]
+      if bad.any():
+        raise AssertionError(text.format(row=bad.argmax()))
   total = found.probs.astype(np.float64).sum(-1)
   worst = np.where(found.drafted, np.abs(total - 1), 0)
   if worst.max() > _TOTAL:
@@ -322,10 +404,14 @@ def _check_values(name, declared, found):
         "0 for padding: normalise after a truncation or a change of dtype")
 
 
+_draft_values = jax.jit(checks.draft_values, static_argnums=(0, 1))
+
+
 def _check_rows_alone(decoder, params, found, ids, start, context):
   """Raises an error if a row's drafts change with its place or other rows.
 
-  The same rows are decoded again in another order and batch.
+  The same rows are decoded again in another order and batch. Half of the other
+  rows are done from the start.
   """
   rows = np.arange(len(ids))[::-1]
   others = rows % 3 == 0
@@ -335,7 +421,8 @@ def _check_rows_alone(decoder, params, found, ids, start, context):
   other = recording.record(
       decoder, params, requests, np.where(
           others, found.active.shape[0] * len(ids) + rows, ids[rows])[None],
-      rounds=rounds, state=state)
+      rounds=rounds, state=state, new=np.where(
+          others, requests.new * (rows % 2), found.new[0][rows])[None])
   kept = ~others
   for what, tolerance in (("tokens", 0), ("probs", nodes_lib.SAME)):
     want = getattr(found, what)[0, :rounds][:, rows[kept]]

@@ -7,10 +7,15 @@ import numpy as np
 
 from specjax.testing import evidence
 
-# Four tests share a total false-alarm probability of 1e-6.
-LEVEL = 1e-6 / 4
+# Eleven tests share a total false-alarm probability of 1e-6: of draft tokens
+# and of generated tokens, sums and chances (`check_chances`) of two records; of
+# the draft tokens of a third record, both; and of the joint distribution.
+LEVEL = 1e-6 / 11
 SAME = 1e-3  # tolerance for equal distributions in float32
 _FARTHEST = 8  # largest distance of compared nodes of a draft
+# Distances of compared rounds. The decoding loop draws the uniforms of 32
+# rounds at once.
+_ROUNDS_BACK = (1, 2, 3, 4, 5, 8, 16, 32)
 # A token is deterministic if the largest entry of its q is at least this value.
 # Deterministic tokens are left out of the sums.
 _CERTAIN = 1 - 1e-9
@@ -115,11 +120,12 @@ class Nodes:
           f"text differs by {differ.max():.3g} in row {self.row[i]}, round "
           f"{self.round[i]}, node {self.node[i]}")
 
-  def deviation(self):
+  def deviation(self, crossed):
     """Returns the largest deviation of a sum over draft tokens.
 
     Each sum is over one group of nodes. The summands are values of one function
-    of a token, or of a token and a partner (`evidence.largest`).
+    of a token, or of a token and a partner (`evidence.largest`). If `crossed`
+    is True, there are also sums over combinations of two groups.
     """
     found, requests = self.found, self.found.requests
     emitted = (np.cumsum(found.emitted, 1) - found.emitted)[self.where[:3]]
@@ -130,7 +136,7 @@ class Nodes:
         self.call, self.round, self.row, np.maximum(self.sibling, 0)] % 8, -1)
     above = self._at(self.parent)
     grandparent = np.where(above >= 0, parent_token[above], -1)
-    once = lambda condition: np.where(condition, 0, -1)
+    left = found.left[self.where[:3]]
     groups = {
         "node {}": np.minimum(self.node, 15),
         **row_groups(requests, self.row),
@@ -144,7 +150,15 @@ class Nodes:
         "4 or more tokens emitted before the round": once(emitted >= 4),
         "an eos above it in the draft": once(self._below_end()),
         "round {}": self.round,
-        "a prompt of {} tokens": requests.lengths[self.row],
+        "round 8 x {} or up to 7 more": self.round // 8,
+        "round 7 or later, from 0": once(self.round >= 7),
+        "round 24 or later, from 0": once(self.round >= 24),
+        "{} active rows": np.minimum(left, 8),
+        "10 x {} active rows or up to 9 more": left // 10,
+        "at most 2 active rows": once(left <= 2),
+        "a limit of one token ({})": (
+            found.new[self.call, self.row] == 1).astype(int),
+        **prompt_groups(requests.lengths[self.row]),
         "a sibling of {} mod 8 before it": sibling_token,
         "a grandparent of {} mod 8": grandparent,
         "{} / 8 or more as the largest entry of q": (
@@ -166,7 +180,8 @@ class Nodes:
         self.tokens, self.laws, partners, self._others_of_the_draft())
     return evidence.largest(
         single.taken(open_), double.taken(open_),
-        {name: values[open_] for name, values in groups.items()}, crossed=8)
+        {name: values[open_] for name, values in groups.items()},
+        crossed=10 if crossed else 0)
 
   def _in_earlier_rounds(self):
     """Returns partners in earlier rounds: the same node, or the same position.
@@ -174,7 +189,9 @@ class Nodes:
     A partner is another draft token that may use the same random numbers.
     """
     found = {}
-    for back in range(1, self.found.active.shape[1]):
+    for back in _ROUNDS_BACK:
+      if back >= self.found.active.shape[1]:
+        break
       when = "in the round before" if back == 1 else f"{back} rounds before"
       found[f"the same node {when}"] = np.where(
           self.round >= back, self.index[
@@ -246,13 +263,30 @@ def numbered(there):
   return found
 
 
+def once(condition):
+  """Returns the group of the draws that fulfil a condition."""
+  return np.where(condition, 0, -1)
+
+
+def prompt_groups(lengths):
+  """Returns groups of draws by the lengths of their prompts, by name."""
+  return {
+      "a prompt of {} tokens": lengths,
+      "a prompt of more than 32 tokens": once(lengths > 32),
+      "a prompt of more than 64 tokens": once(lengths > 64),
+      "a prompt of more than 128 tokens": once(lengths > 128),
+  }
+
+
 def row_groups(requests, row):
   """Returns groups of draws by properties of their request, by name."""
   temperature = requests.temperature[row]
   has_end = (requests.eos >= 0).any(1)[row]
   return {
       "a temperature of {} / 10": np.round(10 * temperature).astype(int),
-      "a temperature below 1": np.where(temperature < 1, 0, -1),
+      "a temperature below 1": once(temperature < 1),
+      "a temperature of at most 0.5": once(temperature < 0.55),
+      "a temperature above 1": once(temperature > 1.05),
       "an eos in the request ({})": has_end.astype(int),
       "rows of block {} of 64": row // 64,
   }

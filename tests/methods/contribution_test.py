@@ -33,7 +33,6 @@ from specjax import objectives
 from specjax import testing
 from specjax.attention import plain
 from specjax.decoding import growth
-from specjax.decoding import prefill
 from specjax.decoding import rounds
 from specjax.interfaces import checks
 from specjax.testing import drafts
@@ -45,9 +44,9 @@ from lib.configurations.one_of import OneOf  # noqa: E402
 
 _ROWS, _CALLS, _ROUNDS = 160, 8, 6
 _CALLS_MORE, _ROUNDS_MORE = 3, 4  # of every other rule
-_CAPACITY, _LONGEST = 64, 32
+_CAPACITY, _LONGEST = 256, 32
 _LENGTHS, _NEW = (1, 2, 3, 17, 30, _LONGEST), 20
-_FEW = 16  # slots, which hold the texts that are sampled
+_FEW = 64  # slots, which hold all texts except those of long prompts
 # A row that is done from the start, so that all batches have one shape.
 _FILLER = dict(prompt=[0], new=0, temperature=0.0, eos=(0, 1))
 
@@ -121,10 +120,9 @@ def _short_texts():
   """Texts are short: nothing is drawn, attended to or padded in vain."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rounds, "_DRAWN_ROUNDS", 2)  # few are used
-    patch.setattr(growth, "STEP", _CAPACITY)
+    patch.setattr(growth, "STEP", _FEW)
     patch.setattr(plain, "_buckets", lambda slots, size: [
         *[0] * (size >= _LONGEST), *[_FEW] * (slots > _FEW), slots])
-    patch.setattr(prefill, "padded_length", lambda _: _LONGEST)
     yield
 
 
