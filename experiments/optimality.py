@@ -12,7 +12,7 @@ expected rounds for a sequence. But some valid rules have more expected tokens
 after two rounds. The script computes the best rule for several rounds, and an
 upper bound on the gain of block over token verification in one round.
 
-This command takes less than five minutes on two CPU cores:
+This command takes about six minutes on two CPU cores:
 
   python experiments/optimality.py
 
@@ -64,10 +64,12 @@ Output: nine tables on stdout; optimality.csv, optimality.json and six plots in
               for the draft length of optimal stopping and for other stop rules.
   extremal    The largest ratio (1 + E[tau_block]) / (1 + E[tau_token]) of one
               round over all models, where tau is the number of accepted tokens.
-              Gradient ascent searches for these models. Dynamic programming on
-              a grid approximates the supremum of the ratio. Its values are
-              neither upper nor lower bounds. The column "bound" is an upper
-              bound, with proof in docs/results/several_rounds_proofs.md.
+              Gradient ascent searches for these models. The column "supremum"
+              is computed by dynamic programming on a grid, so it is neither
+              an upper nor a lower bound. For gamma 2 and 3 it agrees with the
+              exact value within 1e-7.
+              The column "bound" is an upper bound. The proofs are in
+              docs/results/several_rounds_proofs.md.
   growth      The same ratio for explicit pairs of models up to gamma 4,096,
               and the upper bound. Both grow linearly in gamma.
   constant    The limit superior of (largest ratio) / gamma, approximated on
@@ -111,7 +113,7 @@ _ROUND_PAIRS = flags.DEFINE_integer(
     "round_pairs", 1008, "Number of random pairs of models in the table "
     "'sequences'", 1)
 _GAMMAS = shared.gammas(
-    "2,4,8", "Draft lengths in tokens, at most 12, in the table 'extremal', "
+    "2,3,4,8", "Draft lengths in tokens, at most 12, in the table 'extremal', "
     "comma-separated")
 _STEPS = shared.steps(
     4000, "Number of steps of gradient ascent in the table 'extremal'")

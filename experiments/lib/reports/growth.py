@@ -99,9 +99,10 @@ def supremum(gamma: int, points: int = 96) -> float:
 
   Values between grid points in u are interpolated, so the result is neither a
   lower nor an upper bound. With 48 points instead of 96, it changes by less
-  than 1e-4 for gamma 2, 3, 4 and 8. If `two_phase` is larger (gamma 2, 3 and
-  4), its value is returned instead. It is the exact supremum for gamma 2 and 3,
-  see docs/results/several_rounds_proofs.md.
+  than 1e-4 for gamma 2, 3, 4 and 8. If `two_phase` is larger (gamma 2 and 4),
+  its value is returned instead. `two_phase` is the exact supremum for gamma 2
+  and 3 (docs/results/several_rounds_proofs.md), and the grid value for gamma 3
+  is 1.3e-8 above it.
 
   Args:
     gamma: draft length.
