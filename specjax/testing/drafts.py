@@ -275,19 +275,21 @@ def check_texts(target: Model, params: chex.ArrayTree,
   index = nodes_lib.numbered(there)
   before = lambda back: np.where(
       at >= back, tokens[call, row, np.maximum(at - back, 0)] % 8, -1)
+  of_prompts = nodes_lib.prompt_groups(starts[row])  # not combined in pairs
   groups = {
       **nodes_lib.row_groups(requests, row),
       "position {} after the prompt": at,
       "a token of {} mod 8 before": before(1),
       "a token of {} mod 8 two places before": before(2),
-      **nodes_lib.prompt_groups(starts[row]),
+      **of_prompts,
   }
   if kinds is not None:
     groups = {"calls of kind {}": kinds[call], **groups}
   partners = nodes_lib.lags(index, (call, row, at), row_axis=1)
   deviation = evidence.largest(
       evidence.functions(x, p, None, requests.eos[row], "p"),
-      evidence.pairs(x, p, partners), groups, crossed=len(groups) - 1)
+      evidence.pairs(x, p, partners), groups,
+      crossed=len(groups) - len(of_prompts))
   if deviation.log_p < np.log(nodes_lib.LEVEL):
     raise AssertionError(
         f"the generated text does not follow the target: {deviation}")
