@@ -177,9 +177,9 @@ _WHERE = {
                     r"an eos in the request \(1\)"),
     "last token": (lambda i, state, _: i == _LAST, "(node|depth) 3"),
     "after full acceptance": (lambda i, state, _: state.drafter["full"][:, 0],
-                              "full acceptance in the round before"),
+                              "full acceptance"),
     "two rounds after full acceptance": (
-        lambda i, state, _: state.drafter["full"][:, 1], "two rounds before"),
+        lambda i, state, _: state.drafter["full"][:, 1], "full acceptance"),
     "second round": (lambda i, state, _: state.rounds == 1, "round"),
     "lengths of 16 k": (
         lambda i, state, _: state.lengths % 16 == 0, "0 mod 16 tokens"),
