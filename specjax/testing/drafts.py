@@ -86,8 +86,8 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
 
   * `calls` calls of several rounds. Half of the rows end after one token.
   * Up to four calls of many rounds, with one, two or 16 active rows.
-  * Up to six calls that draw drafts under top-k, top-p and min-p. These drafts
-    are not verified.
+  * Up to eight calls that draw drafts under top-k, top-p and min-p, in batches
+    of 20 rows. These drafts are not verified.
 
   The guide `docs/guides/own_drafter.md` lists what is never tried.
 
