@@ -156,8 +156,8 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
   record = functools.partial(recording.record, *shared, state=state)
   found = record(ids[:calls], rounds=rounds, new=requests.shortened(calls))
   few = _FEW_ROWS[:1 + calls // 4]
-  long = record(ids[calls:][:len(few)], rounds=many, new=requests.few(
-      few, min(recording.LONGEST, decoder.context_length - recording.SHORT)))
+  long = record(ids[calls:][:len(few)], rounds=many,
+                new=requests.few(few, decoder.context_length))
   truncated = recording.record_drafts(
       *shared, ids[calls + len(few):][:min(calls, _TRUNCATED_CALLS)],
       rounds=rounds, state=state, other=make(
@@ -263,8 +263,8 @@ def check_texts(target: Model, params: chex.ArrayTree,
   law_of = functools.partial(
       _laws, target, dataclasses.replace(transform, temperature=None),
       params["target"])
-  tokens = np.take_along_axis(
-      found.texts, (starts[:, None] + lengths)[None], axis=2)
+  tokens = np.take_along_axis(found.texts, np.minimum(
+      starts[:, None] + lengths, found.texts.shape[2] - 1)[None], axis=2)
   ends = (tokens[..., None] == requests.eos[:, None]).any(-1)
   there = ((np.cumsum(ends, axis=-1) - ends == 0)
            & (lengths < found.new[..., None]))
@@ -370,7 +370,8 @@ def _laws(model, transform, params, texts, temperature):
   """
   rows = 128
   more = -len(texts) % rows
-  texts = np.pad(texts, ((0, more), (0, 0))).astype(np.int32)
+  width = int(min(texts.shape[1], model.context_length))  # the rest is padding
+  texts = np.pad(texts[:, :width], ((0, more), (0, 0))).astype(np.int32)
   temperature = np.pad(temperature, (0, more)).astype(np.float32)
   parts = [np.asarray(_pass(model, transform, params, texts[i:i + rows],
                             temperature[i:i + rows]))

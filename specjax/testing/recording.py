@@ -118,21 +118,22 @@ class Requests:
                     temperature=self.temperature[rows], eos=self.eos[rows],
                     new=self.new[rows])
 
-  def few(self, counts: Sequence[int], new: int) -> np.ndarray:
-    """Returns limits `[K, B]`: `new` tokens in a few rows, 0 in all others.
+  def few(self, counts: Sequence[int], context_length: int) -> np.ndarray:
+    """Returns limits `[K, B]`: many tokens in a few rows, 0 in all others.
 
     A row with a limit of 0 is done from the start. The few rows have short
     prompts and no eos, so that they are decoded for many rounds.
 
     Args:
       counts: number of such rows in each of K calls, at most.
-      new: limit of these rows.
+      context_length: length of the longest sequence, in tokens.
     """
     rows = np.flatnonzero((self.lengths <= SHORT) & (self.eos < 0).all(1)
                           & (self.temperature >= 0.6))
     found = np.zeros((len(counts), len(self.prompts)), np.int32)
     for limits, count in zip(found, counts):
-      limits[rows[:count]] = new
+      limits[rows[:count]] = np.minimum(
+          LONGEST, context_length - self.lengths[rows[:count]])
     return found
 
   def prefill(self, decoder: decoder_lib.Decoder, params: chex.ArrayTree,

@@ -108,6 +108,14 @@ def test_a_right_drafter_passes():
   assert found.texts.log_p > np.log(0.01) and found.tokens > 30_000
 
 
+def test_a_short_context_passes():
+  # Broken: prompts or the calls of many rounds need more tokens than there are.
+  pair = testing.tiny_pair(VOCAB, seed=2, context_length=24)
+  testing.assert_drafter_exact(
+      Chain(), table_params(), pair.target, calls=1, rows=8,
+      prompts=[[1] * 12, [2, 3]])
+
+
 def _only(condition, q, other):
   return jnp.where(jnp.asarray(condition)[:, None], other, q)
 
