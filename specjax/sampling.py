@@ -397,8 +397,8 @@ def sample(key: jax.Array, probs: jax.Array) -> jax.Array:
 def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   """Draws the outcome of a verification.
 
-  Negative entries of the law count as 0. `exact.certify` rejects rules that
-  return negative entries.
+  Negative entries of the law count as 0. `exact.certify` rejects rules with
+  negative entries that rounding does not explain.
 
   Args:
     law: distribution of the outcome for one sequence.

@@ -26,8 +26,10 @@ small pool of distributions. No table of all contexts is necessary.
     from the known variance of d under p.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import jax
@@ -36,6 +38,10 @@ import numpy as np
 from specjax.exact import larger
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
+from specjax.exact.defects import Defects
+from specjax.exact.defects import example_of
+from specjax.exact.defects import NOT_FINITE
+from specjax.exact.defects import tails
 from specjax.trees import shapes
 from specjax.types import Draft
 from specjax.types import Law
@@ -43,8 +49,8 @@ from specjax.types import Verdict
 
 LIMIT = 7.0  # largest allowed deviation of a mean, in standard errors
 TOLERANCE = 1e-4  # tolerated error of float32 sums over a vocabulary
-_BATCH = 8  # drafts per call of the rule
-_ENTRIES = 1 << 26  # largest size of `mass [T, V]` in `enumerate_few`
+_BATCH = 7  # drafts per call of the rule; odd, unlike other batch sizes
+_ENTRIES = 3 << 24  # largest size of `mass [T, V]` in `enumerate_few`
 _LAWS = 1 << 27  # entries of all laws of one audit; limits the sample size
 _DRAWN = 96, 240  # smallest and largest number of sampled drafts
 _ROOTS = 4  # root tokens in `enumerate_few`
@@ -81,46 +87,52 @@ def enumerate_few(compiled: Compiled, parents: Sequence[int], vocab_size: int,
     vocab_size: vocabulary size V.
     seed: seed of the models.
   """
-  pool = larger.few_pool(vocab_size, len(parents), seed)
+  pool = larger.few_pool(vocab_size, len(parents), seed,
+                         "deterministic" in compiled.rule.requires)
   drafts = _few_drafts(pool, parents, vocab_size, seed)
   run = _Evaluation(compiled, pool, parents)
   texts, which = np.unique(drafts.hashes, return_inverse=True)
   which = which.reshape(drafts.hashes.shape)
   mass = np.zeros((len(texts), vocab_size))
-  for batch, stop, next_token, survival in run.laws(drafts):
+  for batch, stop, next_token, _ in run.laws(drafts):
     weight = drafts.weights[batch, None] * stop
     for row, node in np.argwhere(weight > 0):
       mass[which[batch][row, node]] += weight[row, node] * next_token[row, node]
-    run.check_survival(which[batch], drafts.weights[batch], stop, survival)
-  run.check_survival_sums()
+  run.check_figures(drafts, which)
   distance, worst, obtained = _compared(
       pool, parents, drafts, which, mass, compiled.rule.remembers)
-  example = run.example
-  if distance > TOLERANCE and not run.defects:
+  example = run.defects.example
+  if distance > TOLERANCE and NOT_FINITE not in run.defects.names:
     draft, node = np.argwhere(which == worst)[0]
     example = run.shown(drafts, draft)._replace(node=node, obtained=obtained)
-  return Audited(distance, frozenset(run.defects), len(drafts.weights), example)
+  return Audited(distance, frozenset(run.defects.names), len(drafts.weights),
+                 example)
 
 
 def _few_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
                 seed: int) -> larger.Drafts:
-  """Returns all drafts of a model with many drafts, but no more than a limit.
+  """Returns all drafts of one model for each part of the pool.
 
-  The limit is 128 drafts, and less if nodes * vocab_size is large. Up to 100
-  models are tried until one has more than half of the limit. If none has, the
-  result is from the model with the most drafts within the limit.
+  A model of the first part has at most 128 drafts, and fewer if nodes *
+  vocab_size is large. A model of another part has at most a quarter of this
+  number, or 12. Up to 100 models are tried until one has more than half of the
+  limit. If none has, the result is from the model with the most drafts.
   """
   nodes = len(parents)
-  most = int(np.clip(_ENTRIES // (nodes * vocab_size), _ROOTS, 128))
+  most = int(np.clip(_ENTRIES // (nodes * vocab_size), 4 * _ROOTS, 128))
   rng = np.random.default_rng([vocab_size, nodes, seed, 1])
-  roots, drafts = larger.roots_of(vocab_size, _ROOTS, rng), None
-  for salt in range(100):
-    new = larger.grow(pool, parents, roots, salt, most)
-    if new and (drafts is None or len(new.weights) > len(drafts.weights)):
-      drafts = new
-    if drafts and len(drafts.weights) > most // 2:
-      break
-  return drafts
+  roots, found = larger.roots_of(vocab_size, _ROOTS, rng), []
+  for part, share in enumerate(pool.shares):
+    limit, drafts = max(most // 4, 3 * _ROOTS) if part else most, None
+    for salt in range(100):
+      new = larger.grow(pool, parents, roots, 100 * part + salt, limit,
+                        part=part)
+      if new and (drafts is None or len(new.weights) > len(drafts.weights)):
+        drafts = new
+      if drafts and len(drafts.weights) > limit // 2:
+        break
+    found.append(drafts._replace(weights=share * drafts.weights))
+  return larger.Drafts.joined(found)
 
 
 def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
@@ -128,7 +140,8 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   """Samples drafts and compares means of functions of the emitted tokens.
 
   The functions are those of `Functions`. Their means under the target are 0.
-  The docstring of this module describes the test.
+  The docstring of this module describes the test. One of 6 drafts ends in
+  padding, unless the rule requires full drafts.
 
   Args:
     compiled: the rule, without state.
@@ -138,12 +151,15 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
     seed: seed of the models and of the drafts.
   """
   nodes = len(parents)
-  count = int(np.clip(_LAWS // (nodes * vocab_size), *_DRAWN))
-  count -= count % _BATCH
-  pool = larger.dense_pool(vocab_size, seed)
   rng = np.random.default_rng([vocab_size, nodes, seed, 2])
-  roots = larger.roots_of(vocab_size, count, rng)
-  drafts = larger.grow(pool, parents, roots, 0, rng=rng)
+  pool = larger.dense_pool(
+      vocab_size, seed, "deterministic" in compiled.rule.requires)
+  drafts = _dense_drafts(pool, parents, vocab_size, rng)
+  if "full" not in compiled.rule.requires:
+    cut = np.arange(len(drafts.weights)) % 6 == 5
+    drafts = drafts.cut(np.where(
+        cut, rng.integers(1, nodes, len(cut)), nodes))
+  count = len(drafts.weights)
   functions = Functions(pool, rng)
   run = _Evaluation(compiled, pool, parents)
   depth = np.array(shapes.depths(parents))
@@ -169,19 +185,37 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
             functions.variances[row]])[:, None]
       terms.append(np.einsum("n,sngf->sgf", stop[draft], total))
   value, known = np.moveaxis(np.array(terms), 1, 0)
-  error = np.sqrt(np.maximum(value.var(0), 0.01 * known.mean(0)) / len(value))
-  off = np.maximum(np.abs(value.mean(0)) - TOLERANCE, 0)
-  size = off / np.maximum(error, 1e-12)
-  example = run.example
-  if size.max() > LIMIT:
-    group, which = np.unravel_index(np.argmax(size), size.shape)
-    run.defects.add(
-        f"the mean of {functions.names[which]} over {count} drafts is "
-        f"{size.max():.0f} standard errors from the target's; {LIMIT:.0f} are "
-        "allowed")
-    if example is None:
-      example = run.shown(drafts, np.argmax(np.abs(value[:, group, which])))
-  return Audited(0.0, frozenset(run.defects), count, example)
+  # An error of some drafts is clearest in their own mean.
+  plain = (drafts.rows[:, 0] < pool.parts[0].stop) & (drafts.lengths == nodes)
+  for some in (np.ones(count, bool), plain, ~plain):
+    mean, number = value[some].mean(0), np.sum(some)
+    error = np.sqrt(np.maximum(
+        value[some].var(0), 0.01 * known[some].mean(0)) / number)
+    size = np.maximum(np.abs(mean) - TOLERANCE, 0) / np.maximum(error, 1e-12)
+    if size.max() > LIMIT:
+      group, which = np.unravel_index(np.argmax(size), size.shape)
+      reason = (f"the mean of {functions.names[which]} over {number} drafts is "
+                f"{size.max():.0f} standard errors from the target's; "
+                f"{LIMIT:.0f} are allowed")
+      shown = np.argmax(np.abs(value[:, group, which]) * some)
+      run.defects.note(reason, run.shown(drafts, shown)._replace(
+          reason=reason))
+      break
+  run.check_mean_figures(drafts)
+  return Audited(0.0, frozenset(run.defects.names), count, run.defects.example)
+
+
+def _dense_drafts(pool: larger.Pool, parents: Sequence[int], vocab_size: int,
+                  rng: np.random.Generator) -> larger.Drafts:
+  """Returns sampled drafts, for each part of the pool its share."""
+  count = int(np.clip(_LAWS // (len(parents) * vocab_size), *_DRAWN))
+  found = []
+  for part, share in enumerate(pool.shares):
+    roots = larger.roots_of(vocab_size, round(share * count), rng)
+    found.append(larger.grow(pool, parents, roots, part, rng=rng, part=part))
+  drafts = larger.Drafts.joined(found)
+  return drafts._replace(weights=np.full(len(drafts.weights),
+                                         1 / len(drafts.weights)))
 
 
 class Functions:
@@ -242,36 +276,28 @@ class _Evaluation:
                parents: Sequence[int]):
     self._compiled, self._pool = compiled, pool
     self._parents = np.array(parents)
-    self._gaps, self.defects, self.example = {}, set(), None
+    self._is_chain = (self._parents == np.arange(-1, len(parents) - 1)).all()
+    self._figures, self._tails = [], []
+    self.defects = Defects("float32", TOLERANCE, TOLERANCE)
     self._state = compiled.initial_state(len(parents) - 1, "float32")
 
   def laws(self, drafts: larger.Drafts) -> Iterator[tuple]:
     """Yields the laws of `_BATCH` drafts at a time.
 
-    An item is `(slice, stop, next_token, survival)`: a slice of the drafts,
-    two fields of `Law`, and P(tau >= i) for tau accepted tokens, or None.
+    An item is `(slice, stop, next_token, figures)`: a slice of the drafts, two
+    fields of `Law`, and the result of `Verifier.figures` or None.
     """
     for start in range(0, len(drafts.weights), _BATCH):
       batch = slice(start, start + _BATCH)
-      stop, next_token, survival = self._law(drafts, batch)
-      sums = next_token @ np.ones(next_token.shape[-1], np.float32)
-      some = stop > 0
-      for defect, bad in (
-          ("a law is not finite", ~np.isfinite(stop).all(-1)
-           | (some & ~np.isfinite(sums)).any(-1)),
-          ("a law is negative", (stop < 0).any(-1)
-           | (some & (next_token.min(-1) < 0)).any(-1)),
-          ("stop does not sum to 1", np.abs(stop.sum(-1) - 1) > TOLERANCE),
-          ("a row of next_token does not sum to 1",
-           (some & (np.abs(sums - 1) > TOLERANCE)).any(-1))):
-        if bad.any() and defect not in self.defects:
-          self.defects.add(defect)
-          self.example = self.example or self.shown(
-              drafts, start + np.argmax(bad))
-      if "a law is not finite" in self.defects:
-        stop, next_token = (np.where(np.isfinite(x), x, 0)
-                            for x in (stop, next_token))
-      yield batch, stop, next_token, survival
+      stop, next_token, figures = self._law(drafts, batch)
+      stop, next_token = self.defects.check(
+          stop, next_token, drafts.weights[batch],
+          lambda row, start=start: self.shown(drafts, start + row))
+      if figures is not None:
+        self._figures.append(figures)
+        self._tails.append(tails(
+            stop, np.tile(self._parents, (len(stop), 1))))
+      yield batch, stop, next_token, figures
 
   def _law(self, drafts: larger.Drafts, batch: slice) -> tuple:
     p, q = self._inputs(drafts, batch)
@@ -289,6 +315,7 @@ class _Evaluation:
     rows = drafts.rows[batch]
     q = self._pool.q[rows[:, self._parents]]
     q[:, 0] = 0
+    q[np.arange(q.shape[1]) >= drafts.lengths[batch, None]] = 0
     return self._pool.p[rows], q
 
   def shown(self, drafts: larger.Drafts, draft: int) -> Example:
@@ -299,25 +326,45 @@ class _Evaluation:
     return Example(Draft(drafts.tokens[draft], self._parents, q[0]), p[0],
                    Law(stop[0], next_token[0]))
 
-  def check_survival(self, texts: np.ndarray, weights: np.ndarray,
-                     stop: np.ndarray, survival: np.ndarray | None) -> None:
-    """Sums survival - P(tau >= i) over drafts for each context, for chains.
+  def check_figures(self, drafts: larger.Drafts, texts: np.ndarray) -> None:
+    """Compares figures with the laws of all drafts of the models.
 
-    tau is the number of accepted tokens. The difference may be nonzero for a
-    single draft. The weighted sum over all drafts with the same first i tokens
-    must be 0.
+    `texts [n, N]` numbers the contexts of the nodes.
     """
-    if survival is None or (
-        self._parents != np.arange(-1, len(self._parents) - 1)).any():
-      return
-    gap = survival - np.cumsum(stop[:, ::-1], axis=-1)[:, ::-1]
-    for text, value in zip(texts.ravel(), (weights[:, None] * gap).ravel()):
-      self._gaps[text] = self._gaps.get(text, 0.0) + value
+    if self._figures:
+      figures, found = self._joined()
+      self.defects.check_figures(
+          figures, found, texts if self._is_chain else texts[:, :1],
+          drafts.weights, functools.partial(self.shown, drafts))
 
-  def check_survival_sums(self) -> None:
-    """Adds a defect unless all sums of `check_survival` are near 0."""
-    if self._gaps and not max(map(abs, self._gaps.values())) <= TOLERANCE:
-      self.defects.add("survival is not P(tau >= i)")
+  def check_mean_figures(self, drafts: larger.Drafts) -> None:
+    """Compares the means of figures over sampled drafts with those of laws.
+
+    The survival may be a conditional mean of the tails, so their difference has
+    mean 0 and at most the variance of a coin with this probability.
+    """
+    if not self._figures:
+      return
+    (expected, survival), found = self._joined()
+    # `expected` is compared for every draft, the survival is right here.
+    self.defects.check_figures(
+        (expected, found), found, np.zeros((len(found), 1), int),
+        drafts.weights, functools.partial(self.shown, drafts))
+    gap = survival - found
+    coin = np.mean(np.clip(survival * (1 - survival), 0, None), axis=0)
+    error = np.sqrt(np.maximum(gap.var(0), 0.01 * coin) / len(gap))
+    off = np.maximum(np.abs(gap.mean(0)) - TOLERANCE, 0)
+    if not (off <= LIMIT * error).all():
+      node = np.argmax(np.nan_to_num(off - LIMIT * error, nan=np.inf))
+      reason = (f"the mean of survival[{node}] over {len(gap)} drafts is "
+                f"{survival[:, node].mean():.4g}; that of P(tau >= {node}) is "
+                f"{found[:, node].mean():.4g}")
+      self.defects.note("survival is not P(tau >= i)", self.shown(
+          drafts, np.argmax(np.abs(gap[:, node])))._replace(reason=reason))
+
+  def _joined(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    return (tuple(map(np.concatenate, zip(*self._figures))),
+            np.concatenate(self._tails))
 
 
 class _Contexts(NamedTuple):
@@ -430,6 +477,7 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
                         compiled.initial_state(gamma, "float32"))
   longest = tokens + gamma + 1
   sums = np.zeros((2, longest + _STRETCH, functions.count))
+  defects, rounds = Defects("float32", TOLERANCE, TOLERANCE), []
   lengths, laws = np.zeros(rows, int), 0
   parents = np.tile(np.arange(-1, gamma), (rows, 1))
   while lengths.min() < tokens:
@@ -440,22 +488,22 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
                  pool.p[at], states)
     stop, next_token, *_ = compiled.laws(arguments, rows, "float32")
     laws += rows
-    bad = ~(np.isfinite(stop).all(-1) & (np.abs(stop.sum(-1) - 1) < 1e-3))
-    if bad.any():
-      row = np.argmax(bad)
-      return Audited(
-          0.0, frozenset({"a law is not finite or stop does not sum to 1"}),
-          laws, Example(Draft(*(x[row] for x in arguments[:3])),
-                        arguments[3][row], Law(stop[row], next_token[row])))
+    show = functools.partial(example_of, arguments, stop, next_token)
+    defects.check(stop, next_token, np.full(rows, 1 / rows), show)
+    if defects.names:
+      return Audited(0.0, frozenset(defects.names), laws, defects.example)
     each = np.arange(rows)
-    taus = larger.drawn(np.maximum(stop, 0), rng)
-    extra = larger.drawn(np.maximum(next_token[each, taus], 0), rng)
+    taus = _one_of_each(stop, rng)
+    extra = _one_of_each(next_token[each, taus], rng)
+    rounds.append(_Round(lengths, np.zeros((rows, functions.count)), show))
     for node in range(gamma + 1):
       live = (node <= taus) & (lengths + node < tokens)
       token = np.where(node == taus, extra, drafted[:, min(node, gamma - 1)])
       for row in np.flatnonzero(live):
         which, place = at[row, node], lengths[row] + node
-        sums[0, place] += functions.at(which, token[row])
+        value = functions.at(which, token[row])
+        rounds[-1].values[row] += value
+        sums[0, place] += value
         sums[1, place] += functions.variances[which]
     path = np.where(np.arange(gamma + 1) <= taus[:, None],
                     np.arange(gamma + 1), 0).astype(np.int32)
@@ -464,7 +512,7 @@ def walk(compiled: Compiled, gamma: int, vocab_size: int, tokens: int,
                            next_token=extra.astype(np.int32)), rows, "float32")
     hashes = larger.extended(texts[each, taus], extra)
     roots, lengths = extra.astype(np.int32), lengths + taus + 1
-  return _deviation(functions, sums[:, :tokens], laws)
+  return _deviation(functions, sums[:, :tokens], laws, rounds)
 
 
 def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
@@ -483,16 +531,31 @@ def _draft_chains(pool: larger.Pool, hashes: np.ndarray, gamma: int,
     `[n, gamma + 1]` indices in the pool and hashes of the contexts after 0 to
     gamma of these tokens.
   """
-  tokens, texts = [], [hashes]
+  tokens, texts, sums = [], [hashes], larger.cumulative(pool.q)
   for _ in range(gamma):
-    new = larger.drawn(pool.q[pool.rows(texts[-1])], rng)
+    new = larger.drawn(sums, pool.rows(texts[-1]), rng)
     tokens.append(new)
     texts.append(larger.extended(texts[-1], new))
   texts = np.stack(texts, axis=1)
   return np.stack(tokens, axis=1).astype(np.int32), pool.rows(texts), texts
 
 
-def _deviation(functions: Functions, sums: np.ndarray, laws: int) -> Audited:
+def _one_of_each(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Returns one token drawn from each of `laws [n, V]`."""
+  return larger.drawn(larger.cumulative(np.maximum(laws, 0)),
+                      np.arange(len(laws)), rng)
+
+
+class _Round(NamedTuple):
+  """One round of `walk`: tokens before it, sums of functions, its drafts."""
+
+  lengths: np.ndarray
+  values: np.ndarray
+  show: Callable[[int], Example]
+
+
+def _deviation(functions: Functions, sums: np.ndarray, laws: int,
+               rounds: Sequence[_Round]) -> Audited:
   # For each stretch of `_STRETCH` successive tokens, compare two means: over
   # its tokens, and over all tokens from its start to the end.
   starts = range(0, sums.shape[1], _STRETCH)
@@ -500,12 +563,18 @@ def _deviation(functions: Functions, sums: np.ndarray, laws: int) -> Audited:
           for b in (a + _STRETCH, sums.shape[1])]
   parts = np.stack([sums[:, a:b].sum(1) for a, b in ends])
   size = np.abs(parts[:, 0]) / np.sqrt(np.maximum(parts[:, 1], 1))
-  defects = []
-  if size.max() > LIMIT:
-    part, which = np.unravel_index(np.argmax(size), size.shape)
-    where = "tokens {} to {}".format(*ends[part])
-    defects.append(
-        f"the mean of {functions.names[which]} over {where} is "
-        f"{size.max():.0f} standard errors from the target's; "
-        f"{LIMIT:.0f} are allowed")
-  return Audited(0.0, frozenset(defects), laws, None)
+  if size.max() <= LIMIT:
+    return Audited(0.0, frozenset(), laws, None)
+  part, which = np.unravel_index(np.argmax(size), size.shape)
+  first, end = ends[part]
+  reason = (f"the mean of {functions.names[which]} over tokens {first} to "
+            f"{end} is {size.max():.0f} standard errors from the target's; "
+            f"{LIMIT:.0f} are allowed")
+  # The witness is the draft of these tokens with the largest sum.
+  _, row, turn = max(
+      (np.abs(found.values[row, which]), row, turn)
+      for turn, found in enumerate(rounds)
+      for row in np.flatnonzero((first <= found.lengths)
+                                & (found.lengths < end)))
+  example = rounds[turn].show(row)._replace(reason=reason)
+  return Audited(0.0, frozenset({reason}), laws, example)

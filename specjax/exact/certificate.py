@@ -20,11 +20,10 @@ from specjax.exact.drafts import ended_by
 from specjax.exact.drafts import Stop
 from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import KINDS
-from specjax.exact.pairs import random_pair
 from specjax.interfaces import Verifier
 from specjax.utils import fields
 
-_TWO_ROUNDS = 1 << 15  # largest V**(2 gamma + 1) for two rounds
+_TWO_ROUNDS = 1 << 12  # largest V**(2 gamma + 1) for two rounds
 _ENUMERATED = 1 << 14  # largest V**(gamma + 1) that `at` enumerates
 _AUDITED = 1 << 23  # largest (gamma + 1) V that `at` audits
 
@@ -44,9 +43,12 @@ class Certificate:
 
   Attributes:
     lossless: True if every law is a probability distribution and agrees with
-      the rule's `survival` (probability of accepting at least i tokens), no
-      audit failed, and no total variation exceeds the tolerance. The tolerance
-      is 1e-9 in float64, 1e-5 in float32 and 1e-4 at production sizes.
+      the rule's `figures` and `survival` (probability of accepting at least i
+      tokens), no audit failed, and no total variation exceeds the tolerance.
+      The tolerance is 1e-9 in float64, 1e-5 in float32 and 1e-4 at production
+      sizes. Negative entries of laws count as rounding if their total is at
+      most 1e-12 in float64 and 1e-6 in float32, with every draft weighted by
+      its probability.
     total_variation: total variation between the distributions of the rule's
       output and of the target: the largest over the small models. If all
       failures are in other trials, the largest over those.
@@ -69,7 +71,10 @@ class Certificate:
     tried: one line for every kind of trial that `thorough` or `at` adds.
     sizes: largest enumerated sizes and all audited sizes, as text.
     cause: probable cause of a failure, or an empty string.
-    example: a draft that shows the failure, or None. `show` prints it.
+    coverage: number of evaluated drafts for each property of a draft at which
+      rules are often wrong, such as "padding in float32". `show` prints it.
+    example: a draft that shows the failure, with p and q at every node and the
+      rule's law; or None.
   """
 
   lossless: bool
@@ -86,6 +91,7 @@ class Certificate:
   tried: tuple[str, ...] = ()
   sizes: str = ""
   cause: str = ""
+  coverage: dict[str, int] = dataclasses.field(default_factory=dict)
   example: Example | None = dataclasses.field(
       default=None, compare=False, repr=False)
 
@@ -105,6 +111,8 @@ class Certificate:
         "  on these models; exact.Certificate says what follows for others",
         *(f"  defect: {defect}" for defect in self.defects),
     ]
+    if self.example is not None:
+      lines.append(str(self.example))
     return "\n".join(lines)
 
   def _verdict(self) -> str:
@@ -117,17 +125,11 @@ class Certificate:
     return f"{verdict}: {'; '.join(reasons)}" if reasons else verdict
 
   def show(self) -> None:
-    """Prints the certificate and, after a failure, a draft that shows it.
-
-    The draft is printed with p and q at every node, and with the rule's law.
-    Two distributions of the next token follow: that of the target, and that of
-    decoding with the rule.
-    """
+    """Prints the certificate and its coverage."""
     print(self)
-    if self.example is not None:
-      print(self.example)
-    elif not self.lossless:
-      print("no single draft shows the failure: it is a mean over many drafts")
+    print("drafts tried, by property")
+    for name, count in self.coverage.items():
+      print(f"  {count:9,d}  {name}")
 
 
 def certify(verifier: Verifier | Compiled, *,
@@ -152,7 +154,7 @@ def certify(verifier: Verifier | Compiled, *,
     gammas: draft lengths of chains, each at least 1.
     rounds: number of rounds, see `enumerate_chains`. For a rule without state
       one round is a proof, by induction. None means 2, or 1 if V^(2 gamma + 1)
-      is above 2^15. For a rule with state it means 3. Trees with more than 27
+      is above 2^12. For a rule with state it means 3. Trees with more than 27
       drafts are enumerated for one round.
     seeds: seeds of the random models. Each seed produces a model of each kind.
     kinds: kinds of models, see `random_pair`.
@@ -167,10 +169,13 @@ def certify(verifier: Verifier | Compiled, *,
       means all schemes of `exact.schemes` with which the rule is lossless.
     thorough: if True, also run the following trials, until one fails:
       chains that end in padding; padding before real nodes of a tree; product
-      drafts, unless the rule requires an autoregressive drafter; float32; gamma
-      up to 15, V up to 300 and trees of up to 17 nodes; many rounds of a rule
-      with state; audits in float32 at two production sizes (gamma 16 with
-      V = 32,000, and V = 128,259), see `exact.audit`.
+      drafts, unless the rule requires an autoregressive drafter; q positive at
+      up to 12 tokens; float32; gamma up to 15, V up to 301 and trees of up to
+      17 nodes; many rounds of a rule with state; audits in float32 at
+      production sizes (gamma 16 with V = 32,000 and gamma 8 with V = 151,936,
+      or trees of 64 nodes), see `exact.audit`. Trials with padding are left out
+      for a rule that requires full drafts. For a rule that requires
+      deterministic drafts, all rows of q are one-hot.
     at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14
       drafts is enumerated. A larger size is audited. The result is in `tried`.
     stop: rule that ends the drafted chains, used with the small models only. It
@@ -180,7 +185,8 @@ def certify(verifier: Verifier | Compiled, *,
       A function is refuted if its result depends on dropped tokens.
 
   Returns:
-    A `Certificate`. Its string is a report.
+    A `Certificate`. Its string is a report, after a failure with a draft that
+    shows it. `Certificate.show` also prints which drafts were tried.
 
   Raises:
     ValueError: a size is not a whole number of at least its minimum, or has too
@@ -197,6 +203,7 @@ def certify(verifier: Verifier | Compiled, *,
   """
   compiled = Compiled.of(verifier)
   rule = compiled.rule
+  compiled.coverage.clear()
   if vocab_sizes is None:
     vocab_sizes = (3,) if rule.remembers else (3, 4)
   if trees is None and _is_chain_only(rule, drafting, stop):
@@ -216,7 +223,8 @@ def certify(verifier: Verifier | Compiled, *,
     others.append(trial)
     if trial.fails:
       break
-  return _certificate(chains, small_trees, others, dtype, rule)
+  return _certificate(chains, small_trees, others, dtype, rule,
+                      dict(compiled.coverage))
 
 
 def _is_chain_only(rule: Verifier, drafting: str | None,
@@ -274,8 +282,8 @@ class _Settings(NamedTuple):
     Chains for a rule on trees are padded to equal numbers of nodes. They then
     share one compiled program.
     """
-    is_chain = "chain" in self.compiled.rule.requires
-    return 0 if is_chain else max(self.gammas) + 1
+    unpadded = {"chain", "full"} & {*self.compiled.rule.requires}
+    return 0 if unpadded else max(self.gammas) + 1
 
   def check(self) -> None:
     """Raises `ValueError` unless all sizes are valid and small enough."""
@@ -310,13 +318,23 @@ class _Settings(NamedTuple):
     rule, default_trees = self.compiled.rule, self.trees is None
     largest = max(self.vocab_sizes)
     telling = trials.telling(self.kinds)
+    full = "full" in rule.requires
     if self.drafting is None and "autoregressive" not in rule.requires:
       yield trials.on_chains(
           self.compiled, largest, self.gammas, telling, self.seeds,
           self.several_rounds if rule.remembers else 1, self.dtype, "product",
           self.padded_to, self.ended)
-    yield trials.padded(self.compiled, largest, self.gammas, self.seeds,
-                        telling, self.dtype)
+    if "greedy" in self.kinds:  # a pair of such models has one draft
+      yield trials.on_chains(
+          self.compiled, largest, self.gammas, ("greedy",), range(1, 16), 1,
+          self.dtype, self.drafting or "autoregressive", self.padded_to,
+          self.ended)
+    if not full:
+      yield trials.padded(self.compiled, largest, self.gammas, self.seeds,
+                          telling, self.dtype)
+      yield trials.mostly_padding(self.compiled, self.seeds, self.dtype)
+    yield trials.dense(self.compiled, self.kinds, self.seeds, self.dtype,
+                       self.schemes if default_trees else ())
     if self.dtype == "float64":
       yield trials.in_float32(self.compiled, largest, self.gammas, self.seeds,
                               telling, self.trees, self.schemes)
@@ -386,8 +404,8 @@ def _check_at(at: Sequence[tuple[int, int]]) -> None:
 
 
 def _certificate(chains: list[trials.Found], trees: list[trials.Found],
-                 others: list[trials.Found], dtype: str, rule: Verifier
-                 ) -> Certificate:
+                 others: list[trials.Found], dtype: str, rule: Verifier,
+                 coverage: dict[str, int]) -> Certificate:
   """Returns the certificate of all trials.
 
   Args:
@@ -396,6 +414,7 @@ def _certificate(chains: list[trials.Found], trees: list[trials.Found],
     others: all other trials.
     dtype: the argument `dtype` of `certify`.
     rule: the tested rule.
+    coverage: numbers of drafts by property.
   """
   found = [*chains, *trees, *others]
   worst = _worst(chains + trees, others)
@@ -411,7 +430,7 @@ def _certificate(chains: list[trials.Found], trees: list[trials.Found],
       models=len(chains), laws=sum(trial.outcome.laws for trial in found),
       dtype=dtype, declared_lossy=not rule.lossless, trees=len(trees),
       tried=tuple(f"{len(list(same)):,} x {trial}" for trial, same in tried),
-      sizes=_sizes(found), cause=_cause(found),
+      sizes=_sizes(found), cause=_cause(found), coverage=coverage,
       example=worst.example() if worst.fails else None)
 
 
@@ -436,10 +455,7 @@ def _bound(trial: trials.Found) -> float:
 
   The value is an upper bound for the pair of models of one trial with chains.
   """
-  kind, vocab_size, gamma, seed = (
-      trial.witness[x] for x in ("kind", "vocab_size", "gamma", "seed"))
-  return 1 + full_information_optimum(
-      random_pair(kind, vocab_size, gamma + 1, seed), gamma)
+  return 1 + full_information_optimum(trial.plan.pair, trial.witness["gamma"])
 
 
 def _sorted(defects: Iterable[str]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Rules compiled for many drafts, and printing of example drafts."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.exact import coverage
 from specjax.interfaces import check_verifier
 from specjax.interfaces import Verifier
+from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
 from specjax.types import Verdict
 
 # XLA_FLAGS may lower the optimisation level, for example in tests. The programs
-# of this file run thousands of times, so they set the level explicitly.
-_OPTIMISED = {"xla_backend_optimization_level": "2"}
+# of this file run thousands of times, so they set the level explicitly. For
+# programs that run a few times, compiling without optimisation takes less time.
+_LEVEL = "xla_backend_optimization_level"
 _FEW = 8  # at most chunk / 8 drafts are evaluated with chunks of chunk / 8
 
 
@@ -30,33 +34,41 @@ class Compiled:
 
   Attributes:
     rule: the verification rule.
+    coverage: number of evaluated drafts by property, see `exact.coverage`.
   """
 
-  def __init__(self, rule: Verifier):
+  def __init__(self, rule: Verifier, optimised: bool = True):
     check_verifier(rule)
-    self.rule = rule
+    self.rule, self.coverage = rule, collections.Counter()
+    has_figures = rule.has_survival or (
+        type(rule).figures is not Verifier.figures)
 
     def law(tokens, parents, q, p, state):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
       law = rule.evaluate(draft, p, state)
-      survival = None
-      if rule.has_survival:
-        depths = jnp.arange(tokens.shape[0])  # depths of a chain
-        _, survival = rule.figures(draft, p, state, law, depths)
-      return law.stop, law.next_token, survival
+      figures = None
+      if has_figures:
+        figures = rule.figures(draft, p, state, law, topology.depths(parents))
+      return law.stop, law.next_token, figures
 
     def commit(tokens, parents, q, p, state, verdict):
       draft = Draft(tokens=tokens, parents=parents, probs=q)
       return rule.next_state(state, draft, p, verdict)
 
     self._law, self._commit = (
-        jax.jit(jax.vmap(f), compiler_options=_OPTIMISED)
+        jax.jit(jax.vmap(f), compiler_options={_LEVEL: "02"[optimised]})
         for f in (law, commit))
 
   @classmethod
   def of(cls, verifier: "Verifier | Compiled") -> "Compiled":
     """Returns a rule as a `Compiled`. A `Compiled` is returned unchanged."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
+
+  def unoptimised(self) -> "Compiled":
+    """Returns the rule compiled without optimisation, with shared coverage."""
+    new = Compiled(self.rule, optimised=False)
+    new.coverage = self.coverage
+    return new
 
   def initial_state(self, gamma: int, dtype: str) -> Any:
     """Returns the rule's state before the first round, or None.
@@ -69,12 +81,12 @@ class Compiled:
                         self.rule.init(gamma))
 
   def laws(self, drafts: tuple, chunk: int, dtype: str
-           ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns `(stop, next_token, survival)` of n drafts.
+           ) -> tuple[np.ndarray, np.ndarray, tuple | None]:
+    """Returns `(stop, next_token, figures)` of n drafts.
 
-    `stop [n, N]` and `next_token [n, N, V]` are the fields of `Law`.
-    `survival [n, N]` is the probability of accepting at least i tokens, or None
-    if the rule does not compute it.
+    `stop [n, N]` and `next_token [n, N, V]` are the fields of `Law`. `figures`
+    is the result of `Verifier.figures`, with leaves `[n]` and `[n, N]`. It is
+    None if the rule does not compute figures of its own.
 
     Args:
       drafts: tuple of tokens `[n, N]`, parents `[n, N]`, q `[n, N, V]`,
@@ -82,6 +94,7 @@ class Compiled:
       chunk: number of drafts per call. Each number compiles one program.
       dtype: dtype of q and p.
     """
+    self.coverage.update(coverage.counted(*drafts[1:4], dtype))
     return _in_chunks(self._law, drafts, chunk, dtype)
 
   def commits(self, drafts: tuple, verdicts: Verdict, chunk: int, dtype: str
@@ -137,6 +150,8 @@ class Example(NamedTuple):
     obtained: `[V]` distribution of the token emitted after the context of
       `node`, over all drafts, or None. A lossless rule has
       `target_probs[node]`.
+    reason: sentence with the wrong value and the expected one, or "" if
+      `obtained` shows them.
   """
 
   draft: Draft
@@ -144,6 +159,7 @@ class Example(NamedTuple):
   law: Law
   node: int | None = None
   obtained: np.ndarray | None = None
+  reason: str = ""
 
   def __str__(self):
     nodes, vocab = np.shape(self.target_probs)
@@ -154,6 +170,8 @@ class Example(NamedTuple):
              + "  ".join(f"{t:<9d}" for t in shown)]
     for node in range(nodes):
       lines += self._node(node, shown)
+    if self.reason:
+      lines.append(self.reason)
     if self.obtained is not None:
       tokens = self._path(self.node)
       where = f"after {' '.join(map(str, tokens))}" if tokens else "first"

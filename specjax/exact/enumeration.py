@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax.exact import defects as defects_lib
 from specjax.exact import drafts
 from specjax.exact import pairs
 from specjax.exact import schemes
@@ -19,8 +20,6 @@ from specjax.exact.drafts import merged
 from specjax.exact.drafts import Starts
 from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
-from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import Verdict
 from specjax.utils import fields
 
@@ -29,6 +28,7 @@ TREE_CHUNK = 256  # laws per call for trees; most trees have few drafts
 _STARTS = 1024  # starts of rounds that are expanded together; limits memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # tolerated total variation
+_SUMS = 1e-6  # tolerated error of the sum of a distribution
 _ENTRIES = 1 << 26  # largest number of entries of an array in an enumeration
 
 
@@ -188,7 +188,7 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
     if k < horizon:
       law = (law[:, None] * pair.p[k]).reshape(-1)
       target = (target[:, None] * pair.p[k]).reshape(-1)
-  return Outcome(law, target, expected, frozenset(run.defects), run.laws)
+  return Outcome(law, target, expected, run.defects, run.laws)
 
 
 class Plan(NamedTuple):
@@ -215,7 +215,7 @@ class Plan(NamedTuple):
     expected number of accepted tokens in the first round.
 
     Args:
-      watch: number of a context, or None. `Run.example` becomes the draft with
+      watch: number of a context, or None. `Run.watched` becomes the draft with
         the largest probability of stopping at this context.
 
     Raises:
@@ -284,10 +284,9 @@ class Run:
   """Evaluates rounds of a rule on a pair of models and collects defects.
 
   Attributes:
-    defects: reasons why a law is not a probability distribution.
     laws: number of evaluated laws.
-    example: draft of the first defect or of the watched context (`watch` in
-      `Plan.run`), or None.
+    watched: a draft through the watched context (`watch` in `Plan.run`), or
+      None.
   """
 
   def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
@@ -297,8 +296,18 @@ class Run:
     self._p, self._q = pair.tables()
     # Number of the first context of every length; see `Drafts`.
     self._offsets = first_contexts(pair.vocab_size, pair.depth)
-    self.defects, self.laws, self.example = set(), 0, None
-    self._watch, self._most = watch, 0.0
+    self.laws, self.watched, self._watch, self._most = 0, None, watch, 0.0
+    self._defects = defects_lib.Defects(dtype, _SUMS, TOLERANCE[dtype])
+
+  @property
+  def defects(self) -> frozenset[str]:
+    """Reasons why a law is not a distribution, or why figures are wrong."""
+    return frozenset(self._defects.names)
+
+  @property
+  def example(self) -> Example | None:
+    """Draft of the first defect, or None."""
+    return self._defects.example
 
   def rounds(self, count: int, horizon: int
              ) -> tuple[dict[int, Starts], float]:
@@ -387,71 +396,30 @@ class Run:
       `(stop, next_token)` of `Law` in float64. Rows of `next_token` are 0 for
       nodes with `stop` 0.
     """
-    stop, next_token, survival = self._compiled.laws(
+    raw_stop, raw_next, figures = self._compiled.laws(
         arguments, self._chunk, self._dtype)
-    self.laws += len(stop)
-    some, each = stop > 0, lambda bad: bad.any(-1)
-    for defect, bad in (
-        ("a law is not finite", ~np.isfinite(stop).all(-1) | each(
-            some & ~np.isfinite(next_token).all(-1))),
-        ("a law is negative", each(
-            (stop < 0) | some & (next_token < 0).any(-1))),
-        ("stop does not sum to 1", np.abs(stop.sum(-1) - 1) > 1e-6),
-        ("a row of next_token does not sum to 1", each(
-            some & (np.abs(next_token.sum(-1) - 1) > 1e-6)))):
-      if bad.any():
-        self._note(np.argmax(bad), arguments, stop, next_token, defect)
-    known = lambda x: np.where(np.isfinite(x), x, 0).astype(np.float64)
-    stop, next_token = known(stop), known(next_token) * some[..., None]
-    if survival is not None:
-      off = self._survival_gap(found, weights, stop, survival)
-      if not off.sum() <= TOLERANCE[self._dtype]:
-        self._note(np.argmax(np.nan_to_num(off, nan=np.inf)), arguments, stop,
-                   next_token, "survival is not P(tau >= i)")
+    show = lambda row: defects_lib.example_of(
+        arguments, raw_stop, raw_next, row)
+    self.laws += len(raw_stop)
+    stop, next_token = self._defects.check(raw_stop, raw_next, weights, show)
+    stop = stop.astype(np.float64)
+    next_token = next_token * (stop > 0)[..., None]
+    if figures is not None:
+      real = found.probs.any(-1)
+      real[:, 0] = True
+      in_line = found.parents == np.arange(-1, self._nodes - 1)
+      is_chain = not (real & ~in_line).any()
+      self._defects.check_figures(
+          figures, defects_lib.tails(stop * real, found.parents),
+          found.contexts if is_chain else found.contexts[:, :1], weights, show)
     if self._watch is not None:
-      here = weights[:, None] * stop * (found.contexts == self._watch)
+      # Without a stop at the context, any draft through it shows the error.
+      here = (found.contexts == self._watch) * weights[:, None] * (stop + 1e-9)
       if here.max(initial=0) > self._most:
         self._most = here.max()
         row, node = np.unravel_index(np.argmax(here), here.shape)
-        self._note(row, arguments, stop, next_token, None, node)
+        self.watched = show(row)._replace(node=node)
     return stop, next_token
-
-  def _note(self, row, arguments, stop, next_token, defect, node=None):
-    """Stores the draft `row` as the example, and its defect unless None.
-
-    A draft with a defect is stored only for the first defect.
-    """
-    tokens, parents, q, p, _ = (
-        x if x is None else jax.tree.map(lambda leaf: leaf[row], x)
-        for x in arguments)
-    if defect is None or not self.defects:
-      self.example = Example(
-          Draft(tokens, parents, q), p, Law(stop[row], next_token[row]), node)
-    if defect is not None:
-      self.defects.add(defect)
-
-  def _survival_gap(self, found, weights, stop, survival):
-    """Returns the error `[n]` of `survival` for each draft.
-
-    `survival` must be P(tau >= i | x^i). tau is the number of accepted tokens,
-    and x^i are the first i tokens of the draft. This probability is a mean over
-    all drafts that begin with x^i. The comparison is therefore between sums
-    over these drafts.
-    """
-    count, nodes = stop.shape
-    real = found.probs.any(-1)
-    real[:, 0] = True
-    below = found.parents == np.arange(-1, nodes - 1)
-    if (real & ~below).any():  # a tree: survival is declared for chains
-      return np.zeros(count)
-    tails = np.cumsum((stop * real)[:, ::-1], axis=-1)[:, ::-1]
-    off, gap = np.zeros(count), survival - tails * real
-    for node in range(nodes):
-      _, first, which = np.unique(found.contexts[:, node], return_index=True,
-                                  return_inverse=True)
-      sums = np.bincount(which.reshape(-1), weights * gap[:, node])
-      np.add.at(off, first, np.abs(sums))
-    return off
 
   def _committed(self, arguments, tau, node, extra):
     path = np.zeros((len(node), self._nodes), np.int32)

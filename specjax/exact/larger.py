@@ -89,8 +89,8 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
     narrow: if True, p also has at most two tokens of positive probability, and
       only one after most contexts. Few sequences are then possible even after
       many rounds.
-    single: share of contexts after which q has one token. None means 0.6 if
-      `narrow` is True and 0.2 if it is False.
+    single: share of contexts after which q has one token; 1 includes the first
+      context. None means 0.6 if `narrow` is True and 0.2 if it is False.
   """
   if vocab_size**(depth + 1) >= 2**62:
     raise ValueError(f"vocab_size is {vocab_size} and depth {depth}; contexts "
@@ -105,7 +105,7 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
     # rejected all their first tokens, the other rows would not be used.
     is_first = not i
     pair = eye[rng.choice(vocab_size, 2, replace=False)]
-    is_single = rng.random() < single and not is_first
+    is_single = rng.random() < single and (not is_first or single == 1)
     q.append(pair[0] if is_single else _mixture(pair, rng))
     if not narrow:
       p.append(_wide_row(pair, is_first, rng))
@@ -113,6 +113,8 @@ def sparse_pair(vocab_size: int, depth: int, seed: int, narrow: bool = False,
       p.append(_mixture(pair, rng))
     else:
       p.append(pair[rng.integers(2)])
+    if not is_first and rng.random() < 0.1:  # equal models
+      p[-1] = q[-1]
   return SparsePair(_Hashed(np.array(p)), _Hashed(np.array(q)), depth)
 
 
@@ -142,7 +144,7 @@ def enumerate_sparse(verifier: Verifier | Compiled, pair: SparsePair,
                           rounds, dtype, CHUNK)
   run, starts, _ = plan.run()
   return SparseOutcome(deviation(starts, pair).total_variation,
-                       frozenset(run.defects), run.laws)
+                       run.defects, run.laws)
 
 
 class Deviation(NamedTuple):
@@ -232,7 +234,9 @@ def deviation(starts: dict[int, Starts], pair: Pair | SparsePair) -> Deviation:
   return Deviation(0.5 * float(distance), where, obtained)
 
 
-_FEW_ROWS, _DENSE_ROWS = 41, 12  # rows of `few_pool` and of `dense_pool`
+_FEW_ROWS, _DENSE_ROWS = 41, 12  # rows of the first part of each pool
+_OTHER_ROWS = 8  # rows of each other part
+_TOP_K = 50  # tokens with p > 0 in a row after top-k; fewer if V < 100
 
 
 class Pool(NamedTuple):
@@ -241,18 +245,24 @@ class Pool(NamedTuple):
   Attributes:
     p: `[K, V]` float32 target distributions.
     q: `[K, V]` float32 draft distributions.
+    parts: ranges of rows. All contexts of a draft use rows of one part.
+    shares: share of the drafts for each part.
     two: `[K, 2]` tokens with q > 0, or None if q is positive at all tokens.
-    shares: `[K, 2]` probabilities of the tokens in `two`.
+    weights: `[K, 2]` probabilities of the tokens in `two`.
   """
 
   p: np.ndarray
   q: np.ndarray
+  parts: tuple[range, ...]
+  shares: tuple[float, ...]
   two: np.ndarray | None = None
-  shares: np.ndarray | None = None
+  weights: np.ndarray | None = None
 
-  def rows(self, hashes: np.ndarray) -> np.ndarray:
+  def rows(self, hashes: np.ndarray, part: int = 0) -> np.ndarray:
     """Returns the index of the selected row for each hash of a context."""
-    return ((hashes >> np.uint64(32)) % np.uint64(len(self.p))).astype(np.int64)
+    rows = self.parts[part]
+    return rows.start + ((hashes >> np.uint64(32)) % np.uint64(len(rows))
+                         ).astype(np.int64)
 
 
 class Drafts(NamedTuple):
@@ -263,53 +273,129 @@ class Drafts(NamedTuple):
     tokens: `[n, N]` token ids.
     rows: `[n, N]` index in the pool of the distributions after each node.
     hashes: `[n, N]` hash of each node's context.
+    lengths: `[n]` number of nodes before the padding.
   """
 
   weights: np.ndarray
   tokens: np.ndarray
   rows: np.ndarray
   hashes: np.ndarray
+  lengths: np.ndarray
+
+  def cut(self, lengths: np.ndarray) -> "Drafts":
+    """Replaces the nodes of each draft after the first `lengths` by padding."""
+    stays = np.arange(self.tokens.shape[1]) < lengths[:, None]
+    return self._replace(tokens=np.where(stays, self.tokens, 0),
+                         lengths=lengths)
+
+  @classmethod
+  def joined(cls, drafts: "Sequence[Drafts]") -> "Drafts":
+    """Returns the drafts of all batches in one batch."""
+    return cls(*map(np.concatenate, zip(*drafts)))
 
 
-def few_pool(vocab_size: int, nodes: int, seed: int) -> Pool:
+def few_pool(vocab_size: int, nodes: int, seed: int,
+             deterministic: bool = False) -> Pool:
   """Returns models with one or two tokens of q after every context.
 
   The first of the two tokens is an id at which programs often fail: one of the
   first ids, of the last ids, or near a power of 2. The second is such an id in
-  half of the rows.
+  half of the rows. In the first part, p is positive at almost all tokens, or
+  has ties, or is 0 outside of its 50 most likely tokens. In the second part, p
+  and q are deterministic, and equal in most rows. In the third part, p is q.
+
+  Args:
+    vocab_size: vocabulary size V.
+    nodes: number of nodes N of a draft.
+    seed: random seed.
+    deterministic: if True, q has one token after every context.
   """
   rng = np.random.default_rng([vocab_size, nodes, seed])
   ids = [0, 1, 2, vocab_size - 2, vocab_size - 1, vocab_size // 128 * 128,
          *(x for k in (7, 8, 15, 16, 17) for x in (2**k - 1, 2**k)), 99_999]
   ids = sorted({x for x in ids if 0 <= x < vocab_size})
-  p, q = np.zeros((2, _FEW_ROWS, vocab_size), np.float32)
-  pairs, shares = np.zeros((_FEW_ROWS, 2), int), np.zeros((_FEW_ROWS, 2))
-  branching = min(0.8, 3 / max(nodes - 1, 1))
-  for row in range(_FEW_ROWS):
+  parts = _parts(_FEW_ROWS, _OTHER_ROWS, _OTHER_ROWS)
+  rows = parts[-1].stop
+  p, q = np.zeros((2, rows, vocab_size), np.float32)
+  pairs, weights = np.zeros((rows, 2), int), np.zeros((rows, 2))
+  branching = 0 if deterministic else min(0.8, 3 / max(nodes - 1, 1))
+  for row in range(rows):
     two = rng.choice(ids, 2, replace=False)
     if rng.random() < 0.5:
       two[1] = (two[0] + rng.integers(1, vocab_size)) % vocab_size
-    share = rng.dirichlet([1, 1]) if rng.random() < branching else np.eye(2)[0]
-    pairs[row], shares[row], q[row, two] = two, share, share
-    # p is mostly close to q, so that complete long drafts are often accepted.
-    other = 10**rng.uniform(-3, -0.2)
-    dense = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
-    dense *= other / dense.sum()
-    dense[two] += (1 - other) * (
-        share * rng.dirichlet([8, 8]) + [1e-3, 1e-3])
-    if rng.random() < 0.1:  # p is 0 at a draft token
-      dense[two[0]] = 0
-    p[row] = dense / dense.sum(dtype=np.float64)
-  return Pool(p, q, pairs, shares)
+    # The other parts have fewer drafts. Rows of the second one never branch.
+    part = next(i for i, rows_ in enumerate(parts) if row in rows_)
+    branches = rng.random() < branching * (1, 0, 1 / 3 * (nodes < 12))[part]
+    share = rng.dirichlet([1, 1]) if branches else np.eye(2)[0]
+    pairs[row], weights[row], q[row, two] = two, share, share
+    if part == 1:
+      p[row, two[int(rng.random() < 0.2)]] = 1
+    elif part == 2:
+      p[row] = q[row]
+    else:
+      p[row] = _few_row(two, share, vocab_size, rng)
+  return Pool(p, q, parts, (0.6, 0.2, 0.2), pairs, weights)
 
 
-def dense_pool(vocab_size: int, seed: int) -> Pool:
-  """Returns similar target and draft models with p > 0 and q > 0."""
+def _few_row(two: np.ndarray, share: np.ndarray, vocab_size: int,
+             rng: np.random.Generator) -> np.ndarray:
+  """Returns a row of p that is mostly close to q, so that long drafts of all
+  lengths are often accepted."""
+  other = 10**rng.uniform(-3, -0.2)
+  row = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
+  kind = rng.random()
+  if kind < 0.25:
+    row[row < _threshold(row)] = 0
+  elif kind < 0.5:  # ties, as from quantised logits
+    row = np.float32(2)**np.round(np.log2(row))
+  row *= other / row.sum()
+  row[two] += (1 - other) * (share * rng.dirichlet([8, 8]) + [1e-3, 1e-3])
+  if 0.4 < kind < 0.5:
+    row[rng.integers(vocab_size, size=2)] = row.max()
+  if rng.random() < 0.1:  # p is 0 at a draft token
+    row[two[0]] = 0
+  return row / row.sum(dtype=np.float64)
+
+
+def dense_pool(vocab_size: int, seed: int, deterministic: bool = False) -> Pool:
+  """Returns similar target and draft models.
+
+  In the first part, p and q are positive at all tokens. The second part has
+  rows after top-k, with ties, with probabilities below 1e-30, and with p = q.
+
+  Args:
+    vocab_size: vocabulary size V.
+    seed: random seed.
+    deterministic: if True, q is one-hot at its most likely token.
+  """
   rng = np.random.default_rng([vocab_size, seed])
-  logits = 3 * rng.standard_normal((_DENSE_ROWS, vocab_size))
+  parts = _parts(_DENSE_ROWS, _OTHER_ROWS)
+  logits = 3 * rng.standard_normal((parts[-1].stop, vocab_size))
   other = logits + 1.2 * rng.standard_normal(logits.shape)
-  softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)
-  return Pool(*(softmax(x).astype(np.float32) for x in (logits, other)))
+  ties, tails, top, same = np.split(np.array(parts[1]), 4)
+  for x in (logits, other):
+    x[ties] = np.round(x[ties])  # many tokens have the largest logit
+    x[tails] *= 4
+    for row in top:
+      x[row, x[row] < _threshold(x[row])] = -np.inf
+  other[same] = logits[same]
+  softmax = lambda x: np.exp(x - x.max(-1, keepdims=True))
+  p, q = (x / x.sum(-1, keepdims=True) for x in map(softmax, (logits, other)))
+  if deterministic:
+    q = q == q.max(-1, keepdims=True)
+    q &= np.cumsum(q, axis=-1) == 1  # the first of equal tokens
+  return Pool(p.astype(np.float32), q.astype(np.float32), parts, (0.75, 0.25))
+
+
+def _threshold(row: np.ndarray) -> float:
+  """Returns the smallest of the largest `_TOP_K` entries."""
+  count = min(_TOP_K, len(row) // 2)
+  return np.partition(row, -count)[-count]
+
+
+def _parts(*sizes: int) -> tuple[range, ...]:
+  ends = np.cumsum([0, *sizes]).tolist()
+  return tuple(range(a, b) for a, b in zip(ends, ends[1:]))
 
 
 def roots_of(vocab_size: int, count: int, rng: np.random.Generator
@@ -319,16 +405,26 @@ def roots_of(vocab_size: int, count: int, rng: np.random.Generator
       vocab_size, size=max(count - 2, 0))])[-count:]
 
 
-def drawn(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Returns one token drawn from each row of `laws [n, V]`.
+def cumulative(laws: np.ndarray) -> np.ndarray:
+  """Returns the cumulative sums of rows `[K, V]`, for `drawn`."""
+  return np.cumsum(laws, axis=-1, dtype=np.float64)
 
-  Rows need not sum to 1.
+
+def drawn(sums: np.ndarray, rows: np.ndarray, rng: np.random.Generator
+          ) -> np.ndarray:
+  """Returns one token drawn from each of the selected rows.
+
+  Args:
+    sums: `[K, V]` result of `cumulative`. Rows of the distributions need not
+      sum to 1.
+    rows: `[n]` indices of the selected rows.
+    rng: random generator.
   """
-  sums = np.cumsum(laws, axis=-1, dtype=np.float64)
-  u = rng.random(len(laws)) * sums[:, -1]
-  return np.array([min(np.searchsorted(row, x, side="right"),
-                       np.flatnonzero(law)[-1])
-                   for row, x, law in zip(sums, u, laws)])
+  u = rng.random(len(rows)) * sums[rows, -1]
+  return np.array([
+      min(np.searchsorted(sums[row], x, side="right"),
+          np.searchsorted(sums[row], sums[row, -1]))
+      for row, x in zip(rows, u)])
 
 
 def extended(hashes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -339,8 +435,8 @@ def extended(hashes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
-         most: int | None = None, rng: np.random.Generator | None = None
-         ) -> Drafts | None:
+         most: int | None = None, rng: np.random.Generator | None = None,
+         part: int = 0) -> Drafts | None:
   """Returns all drafts below `roots`, or with `rng` one random draft per root.
 
   Args:
@@ -351,22 +447,25 @@ def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
     most: largest number of drafts, required without `rng`. If there are more,
       the result is None.
     rng: random generator that draws the tokens. None means all drafts.
+    part: part of the pool that contains all rows.
   """
   count = len(roots)
   hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]
   weights, tokens = np.full(count, 1 / count), np.asarray(roots)[:, None]
+  sums = None if rng is None else cumulative(pool.q)
   for parent in parents[1:]:
-    rows = pool.rows(hashes[:, parent])
+    rows = pool.rows(hashes[:, parent], part)
     if rng is None:
-      draft, option = np.nonzero(pool.shares[rows])
+      draft, option = np.nonzero(pool.weights[rows])
       new = pool.two[rows][draft, option]
-      weights = (weights[:, None] * pool.shares[rows])[draft, option]
+      weights = (weights[:, None] * pool.weights[rows])[draft, option]
       if len(draft) > most:
         return None
     else:
-      draft, new = np.arange(count), drawn(pool.q[rows], rng)
+      draft, new = np.arange(count), drawn(sums, rows, rng)
     hashes, tokens = hashes[draft], tokens[draft]
     tokens = np.concatenate([tokens, new[:, None]], axis=1)
     hashes = np.concatenate(
         [hashes, extended(hashes[:, parent], new)[:, None]], axis=1)
-  return Drafts(weights, tokens.astype(np.int32), pool.rows(hashes), hashes)
+  return Drafts(weights, tokens.astype(np.int32), pool.rows(hashes, part),
+                hashes, np.full(len(weights), len(parents)))

@@ -15,9 +15,11 @@ from specjax.utils import fields
 # The index of a kind is part of its random seed, so new kinds come last.
 KINDS = ("dense", "zeros", "one_hot_target", "one_hot_draft", "equal",
          "disjoint", "mixed", "ties", "nearly_one_hot", "heavy_tails",
-         "uniform", "varied")
+         "uniform", "varied", "greedy")
 _MIXED = KINDS[:6]
-_VARIED = tuple(kind for kind in KINDS if kind not in ("mixed", "varied"))
+_VARIED = tuple(kind for kind in KINDS
+                if kind not in ("mixed", "varied", "greedy"))
+_AGREE = 0.7  # share of contexts after which both greedy models agree
 _ROUNDING = 1e-5  # tolerated error of the sum of a float32 row
 
 
@@ -117,9 +119,11 @@ def random_pair(kind: str, vocab_size: int, depth: int, seed: int) -> Pair:
         Many entries are equal, and p / q is often exactly 1/2, 1 or 2.
       nearly_one_hot: one entry of p, of q or of both is 1 - 10^-k, with k from
         2 to 7.
-      heavy_tails: entries are as small as 1e-12.
+      heavy_tails: entries are as small as 1e-12, in half of the rows 1e-36.
       uniform: q is uniform; in a quarter of the contexts p instead.
       varied: a kind of p and a kind of q are drawn for each context.
+      greedy: p and q are deterministic, as at temperature 0. They are equal
+        after 70 % of the contexts.
     vocab_size: vocabulary size V, at least 2.
     depth: 1 + number of tokens of the longest context.
     seed: random seed.
@@ -179,6 +183,10 @@ def _random_rows(kind: str, rng: np.random.Generator, rows: int,
   if kind == "equal":
     return p, p
   one_hot = np.eye(vocab_size)
+  if kind == "greedy":
+    p = one_hot[rng.integers(vocab_size, size=rows)]
+    q = one_hot[rng.integers(vocab_size, size=rows)]
+    q = np.where(rng.random((rows, 1)) < _AGREE, p, q)
   if kind == "one_hot_target":
     p = one_hot[rng.integers(vocab_size, size=rows)]
   if kind == "one_hot_draft":
@@ -259,7 +267,8 @@ def _nearly_one_hot(rng: np.random.Generator, rows: int, vocab_size: int
 def _heavy_tails(rng: np.random.Generator, rows: int, vocab_size: int
                  ) -> np.ndarray:
   """Returns rows with uniform logarithms before normalisation."""
-  weights = 10**rng.uniform(-12, 0, size=(rows, vocab_size))
+  smallest = np.where(rng.random((rows, 1)) < 0.5, -12, -36)
+  weights = 10**(smallest * rng.random((rows, vocab_size)))
   return weights / weights.sum(-1, keepdims=True)
 
 

@@ -196,6 +196,10 @@ def sound_for(verifier: Verifier) -> tuple[Scheme, ...]:
   requires = verifier.requires
   if "iid" in requires:
     return IID
+  if "deterministic" in requires:
+    return (top_k,)
+  if "full" in requires and "conditional" not in requires:
+    return (*CONDITIONAL, larger_of_two)
   return CONDITIONAL if "conditional" in requires else ALL
 
 

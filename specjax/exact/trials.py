@@ -23,15 +23,23 @@ from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
+from specjax.exact.defects import NOT_FINITE
 from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
+from specjax.interfaces import Verifier
 from specjax.types import Draft
 
 _MOST_NODES = 7  # largest number of nodes of default trees
 # Largest V**(N - 1) for which all trees, or some trees, of N nodes are tried.
 _ALL_TREES, _SOME_TREES = 81, 729
 _SEVERAL_ROUNDS = 27  # largest V**(N - 1) for more than one round with trees
-_TELLING_KINDS = ("dense", "mixed", "varied")
+_TELLING_KINDS = ("dense", "mixed", "varied", "greedy")
+_DENSE = ((5, 1), (12, 1), (7, 2))  # V, gamma; q positive at more than 4 tokens
+_DENSE_TREES = (5, ((-1, 0, 0), (-1, 0, 1, 0)))  # V, parents
+# Chains of 8 nodes after the root, of which the first few are real: V for rules
+# without and with state, largest number of real tokens, dtype (None: that of
+# `certify`).
+_MOSTLY_PADDING = ((11, 5, 8, None), (301, 5, 4, "float32"))
 
 # Sizes of the trials of larger models, see `thorough` of `certify`.
 _LARGER_CHAINS = (  # V, gamma; every second entry for rules on trees
@@ -48,11 +56,12 @@ _EXPANDED = ((-1, 0, 0, 1, 1, 2), (-1, 0, 0, 2, 2, 1))
 _LARGER_WITH_STATE = ((5, 5), (101, 3), (3, 9))
 _LONG_MEMORY = (3, 2, 14)  # V, gamma, rounds
 _WALK = (4, 6, 160, 400)  # gamma, V, tokens, rows
-_PRODUCTION_CHAINS = ((16, 32_000), (3, 128_259))  # gamma, V
-_PRODUCTION_TREES = (  # parents, V
-    ((-1, *[0] * 5, 1, 1, 2, *range(8, 20), *range(2, 13), 3, 3, 4, 4, 20, 20),
-     32_000),
-    ((-1, 0, 0, 1), 128_259))
+_PRODUCTION_CHAINS = ((16, 32_000), (8, 151_936))  # gamma, V
+_LARGEST_VOCAB = 262_144  # for drafts of 2 tokens with few possible values
+PRODUCTION_TREES = (  # parents, V; the first tree has 64 nodes
+    ((-1, *[0] * 5, 1, 1, 2, *range(8, 20), *range(2, 13), 3, 3, 4, 4, 20, 20,
+      *range(8, 34)), 32_000),
+    ((-1, 0, 0, 1), 151_936))
 
 
 class Found(NamedTuple):
@@ -86,12 +95,11 @@ class Found(NamedTuple):
     if self.plan is None:
       return self.outcome.example
     run, starts, _ = self.plan.run()
-    if self.outcome.defects:
-      return run.example
     found = larger.deviation(starts, self.plan.pair)
-    if found.context is None:
-      return None
-    example = self.plan.run(watch=found.context)[0].example
+    if NOT_FINITE in run.defects or found.context is None or (
+        self.outcome.total_variation <= self.tolerance):
+      return run.example
+    example = self.plan.run(watch=found.context)[0].watched
     return example and example._replace(obtained=found.obtained)
 
 
@@ -118,6 +126,16 @@ def _enumerated(trial: str, compiled: Compiled, pair: Pair | larger.SparsePair,
                 (longest, pair.vocab_size, tree), plan)
 
 
+def _pair(rule: Verifier, kind: str, vocab_size: int, depth: int, seed: int
+          ) -> Pair:
+  """Returns a random pair with rows of q that the rule's `requires` allows."""
+  pair = random_pair(kind, vocab_size, depth, seed)
+  if "deterministic" not in rule.requires:
+    return pair
+  one_hot = np.eye(vocab_size)
+  return Pair(pair.p, [one_hot[q.argmax(-1)] for q in pair.q])
+
+
 def telling(kinds: Sequence[str]) -> Sequence[str]:
   """Returns the kinds of models most sensitive to defects."""
   return tuple(k for k in kinds if k in _TELLING_KINDS) or kinds[:1]
@@ -140,8 +158,30 @@ def on_chains(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
     yield _enumerated(
         f"{drafting} chains of {', '.join(map(str, gammas))} tokens, V = "
         f"{vocab_size}, {dtype}", compiled,
-        random_pair(kind, vocab_size, depth, seed), scheme, nodes, gamma,
-        rounds, dtype, witness)
+        _pair(compiled.rule, kind, vocab_size, depth, seed), scheme, nodes,
+        gamma, rounds, dtype, witness)
+
+
+def dense(compiled: Compiled, kinds: Sequence[str], seeds: Sequence[int],
+          dtype: str, schemes: Sequence[str | schemes_lib.Scheme]
+          ) -> Iterator[Found]:
+  """Enumerates drafts with q positive at more than 4 tokens.
+
+  `schemes` is empty for a rule on chains.
+  """
+  if compiled.rule.remembers:  # its rounds multiply the number of drafts
+    kinds = telling(kinds)
+  # One pair of these kinds has few rows of each kind, or few drafts.
+  varying = [kind for kind in ("mixed", "greedy") if kind in kinds]
+  for vocab_size, gamma in _DENSE[:2 if compiled.rule.remembers else 3]:
+    for some, of in (kinds, seeds), (varying, range(max(seeds) + 1,
+                                                    max(seeds) + 5)):
+      yield from on_chains(compiled, vocab_size, (gamma,), some, of, 1, dtype,
+                           "autoregressive")
+  vocab_size, trees = _DENSE_TREES
+  yield from on_trees(compiled, vocab_size, trees, schemes,
+                      [*telling(kinds), *({"equal"} & {*kinds})], seeds, 1,
+                      dtype)
 
 
 def padded(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
@@ -156,13 +196,44 @@ def padded(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
       found.probs[:, 0] = found.probs[:, 1] if token is None else 0
       return found
 
-    pair = random_pair(
-        kind, vocab_size, enumeration.depth_of(compiled.rule, gamma, 1), seed)
+    pair = _pair(compiled.rule, kind, vocab_size,
+                 enumeration.depth_of(compiled.rule, gamma, 1), seed)
     yield _enumerated(
         f"chains of {gamma} tokens that end in padding, V = {vocab_size}, "
         f"{dtype}", compiled, pair, scheme, gamma + 1, gamma, 1, dtype, dict(
             kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma, rounds=1,
             real=real, padding="any" if token is None else token))
+
+
+def mostly_padding(compiled: Compiled, seeds: Sequence[int], dtype: str
+                   ) -> Iterator[Found]:
+  """Enumerates long chains with few real tokens, as stop rules leave them."""
+  rule, gamma = compiled.rule, 8
+  for (vocab_size, with_state, most, own), seed in itertools.product(
+      _MOSTLY_PADDING, seeds):
+    vocab_size, own = with_state if rule.remembers else vocab_size, own or dtype
+    for real in range(most + 1):
+      token = (0, vocab_size, None)[real % 3]
+
+      def scheme(q, contexts, real=real, token=token):
+        found = drafts.chains(q, contexts, real)
+        return found.padded(gamma + 1, token, chain=real % 2 == 0)
+
+      pair = larger.sparse_pair(
+          vocab_size, enumeration.depth_of(rule, real, 1), seed, rule.remembers,
+          _single(rule, 0.4))
+      yield _enumerated(
+          f"chains of {gamma} tokens with 0 to {most} real ones, V = "
+          f"{vocab_size}, {own}", compiled, pair, scheme, gamma + 1, real, 1,
+          own, dict(kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
+                    gamma=gamma, real=real,
+                    padding="any" if token is None else token),
+          chunk=larger.CHUNK)
+
+
+def _single(rule: Verifier, share: float | None) -> float | None:
+  """Returns the share of one-hot q for `sparse_pair`; None is the default."""
+  return 1.0 if "deterministic" in rule.requires else share
 
 
 def in_float32(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
@@ -173,10 +244,9 @@ def in_float32(compiled: Compiled, vocab_size: int, gammas: Sequence[int],
   if trees is None:
     trees = list(default_trees(vocab_size))
   if not trees:
-    yield from on_chains(
-        compiled, vocab_size, tuple(sorted({min(gammas), max(gammas)})), kinds,
-        seeds, 1, "float32", "autoregressive")
-  yield from on_trees(compiled, vocab_size, trees[-3:], schemes, kinds[-1:],
+    yield from on_chains(compiled, vocab_size, gammas, kinds, seeds, 1,
+                         "float32", "autoregressive")
+  yield from on_trees(compiled, vocab_size, trees[-3:], schemes, kinds[-2:],
                       seeds, 1, "float32")
 
 
@@ -192,9 +262,15 @@ def on_trees(compiled: Compiled, vocab_size: int,
   """
   if trees is None:
     trees = list(default_trees(vocab_size))
+  full = "full" in compiled.rule.requires
+  if full:  # a node with more than V children has padding
+    trees = [tree for tree in trees
+             if max(map(tree.count, tree)) <= vocab_size]
   largest = max(map(len, trees), default=1) + 3 * scattered
   for parents, scheme, kind, seed in itertools.product(
       trees, map(schemes_lib.named, schemes), kinds, seeds):
+    if full:
+      largest = len(parents)
     few = vocab_size**(len(parents) - 1) <= _SEVERAL_ROUNDS
     times = rounds if few else 1
     longest = schemes_lib.height(parents)
@@ -208,8 +284,8 @@ def on_trees(compiled: Compiled, vocab_size: int,
     what = "nodes with padding between" if scattered else "nodes"
     yield _enumerated(
         f"trees of up to {largest} {what}, V = {vocab_size}, {dtype}", compiled,
-        random_pair(kind, vocab_size, depth, seed), draw, largest, longest,
-        times, dtype, witness, len(parents), enumeration.TREE_CHUNK)
+        _pair(compiled.rule, kind, vocab_size, depth, seed), draw, largest,
+        longest, times, dtype, witness, len(parents), enumeration.TREE_CHUNK)
 
 
 def _drawn_tree(scheme: schemes_lib.Scheme, parents: Sequence[int], nodes: int,
@@ -244,12 +320,13 @@ def on_special_trees(compiled: Compiled, vocab_size: int,
   `schemes.expanded_by_score` draws the second kind of tree.
   """
   few = [tree for tree in default_trees(3) if len(tree) in (3, 4, 5)][::4]
-  yield from on_trees(compiled, vocab_size, few, schemes, kinds, seeds, 1,
-                      dtype, scattered=True)
+  if "full" not in compiled.rule.requires:
+    yield from on_trees(compiled, vocab_size, few, schemes, kinds, seeds, 1,
+                        dtype, scattered=True)
   expanded = [schemes_lib.expanded_iid]
   if schemes_lib.without_replacement in schemes:
     expanded.append(schemes_lib.expanded_by_score)
-  if not {"iid", "conditional", "chain"} >= set(compiled.rule.requires):
+  if not {"iid", "conditional", "full"} >= set(compiled.rule.requires):
     return
   yield from on_trees(compiled, 3, _EXPANDED, expanded, kinds, seeds, 1, dtype)
 
@@ -257,21 +334,25 @@ def on_special_trees(compiled: Compiled, vocab_size: int,
 def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
                      schemes: Sequence[str | schemes_lib.Scheme]
                      ) -> Iterator[Found]:
-  """Enumerates long chains, large V, large trees and many rounds."""
+  """Enumerates long chains, large V, large trees and many rounds.
+
+  Long chains are also enumerated in float32, the precision of decoding.
+  """
+  # Each of the programs is used for a few hundred drafts.
+  compiled = compiled.unoptimised()
   functions = tuple(map(schemes_lib.named, schemes))
   chains = (_LARGER_WITH_STATE if compiled.rule.remembers
             else _LARGER_CHAINS[::2 if schemes else 1])
   listed = ", ".join(str((gamma, vocab_size)) for vocab_size, gamma in chains)
-  chain = functools.partial(_larger_chain, compiled, dtype, bool(schemes),
-                            f"chains of (gamma, V) = {listed}")
   for seed in seeds:
-    if compiled.rule.remembers:
-      yield chain(seed, *_LONG_MEMORY)
+    for own in dict.fromkeys((dtype, "float32")):
+      chain = functools.partial(_larger_chain, compiled, own, bool(schemes),
+                                f"chains of (gamma, V) = {listed}", seed)
+      if compiled.rule.remembers and own == dtype:
+        yield chain(*_LONG_MEMORY)
       for size in chains:
-        yield chain(seed, *size)
-    else:
-      for size in chains:
-        yield chain(seed, *size)
+        yield chain(*size)
+    if not compiled.rule.remembers:
       yield from _larger_trees(compiled, dtype, functions, seed)
 
 
@@ -291,7 +372,7 @@ def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
   parents = tuple(range(-1, gamma))
   pair = larger.sparse_pair(
       vocab_size, enumeration.depth_of(compiled.rule, gamma, rounds), seed,
-      narrow, single)
+      narrow, _single(compiled.rule, single))
   return _on_sparse(trial, compiled, pair, "iid", parents, seed, dtype,
                     dict(gamma=gamma), rounds, has_trees)
 
@@ -316,7 +397,8 @@ def _larger_trees(compiled: Compiled, dtype: str,
       depth = enumeration.depth_of(compiled.rule, schemes_lib.height(tree), 1)
       yield _on_sparse(
           f"trees of {upto}{nodes} nodes, V = {vocab}", compiled,
-          larger.sparse_pair(vocab, depth, seed, single=single), scheme, tree,
+          larger.sparse_pair(vocab, depth, seed, single=_single(
+              compiled.rule, single)), scheme, tree,
           seed, dtype, dict(parents=tree, scheme=schemes_lib.name_of(scheme)),
           nodes=nodes)
 
@@ -341,8 +423,10 @@ def audits(compiled: Compiled, is_tree: bool, seeds: Sequence[int]
   sizes = [(tuple(range(-1, gamma)), vocab_size)
            for gamma, vocab_size in _PRODUCTION_CHAINS]
   for seed in seeds:
-    for parents, vocab_size in _PRODUCTION_TREES if is_tree else sizes:
+    for parents, vocab_size in PRODUCTION_TREES if is_tree else sizes:
       yield from audited(compiled, parents, vocab_size, seed, is_tree)
+    yield from audited(
+        compiled, (-1, 0, 1), _LARGEST_VOCAB, seed, only_few=True)
     if compiled.rule.remembers:
       gamma, vocab_size, tokens, rows = _WALK
       yield _found(
@@ -353,7 +437,8 @@ def audits(compiled: Compiled, is_tree: bool, seeds: Sequence[int]
 
 
 def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
-            seed: int, is_tree: bool = False) -> Iterator[Found]:
+            seed: int, is_tree: bool = False, only_few: bool = False
+            ) -> Iterator[Found]:
   """Runs the audits of one size.
 
   A rule with state has one audit, because `sample_dense` requires a rule
@@ -362,7 +447,7 @@ def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   nodes, longest = len(parents), schemes_lib.height(parents)
   shape = f"trees of {nodes} nodes" if is_tree else f"gamma {nodes - 1}"
   for run in (audit.enumerate_few, audit.sample_dense)[
-      :1 if compiled.rule.remembers else 2]:
+      :1 if only_few or compiled.rule.remembers else 2]:
     yield _found(
         f"audit at {shape}, V = {vocab_size:,}, float32, false alarm below "
         "1e-9", run(compiled, parents, vocab_size, seed), "float32",
@@ -372,23 +457,36 @@ def audited(compiled: Compiled, parents: Sequence[int], vocab_size: int,
 
 
 def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
-  """Compares the law of one draft with and without `vmap`."""
+  """Compares the laws of drafts without `vmap` and in a batch of three."""
   rule, rng = compiled.rule, np.random.default_rng(0)
-  # With the p and q of this seed, verification can stop at every node.
-  q, p = (rng.dirichlet(np.ones(3), 3).astype(dtype) for _ in "qp")
-  q[1:] = q[:-1].copy()
-  q[0] = 0
-  draft = Draft(np.array([0, 1, 2], np.int32),
-                np.arange(-1, 2, dtype=np.int32), q)
+  # With the first p and q of this seed, verification can stop at every node.
+  batch, nodes = 3, 3
+  q, p = (np.stack([rng.dirichlet(np.ones(3), nodes) for _ in range(batch)])
+          .astype(dtype) for _ in "qp")
+  if "deterministic" in rule.requires:
+    q = np.eye(3, dtype=dtype)[q.argmax(-1)]
+  q[:, 1:] = q[:, :-1].copy()
+  q[:, 0] = 0
+  tokens = q.argmax(-1).astype(np.int32)
+  tokens[0] = q[0].argmax(-1) if "deterministic" in rule.requires else (0, 1, 2)
+  parents = np.tile(np.arange(-1, 2, dtype=np.int32), (batch, 1))
   state = compiled.initial_state(2, dtype)
-  batch = jax.tree.map(lambda x: np.asarray(x)[None], (draft, p, state))
+  states = jax.tree.map(lambda x: np.repeat(x[None], batch, axis=0), state)
   stop, next_token, *_ = compiled.laws(
-      (batch[0].tokens, batch[0].parents, batch[0].probs, *batch[1:]), 1, dtype)
+      (tokens, parents, q, p, states), batch, dtype)
+  defects, example = set(), None
   with jax.enable_x64(True):
-    law = jax.tree.map(np.asarray, jax.jit(rule.evaluate)(draft, p, state))
-  off = np.abs(stop[0, :, None] * next_token[0]
-               - law.stop[:, None] * law.next_token).sum()
-  defects = {"the law of one draft depends on vmap"} if off > 1e-5 else set()
+    evaluate = jax.jit(rule.evaluate)
+    for row in range(batch):
+      draft = Draft(tokens[row], parents[row], q[row])
+      law = jax.tree.map(np.asarray, evaluate(draft, p[row], state))
+      off = np.abs(stop[row, :, None] * next_token[row]
+                   - law.stop[:, None] * law.next_token).sum()
+      if not off <= 1e-5:
+        defects.add("the law of one draft depends on vmap")
+        example = example or Example(
+            draft, p[row], law, reason="the law above is that of the draft "
+            f"alone; in a batch, stop is {np.round(stop[row], 4).tolist()}")
   yield _found("law without vmap", audit.Audited(
-      0.0, frozenset(defects), 2, Example(draft, p, law)), dtype,
+      0.0, frozenset(defects), 2 * batch, example), dtype,
                dict(kind="unbatched", vocab_size=3, gamma=2), (2, 3, 0))

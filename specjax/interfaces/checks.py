@@ -21,6 +21,9 @@ from specjax.types import ModelOutput
 from specjax.utils import processes
 
 _ROUNDING = 1e-3  # tolerance for the sum of a distribution, in any dtype
+# Smallest entry of a law that counts as rounding. A rule that subtracts equal
+# numbers in float32 can return -2e-7, and the sampler uses 0 in its place.
+_LOWEST = -1e-5
 
 
 def _check(name: str, x: Any, shape: tuple[int, ...], axes: str, kind: type
@@ -172,17 +175,18 @@ def check_values(drafter: str, declared: Collection[str], verifier: str,
     placeholder {row}.
   """
   nodes, capacity = draft.parents.shape[1], state.tokens.shape[1]
-  next_token = _is_one(law.next_token.sum(-1)) & (law.next_token >= 0).all(-1)
+  next_token = _is_one(law.next_token.sum(-1)) & (
+      law.next_token >= _LOWEST).all(-1)
   good = {
       f"tokens[0] of the drafter {drafter} is not the last token of row "
       "{row}; the root of a draft is the last token of the sequence":
           draft.tokens[:, 0] == roots,
       **draft_values(drafter, declared, draft),
-      f"stop of the verifier {verifier} is no law in row {{row}}; it is not "
-      "negative and sums to 1":
-          _is_one(law.stop.sum(-1)) & (law.stop >= 0).all(-1),
+      f"stop of the verifier {verifier} is no law in row {{row}}; its entries "
+      f"must be at least {_LOWEST:g} and sum to 1":
+          _is_one(law.stop.sum(-1)) & (law.stop >= _LOWEST).all(-1),
       f"next_token of the verifier {verifier} holds a row that is no law in "
-      "row {row}; each is not negative and sums to 1":
+      f"row {{row}}; its entries must be at least {_LOWEST:g} and sum to 1":
           (next_token | (law.stop <= 0)).all(-1),
       f"row {{row}} has no room for {nodes} nodes in {capacity} slots; prefill "
       "with a larger capacity": state.lengths + nodes <= capacity,

@@ -29,7 +29,7 @@ def test_rule_is_lossless(rule, dtype):
   found = testing.assert_lossless(rule, dtype=dtype, rounds=2,
                                   thorough=dtype == "float64")
   assert found.total_variation <= {"float64": 1e-12, "float32": 1e-6}[dtype]
-  assert found.models == 2 * 4 * 12
+  assert found.models == 2 * 4 * len(exact.pairs.KINDS)
   assert 1 < found.expected_tokens <= found.bound + 1e-12
 
 
