@@ -394,7 +394,7 @@ _PLANTED = {
         f"{WRONG_Q}.*same node (2 rounds|in the round) before",
     _PositionsShareUniforms: f"{WRONG_Q}.*same position in the round before",
     _NearlyCertain: rf"{WRONG_Q}.*7 / 8 or more",
-    _CallsShareUniforms: f"{WRONG_Q}.*call before",
+    _CallsShareUniforms: f"{WRONG_Q}.*(call|rows) before",
     _TokensShareUniforms: f"{WRONG_Q}.*its parent",
     _DependsOnTheBatch: "depends on its place or on the other rows",
     _SaysAutoregressive: "declares `autoregressive = True`",
