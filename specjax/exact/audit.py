@@ -7,9 +7,11 @@ precision of the decoding loop. A hash of the context selects p and q from a
 small pool of distributions. No table of all contexts is necessary.
 
 * `enumerate_few`: after each context, q is positive at no more than two tokens,
-  and p at almost all tokens. All drafts are enumerated, because they are few.
-  The total variation is an exact sum over them.
-* `sample_dense`: q is positive at all tokens, and drafts are sampled.
+  and p at almost all tokens or at 50. In some models, both are deterministic,
+  as at temperature 0, or p is q. All drafts are enumerated, because they are
+  few. The total variation is an exact sum over them.
+* `sample_dense`: q is positive at all tokens, and drafts are sampled. A quarter
+  of the drafts comes from models with top-k, ties, very small p, or p = q.
   - Let d(y | c) be a function of a token y and its context c. Its mean over y
     under p is 0. x^i is the context of node i of a draft. D_i is the sum of d
     over the tokens on the path to node i.
@@ -66,7 +68,7 @@ class Audited(NamedTuple):
       all drafts are enumerated; 0 if drafts are sampled.
     defects: reasons why the audit failed.
     laws: number of evaluated laws.
-    example: a draft that shows an error, or None.
+    example: a draft that shows an error, or None without an error.
   """
 
   total_variation: float

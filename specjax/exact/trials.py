@@ -212,19 +212,22 @@ def mostly_padding(compiled: Compiled, seeds: Sequence[int], dtype: str
   for (vocab_size, with_state, most, own), seed in itertools.product(
       _MOSTLY_PADDING, seeds):
     vocab_size, own = with_state if rule.remembers else vocab_size, own or dtype
+    # Contexts below chained padding are as long as full drafts.
+    longest = most
     for real in range(most + 1):
       token = (0, vocab_size, None)[real % 3]
+      chained = longest == gamma and real % 2 == 0
 
-      def scheme(q, contexts, real=real, token=token):
+      def scheme(q, contexts, real=real, token=token, chained=chained):
         found = drafts.chains(q, contexts, real)
-        return found.padded(gamma + 1, token, chain=real % 2 == 0)
+        return found.padded(gamma + 1, token, chained)
 
       pair = larger.sparse_pair(
-          vocab_size, enumeration.depth_of(rule, real, 1), seed, rule.remembers,
-          _single(rule, 0.4))
+          vocab_size, enumeration.depth_of(rule, longest, 1), seed,
+          rule.remembers, _single(rule, 0.4))
       yield _enumerated(
           f"chains of {gamma} tokens with 0 to {most} real ones, V = "
-          f"{vocab_size}, {own}", compiled, pair, scheme, gamma + 1, real, 1,
+          f"{vocab_size}, {own}", compiled, pair, scheme, gamma + 1, longest, 1,
           own, dict(kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
                     gamma=gamma, real=real,
                     padding="any" if token is None else token),
@@ -338,15 +341,14 @@ def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
 
   Long chains are also enumerated in float32, the precision of decoding.
   """
-  # Each of the programs is used for a few hundred drafts.
-  compiled = compiled.unoptimised()
+  quick = compiled.unoptimised()  # a few hundred drafts of each length
   functions = tuple(map(schemes_lib.named, schemes))
   chains = (_LARGER_WITH_STATE if compiled.rule.remembers
             else _LARGER_CHAINS[::2 if schemes else 1])
   listed = ", ".join(str((gamma, vocab_size)) for vocab_size, gamma in chains)
   for seed in seeds:
     for own in dict.fromkeys((dtype, "float32")):
-      chain = functools.partial(_larger_chain, compiled, own, bool(schemes),
+      chain = functools.partial(_larger_chain, quick, own, bool(schemes),
                                 f"chains of (gamma, V) = {listed}", seed)
       if compiled.rule.remembers and own == dtype:
         yield chain(*_LONG_MEMORY)

@@ -93,10 +93,10 @@ class _AnyQ(GreedyBlock):
 @pytest.mark.parametrize("rule,witness", [
     (_SmallestQ(), "padding="),
     (_AnyQ(), "drafting=product"),
-    (_WrongWhere(lambda draft, p: draft.tokens.shape[0] > 5), "gamma=7"),
+    (_WrongWhere(lambda draft, p: draft.tokens.shape[0] > 5), "gamma=8"),
     (_WrongWhere(lambda draft, p: p.shape[1] > 4), "vocab_size=1"),
     (_WrongWhere(lambda draft, p: p.dtype == jnp.float32), "dtype=float32"),
-    (_Forgetful(), "rounds=14"),
+    (_Forgetful(), "real=0"),  # one token per round
 ], ids=lambda x: type(x).__name__)
 def test_certify_sees_what_small_models_do_not_show(rule, witness):
   # Broken: a wrong rule is approved.

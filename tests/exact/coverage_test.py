@@ -184,7 +184,7 @@ _LEAST = {  # least numbers of drafts in the default certificate of a chain rule
     "chains of 5 to 15 tokens in float32": 5000, "1 token, V > 4": 2000,
     "q = p in a row, V > 4": 500, "q = p in all rows, V > 4": 300,
     "q > 0 at all tokens, 4 < V <= 300": 3000,
-    "q > 0 at all tokens, V > 300": 150, "equal largest p, V > 300": 500,
+    "q > 0 at all tokens, V > 300": 150, "equal largest p, V > 300": 50,
     "p = 0 at over half of the tokens, V > 300": 150,
     "padding, V > 300": 3000, "chains of 4 to 12 tokens, V >= 1,000": 100,
     "V > 128,259": 150}
