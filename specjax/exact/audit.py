@@ -52,9 +52,9 @@ from specjax.types import Verdict
 LIMIT = 7.0  # largest allowed deviation of a mean, in standard errors
 TOLERANCE = 1e-4  # tolerated error of float32 sums over a vocabulary
 _BATCH = 7  # drafts per call of the rule; odd, unlike other batch sizes
-_ENTRIES = 3 << 24  # largest size of `mass [T, V]` in `enumerate_few`
-_LAWS = 1 << 27  # entries of all laws of one audit; limits the sample size
-_DRAWN = 96, 240  # smallest and largest number of sampled drafts
+_ENTRIES = 1 << 25  # largest size of `mass [T, V]` in `enumerate_few`
+_LAWS = 110_000_000  # entries of all laws of one audit; limits the sample size
+_DRAWN = 80, 240  # smallest and largest number of sampled drafts
 _ROOTS = 4  # root tokens in `enumerate_few`
 # (first, last) depths of tokens. Means are compared for each range of depths.
 _GROUPS = ((1, 1), (2, 4), (5, 1 << 30), (1, 1 << 30))

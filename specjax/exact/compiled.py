@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -64,8 +65,9 @@ class Compiled:
     """Returns a rule as a `Compiled`. A `Compiled` is returned unchanged."""
     return verifier if isinstance(verifier, cls) else cls(verifier)
 
-  def unoptimised(self) -> "Compiled":
-    """Returns the rule compiled without optimisation, with shared coverage."""
+  @functools.cached_property
+  def quick(self) -> "Compiled":
+    """The rule compiled without optimisation, for few drafts of a shape."""
     new = Compiled(self.rule, optimised=False)
     new.coverage = self.coverage
     return new
@@ -133,7 +135,8 @@ def _in_chunks(function: Callable, arguments: tuple, chunk: int, dtype: str
 
   with jax.enable_x64(True):
     results = [function(*rows(start)) for start in range(0, count, chunk)]
-    return jax.tree.map(lambda *x: np.concatenate(x)[:count], *results)
+    join = lambda *x: np.concatenate(x) if len(x) > 1 else np.asarray(x[0])
+    return jax.tree.map(lambda *x: join(*x)[:count], *results)
 
 
 _TOKENS = 8  # most tokens printed per row

@@ -109,8 +109,8 @@ _GROUPS = {  # groups of trials that are run alone
     "dense": lambda rule: trials.dense(
         rule, exact.pairs.KINDS, (0,), "float64", ()),
     "padding": lambda rule: trials.mostly_padding(rule, (0,), "float64"),
-    "float32": lambda rule: trials.in_float32(
-        rule, 3, (1, 2, 3, 4), (0,), ("dense",), (), ()),
+    "larger, float32": lambda rule: trials.on_larger_models(
+        rule, (0,), "float32", ()),
     # The pools are those of the production sizes.
     "audit": lambda rule: trials.audited(rule, tuple(range(-1, 8)), 2000, 0),
     "tree audit": lambda rule: trials.audited(
@@ -145,7 +145,7 @@ _WRONG = {
     "padding, V > 300": (_Where(
         lambda draft, p: (_padding(draft) > 0) & (p.shape[1] > 300)),
                          "padding"),
-    "float32, gamma 2": (_Where(_shape((2,), _ANY)), "float32"),
+    "float32, gamma 2": (_Where(_shape((2,), _ANY)), "larger, float32"),
     "gamma 8, V > 1,000": (_Where(_shape((8,), range(1000, 10**6))), "audit"),
     "equal largest p, V > 300": (_Where(
         lambda draft, p: ((p == p.max(-1, keepdims=True)).sum(-1) > 1).any()),
@@ -178,16 +178,16 @@ def test_wrong_rules_are_refused_with_a_draft(name):
 
 
 _LEAST = {  # least numbers of drafts in the default certificate of a chain rule
-    "temperature 0 of both models, 2 or more tokens": 300,
-    "0 < p < 1e-30": 1000, "more than 4 nodes of padding": 3000,
-    "padding in float32": 3000, "chains of 2 tokens in float32": 1000,
+    "temperature 0 of both models, 2 or more tokens": 250,
+    "0 < p < 1e-30": 1000, "more than 4 nodes of padding": 2500,
+    "padding in float32": 2500, "chains of 2 tokens in float32": 1000,
     "chains of 5 to 15 tokens in float32": 5000, "1 token, V > 4": 2000,
     "q = p in a row, V > 4": 500, "q = p in all rows, V > 4": 300,
     "q > 0 at all tokens, 4 < V <= 300": 3000,
-    "q > 0 at all tokens, V > 300": 150, "equal largest p, V > 300": 50,
-    "p = 0 at over half of the tokens, V > 300": 150,
-    "padding, V > 300": 3000, "chains of 4 to 12 tokens, V >= 1,000": 100,
-    "V > 128,259": 150}
+    "q > 0 at all tokens, V > 300": 150, "equal largest p, V > 300": 40,
+    "p = 0 at over half of the tokens, V > 300": 120,
+    "padding, V > 300": 2500, "chains of 4 to 12 tokens, V >= 1,000": 100,
+    "V > 128,259": 120}
 _TREES = "trees of more than 38 nodes"
 
 
