@@ -239,10 +239,10 @@ def mostly_padding(compiled: Compiled, seeds: Sequence[int], dtype: str
       yield _enumerated(
           f"chains of {gamma} tokens with 0 to {most} real ones, V = "
           f"{vocab_size}, {own}", compiled.quick, pair, scheme, gamma + 1,
-          longest, 1, own, dict(kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
-                    gamma=gamma, real=real,
-                    padding="any" if token is None else token),
-          chunk=larger.CHUNK)
+          longest, 1, own, dict(
+              kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
+              gamma=gamma, real=real,
+              padding="any" if token is None else token), chunk=larger.CHUNK)
 
 
 def _single(rule: Verifier, share: float | None) -> float | None:
