@@ -199,7 +199,7 @@ def certify(verifier: Verifier | Compiled, *,
     >>> found = sj.exact.certify(
     ...     sj.verifiers.Token(), vocab_sizes=(3,), gammas=(2,))
     >>> found.lossless, found.total_variation < 1e-12, found.models
-    (True, True, 12)
+    (True, True, 13)
   """
   compiled = Compiled.of(verifier)
   rule = compiled.rule
