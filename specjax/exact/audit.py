@@ -43,10 +43,9 @@ from specjax.exact.compiled import Example
 from specjax.exact.defects import Defects
 from specjax.exact.defects import example_of
 from specjax.exact.defects import NOT_FINITE
+from specjax.exact.defects import SURVIVAL
 from specjax.exact.defects import tails
 from specjax.trees import shapes
-from specjax.types import Draft
-from specjax.types import Law
 from specjax.types import Verdict
 
 LIMIT = 7.0  # largest allowed deviation of a mean, in standard errors
@@ -325,8 +324,8 @@ class _Evaluation:
     one = slice(draft, draft + 1)
     p, q = self._inputs(drafts, one)
     stop, next_token, *_ = self._law(drafts, one)
-    return Example(Draft(drafts.tokens[draft], self._parents, q[0]), p[0],
-                   Law(stop[0], next_token[0]))
+    return example_of((drafts.tokens[one], self._parents[None], q, p), stop,
+                      next_token, 0)
 
   def check_figures(self, drafts: larger.Drafts, texts: np.ndarray) -> None:
     """Compares figures with the laws of all drafts of the models.
@@ -361,7 +360,7 @@ class _Evaluation:
       reason = (f"the mean of survival[{node}] over {len(gap)} drafts is "
                 f"{survival[:, node].mean():.4g}; that of P(tau >= {node}) is "
                 f"{found[:, node].mean():.4g}")
-      self.defects.note("survival is not P(tau >= i)", self.shown(
+      self.defects.note(SURVIVAL, self.shown(
           drafts, np.argmax(np.abs(gap[:, node])))._replace(reason=reason))
 
   def _joined(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:

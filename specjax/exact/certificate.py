@@ -318,7 +318,6 @@ class _Settings(NamedTuple):
     rule, default_trees = self.compiled.rule, self.trees is None
     largest = max(self.vocab_sizes)
     telling = trials.telling(self.kinds)
-    full = "full" in rule.requires
     if self.drafting is None and "autoregressive" not in rule.requires:
       yield trials.on_chains(
           self.compiled, largest, self.gammas, telling, self.seeds,
@@ -329,7 +328,7 @@ class _Settings(NamedTuple):
           self.compiled, largest, self.gammas, ("greedy",), range(1, 16), 1,
           self.dtype, self.drafting or "autoregressive", self.padded_to,
           self.ended)
-    if not full:
+    if "full" not in rule.requires:
       yield trials.padded(self.compiled, largest, self.gammas, self.seeds,
                           telling, self.dtype)
       yield trials.mostly_padding(self.compiled, self.seeds, self.dtype)

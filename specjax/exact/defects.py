@@ -10,7 +10,7 @@ from specjax.types import Draft
 from specjax.types import Law
 
 NOT_FINITE, NEGATIVE = "a law is not finite", "a law is negative"
-_SURVIVAL = "survival is not P(tau >= i)"
+SURVIVAL = "survival is not P(tau >= i)"
 _EXPECTED = "the first of `figures` is not E[tau | draft]"
 # Largest total of negative entries that counts as rounding. Every draft is
 # weighted by its probability. The sampler uses 0 in place of a negative entry.
@@ -86,16 +86,13 @@ class Defects:
           f"the smallest entry of this law is {least:.3g}; negative entries of "
           f"all drafts, weighted by probability, sum to {self._negative:.2g}, "
           f"and {limit:g} is allowed")
-    for name, off, total in (
-        ("stop does not sum to 1", np.abs(stop.sum(-1) - 1), stop.sum(-1)),
-        ("a row of next_token does not sum to 1",
-         np.where(some, np.abs(sums - 1), 0).max(-1), None)):
-      off = np.nan_to_num(off)
-      row = np.argmax(off)
-      if off[row] > self._sums:
-        if total is None:
-          total = sums[:, np.argmax(np.where(some[row], abs(sums[row] - 1), 0))]
-        yield name, row, f"the sum is {total[row]:.9g}; it must be 1"
+    for name, totals in (
+        ("stop does not sum to 1", stop.sum(-1, keepdims=True)),
+        ("a row of next_token does not sum to 1", np.where(some, sums, 1))):
+      off = np.nan_to_num(np.abs(totals - 1))
+      worst = np.unravel_index(np.argmax(off), off.shape)
+      if off[worst] > self._sums:
+        yield name, worst[0], f"the sum is {totals[worst]:.9g}; it must be 1"
 
   def check_figures(self, figures: tuple[np.ndarray, np.ndarray],
                     tails: np.ndarray, keys: np.ndarray, weights: np.ndarray,
@@ -134,7 +131,7 @@ class Defects:
       worst = max(worst, (gaps.max(), first[np.argmax(gaps)], node))
     if total > self._survival:
       _, row, node = worst
-      self.note(_SURVIVAL, show(row)._replace(
+      self.note(SURVIVAL, show(row)._replace(
           reason=f"survival[{node}] is {survival[row, node]:.6g} for this "
           f"draft; over all drafts with the same first tokens, it differs from "
           f"P(tau >= {node}) by {worst[0]:.3g} in total"))

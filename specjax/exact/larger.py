@@ -339,8 +339,7 @@ def few_pool(vocab_size: int, nodes: int, seed: int,
 
 def _few_row(two: np.ndarray, share: np.ndarray, vocab_size: int,
              rng: np.random.Generator) -> np.ndarray:
-  """Returns a row of p that is mostly close to q, so that long drafts of all
-  lengths are often accepted."""
+  """Returns a row of p. It is mostly close to q, so that long drafts pass."""
   other = 10**rng.uniform(-3, -0.2)
   row = np.exp(3 * rng.standard_normal(vocab_size, np.float32))
   kind = rng.random()
@@ -452,7 +451,8 @@ def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
   count = len(roots)
   hashes = extended(np.full(count, salt, np.uint64), roots)[:, None]
   weights, tokens = np.full(count, 1 / count), np.asarray(roots)[:, None]
-  sums = None if rng is None else cumulative(pool.q)
+  own = pool.parts[part]
+  sums = None if rng is None else cumulative(pool.q[own.start:own.stop])
   for parent in parents[1:]:
     rows = pool.rows(hashes[:, parent], part)
     if rng is None:
@@ -462,7 +462,7 @@ def grow(pool: Pool, parents: Sequence[int], roots: np.ndarray, salt: int,
       if len(draft) > most:
         return None
     else:
-      draft, new = np.arange(count), drawn(sums, rows, rng)
+      draft, new = np.arange(count), drawn(sums, rows - own.start, rng)
     hashes, tokens = hashes[draft], tokens[draft]
     tokens = np.concatenate([tokens, new[:, None]], axis=1)
     hashes = np.concatenate(

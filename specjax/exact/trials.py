@@ -223,23 +223,23 @@ def mostly_padding(compiled: Compiled, seeds: Sequence[int], dtype: str
   for (vocab_size, with_state, most, own), seed in itertools.product(
       _MOSTLY_PADDING, seeds):
     vocab_size, own = with_state if rule.remembers else vocab_size, own or dtype
-    # Contexts below chained padding are as long as full drafts.
-    longest = most
     for real in range(most + 1):
       token = (0, vocab_size, None)[real % 3]
-      chained = longest == gamma and real % 2 == 0
+      # Below chained padding, a wrong rule can stop at contexts of gamma
+      # tokens, which must be within the depth of the models.
+      chained = most == gamma and real % 2 == 0
 
       def scheme(q, contexts, real=real, token=token, chained=chained):
         found = drafts.chains(q, contexts, real)
         return found.padded(gamma + 1, token, chained)
 
       pair = larger.sparse_pair(
-          vocab_size, enumeration.depth_of(rule, longest, 1), seed,
+          vocab_size, enumeration.depth_of(rule, most, 1), seed,
           rule.remembers, _single(rule, 0.5))
       yield _enumerated(
           f"chains of {gamma} tokens with 0 to {most} real ones, V = "
           f"{vocab_size}, {own}", compiled.quick, pair, scheme, gamma + 1,
-          longest, 1, own, dict(
+          most, 1, own, dict(
               kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
               gamma=gamma, real=real,
               padding="any" if token is None else token), chunk=larger.CHUNK)
@@ -476,15 +476,17 @@ def unbatched(compiled: Compiled, dtype: str) -> Iterator[Found]:
   """Compares the laws of drafts without `vmap` and in a batch of three."""
   rule, rng = compiled.rule, np.random.default_rng(0)
   # With the first p and q of this seed, verification can stop at every node.
-  batch, nodes = 3, 3
-  q, p = (np.stack([rng.dirichlet(np.ones(3), nodes) for _ in range(batch)])
+  batch = 3
+  q, p = (np.stack([rng.dirichlet(np.ones(3), 3) for _ in range(batch)])
           .astype(dtype) for _ in "qp")
+  first = (0, 1, 2)
   if "deterministic" in rule.requires:
     q = np.eye(3, dtype=dtype)[q.argmax(-1)]
+    first = (0, *q[0, :-1].argmax(-1))
   q[:, 1:] = q[:, :-1].copy()
   q[:, 0] = 0
   tokens = q.argmax(-1).astype(np.int32)
-  tokens[0] = q[0].argmax(-1) if "deterministic" in rule.requires else (0, 1, 2)
+  tokens[0] = first
   parents = np.tile(np.arange(-1, 2, dtype=np.int32), (batch, 1))
   state = compiled.initial_state(2, dtype)
   states = jax.tree.map(lambda x: np.repeat(x[None], batch, axis=0), state)
