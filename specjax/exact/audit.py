@@ -39,12 +39,12 @@ import numpy as np
 
 from specjax.exact import larger
 from specjax.exact.compiled import Compiled
+from specjax.exact.compiled import Defects
 from specjax.exact.compiled import Example
-from specjax.exact.defects import Defects
-from specjax.exact.defects import example_of
-from specjax.exact.defects import NOT_FINITE
-from specjax.exact.defects import SURVIVAL
-from specjax.exact.defects import tails
+from specjax.exact.compiled import example_of
+from specjax.exact.compiled import NOT_FINITE
+from specjax.exact.compiled import SURVIVAL
+from specjax.exact.compiled import tails
 from specjax.trees import shapes
 from specjax.types import Verdict
 

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.exact import defects as defects_lib
 from specjax.exact import drafts
 from specjax.exact import pairs
 from specjax.exact import schemes
 from specjax.exact.compiled import Compiled
+from specjax.exact.compiled import Defects
 from specjax.exact.compiled import Example
+from specjax.exact.compiled import example_of
+from specjax.exact.compiled import tails
 from specjax.exact.drafts import dense
 from specjax.exact.drafts import first_contexts
 from specjax.exact.drafts import merged
@@ -297,7 +299,7 @@ class Run:
     # Number of the first context of every length; see `Drafts`.
     self._offsets = first_contexts(pair.vocab_size, pair.depth)
     self.laws, self.watched, self._watch, self._most = 0, None, watch, 0.0
-    self._defects = defects_lib.Defects(dtype, _SUMS, TOLERANCE[dtype])
+    self._defects = Defects(dtype, _SUMS, TOLERANCE[dtype])
 
   @property
   def defects(self) -> frozenset[str]:
@@ -398,7 +400,7 @@ class Run:
     """
     raw_stop, raw_next, figures = self._compiled.laws(
         arguments, self._chunk, self._dtype)
-    show = lambda row: defects_lib.example_of(
+    show = lambda row: example_of(
         arguments, raw_stop, raw_next, row)
     self.laws += len(raw_stop)
     stop, next_token = self._defects.check(raw_stop, raw_next, weights, show)
@@ -410,7 +412,7 @@ class Run:
       in_line = found.parents == np.arange(-1, self._nodes - 1)
       is_chain = not (real & ~in_line).any()
       self._defects.check_figures(
-          figures, defects_lib.tails(stop * real, found.parents),
+          figures, tails(stop * real, found.parents),
           found.contexts if is_chain else found.contexts[:, :1], weights, show)
     if self._watch is not None:
       # Without a stop at the context, any draft through it shows the error.

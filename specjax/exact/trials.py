@@ -23,7 +23,7 @@ from specjax.exact import larger
 from specjax.exact import schemes as schemes_lib
 from specjax.exact.compiled import Compiled
 from specjax.exact.compiled import Example
-from specjax.exact.defects import NOT_FINITE
+from specjax.exact.compiled import NOT_FINITE
 from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
 from specjax.interfaces import Verifier

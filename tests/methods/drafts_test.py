@@ -201,7 +201,6 @@ _WHERE = {
     "temperature from 1.4": (lambda i, state, _: state.temperature > 1.39, ""),
     **{f"from round {n}": (
         lambda i, state, _, n=n: state.rounds >= n, "") for n in (6, 16, 30)},
-    "round 7 alone": (lambda i, state, _: state.rounds == 6, ""),
     **{f"prompt over {n}": (
         lambda i, state, _, n=n: state.drafter["first"] > n, "prompt|tokens")
        for n in (32, 64, 100, 128, 180)},
