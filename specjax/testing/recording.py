@@ -271,7 +271,9 @@ def record_drafts(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
   temperature = np.float32(tenths[(np.arange(size) + 7 * number) % size] / 10)
   calls = []
   for k, own in enumerate(ids):
-    rows = (k + len(ids) * np.arange(size)) % len(requests.prompts)
+    # Distinct rows. A row that occurs twice has equal drafts.
+    count = len(requests.prompts)
+    rows = (k + np.arange(size) * count // size) % count
     now, parts = _started(state, own, requests.lengths + requests.new), []
     for _ in range(rounds // _AT_ONCE):
       draft = _drafts(other.parts, params, now, rows, done, temperature)
