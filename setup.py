@@ -41,6 +41,7 @@ setuptools.setup(
         "datasets": ["datasets"],
         "docs": [*_EXPERIMENTS, "furo", "myst-nb", "sphinx>=8"],
         "gguf": ["gguf"],
+        "gpu-aot": ["jax[cuda13]>=0.8"],
         "hub": ["huggingface_hub"],
         "test": [*_EXPERIMENTS, "gguf", "ipykernel", "jinja2>=3.1.6",
                  "jsonschema", "nbclient", "nbformat", "pytest",

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import gpu
+from specjax.gpu import sampling as gpu_sampling
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
@@ -26,6 +28,9 @@ LARGEST = 1e30  # a larger temperature or penalty would overflow float32 logits
 
 _ONE_LEVEL = 64  # number of weights for which one running sum is accurate
 _SPLIT = 16  # the number of blocks is a multiple of this, see `inverse_cdf`
+# On a GPU, top-p divides the 2^30 floats up to 1 by 32 in each pass. The last
+# part of a range is longer by up to 31, so seven passes are needed and not six.
+_PARTS, _PASSES = 32, 7
 _NEARLY_ALL = 0.999  # above this, 1 - top_p is within the rounding error
 
 
@@ -140,6 +145,14 @@ class LogitsTransform:
     # Compiled code replaces subnormal numbers by 0.
     least = jnp.finfo(logits.dtype).tiny
     greedy = temperature < least
+    if self._is_softmax and _uses_kernels(logits):
+      is_of_rows = (temperature.ndim == logits.ndim
+                    and temperature.size == len(logits))
+      if temperature.size > 1 and not is_of_rows:
+        temperature = jnp.broadcast_to(temperature, (*logits.shape[:-1], 1))
+      return gpu_sampling.softmax(
+          logits.reshape(-1, logits.shape[-1]), temperature.reshape(-1)
+      ).reshape(logits.shape)
     # The maximum is subtracted before the division, because logits divided by a
     # tiny temperature would overflow.
     scalars = [jnp.max(logits, axis=-1, keepdims=True),
@@ -162,6 +175,11 @@ class LogitsTransform:
       return probs
     # The largest weight is 1, or NaN if the logits are not finite.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)
+
+  @property
+  def _is_softmax(self) -> bool:
+    """True if all tokens are retained."""
+    return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
   def _given(self, temperature: jax.Array | float | None,
              dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -202,6 +220,12 @@ class RowTransform(NamedTuple):
     return self.transform(logits, self.temperature)
 
 
+def _uses_kernels(x: jax.Array) -> bool:
+  """Returns True if GPU kernels read `x [..., V]`."""
+  return (gpu.in_use(x) and x.dtype == jnp.float32
+          and gpu_sampling.supports(x.shape[-1]))
+
+
 def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
                 ) -> jax.Array:
   """Returns `weights` with all entries 0 except at the argmax of the logits.
@@ -220,9 +244,12 @@ def _first_only(logits: jax.Array, weights: jax.Array, wanted: jax.Array
     largest = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(logits == largest, token(), size - 1), axis=-1)
 
-  found = jax.lax.cond(
-      jnp.any(wanted), first,
-      lambda logits: jnp.zeros(logits.shape[:-1], jnp.int32), logits)
+  # On a GPU, the host would wait for the condition of a branch.
+  found = jax.lax.platform_dependent(
+      logits, wanted, cuda=lambda logits, wanted: first(logits),
+      default=lambda logits, wanted: jax.lax.cond(
+          jnp.any(wanted), first,
+          lambda logits: jnp.zeros(logits.shape[:-1], jnp.int32), logits))
   return jnp.where(token() == found[..., None], weights, 0)
 
 
@@ -245,11 +272,12 @@ def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
   probability, so a search over the bits of a float32 suffices. A CPU is limited
   by computation and halves the range in every pass. An accelerator is limited
   by memory, so it divides the range by four and recomputes the probabilities
-  from the logits.
+  from the logits. A GPU divides it by 32, so that a fixed and small number of
+  passes suffices: the host would wait for the condition of another loop.
   """
   given = jax.lax.stop_gradient((probs, logits, total, *scalars))
 
-  def recomputed(probs, logits, total, *scalars):
+  def recomputed(probs, logits, total, *scalars, **options):
     def laws(bounds):
       # The barrier ties the logits to the bounds. Otherwise the compiler would
       # compute the probabilities once and store them.
@@ -258,16 +286,18 @@ def _outside(top_p: float, probs: jax.Array, logits: jax.Array,
 
     # The recomputed probabilities may be rounded differently from those of the
     # caller, so the threshold is lowered by a few units in the last place.
-    return _search(top_p, laws, total, logits.shape[-1], parts=4) * (
+    return _search(top_p, laws, total, logits.shape[-1], **options) * (
         1 - 4 * jnp.finfo(jnp.float32).eps)
 
   return jax.lax.platform_dependent(
-      *given, default=recomputed, cpu=lambda probs, logits, total, *_: _search(
+      *given, default=functools.partial(recomputed, parts=4),
+      cuda=functools.partial(recomputed, parts=_PARTS, passes=_PASSES),
+      cpu=lambda probs, logits, total, *_: _search(
           top_p, lambda _: probs, total, logits.shape[-1], parts=2))
 
 
 def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
-            vocab: int, parts: int) -> jax.Array:
+            vocab: int, parts: int, passes: int | None = None) -> jax.Array:
   """Returns the threshold of `_outside`, found by repeated passes over p.
 
   A row is done when its range contains a single token. Its bounds do not change
@@ -280,6 +310,7 @@ def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
     like: array with the shape and the dtype of the sums, `[..., 1]`.
     vocab: V, size of the vocabulary.
     parts: number of parts into which a pass divides the range.
+    passes: number of passes. None: until all rows are done.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
   # Tokens below this bound are not in the nucleus: their total mass is at most
@@ -309,12 +340,15 @@ def _search(top_p: float, laws: Callable[[Any], jax.Array], like: jax.Array,
     return tuple(jnp.where(goes_on, a, b) for a, b in zip(new, bounds))
 
   full = functools.partial(jnp.full, like.shape)
-  low, *_ = jax.lax.while_loop(
-      lambda bounds: jnp.any(going(bounds)), narrow,
-      (full(np.float32(least).view(np.int32)),
-       full(np.float32(1).view(np.int32)),
-       full(1, like.dtype), full(0, like.dtype)))
-  return as_float(low)
+  bounds = (full(np.float32(least).view(np.int32)),
+            full(np.float32(1).view(np.int32)),
+            full(1, like.dtype), full(0, like.dtype))
+  if passes is None:
+    bounds = jax.lax.while_loop(
+        lambda bounds: jnp.any(going(bounds)), narrow, bounds)
+  else:
+    bounds = jax.lax.fori_loop(0, passes, lambda _, x: narrow(x), bounds)
+  return as_float(bounds[0])
 
 
 def _first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
@@ -359,6 +393,8 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   size = weights.shape[0]
   if size <= _ONE_LEVEL:
     return _first_above(weights, u[0])
+  if _uses_kernels(weights):
+    return gpu_sampling.draw(weights[None], u[None])[0]
   block = 1 << math.ceil(math.log2(size) / 2)
   blocks = jnp.pad(weights, (0, -size % (_SPLIT * block))).reshape(-1, block)
   row = _first_above(jnp.sum(blocks, axis=-1), u[0])
@@ -408,7 +444,8 @@ def sample_verdict(law: Law, draft: Draft, u: jax.Array) -> Verdict:
   return sample_outcome(law, draft, u)[0]
 
 
-def sample_outcome(law: Law, draft: Draft, u: jax.Array
+def sample_outcome(law: Law, draft: Draft, u: jax.Array,
+                   ancestors: jax.Array | None = None
                    ) -> tuple[Verdict, jax.Array]:
   """Returns the result of `sample_verdict`, and the next token's distribution.
 
@@ -416,12 +453,15 @@ def sample_outcome(law: Law, draft: Draft, u: jax.Array
     law: distribution of the outcome for one sequence.
     draft: draft with N nodes.
     u: `[VERDICT_UNIFORMS]`, uniform in [0, 1).
+    ancestors: `[N, N]` bool, result of `topology.ancestors`. None: it is
+      computed.
 
   Returns:
     The verdict, and the row `[V]` of `law.next_token` at the sampled stop.
   """
   node = inverse_cdf(jnp.maximum(law.stop, 0), u[:UNIFORMS_A_DRAW])
-  ancestors = topology.ancestors(draft.parents)
+  if ancestors is None:
+    ancestors = topology.ancestors(draft.parents)
   depths = topology.depths_of(ancestors)
   order = jnp.arange(depths.shape[0], dtype=jnp.int32)
   # at_depth[d, i] is True if node i is the node of depth d on the path. Beyond

@@ -5,8 +5,10 @@
 The models have random weights in bfloat16. Drafts are chains, verified by
 `Block`. Every time is compared with a lower bound, its floor. The floor is a
 number of bytes divided by a bandwidth. The bytes are the weights, used keys and
-used values that the passes must read. The bandwidth is that of summing a large
-array on this GPU. Calls alternate, and times are medians. Run no other program
+used values that the passes must read. The bandwidth is that of the fastest of a
+large sum, copy and matrix-vector product on this GPU. Set
+SPECJAX_GPU_KERNELS=0 to time the programs without the GPU kernels of specjax.
+Calls alternate, and times are medians. Run no other program
 at the same time. The last line of stdout contains the path of the JSON file.
 """
 
@@ -51,7 +53,7 @@ _PAIRS = flags.DEFINE_integer(
     "pairs", 7, "Number of timed calls of each kind", 3)
 _OUTPUT_DIR = shared.output_dir(
     "results/gpu_rounds", "Directory for the JSON file")
-_SUM_BYTES = 2**32
+_BYTES = 2**32  # read to measure the bandwidth
 
 
 def _weights(model: Transformer, seed: int):
@@ -122,9 +124,12 @@ def main():
       layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()
   params = {"target": _weights(decoder.target, 0),
             "drafter": _weights(decoder.drafter.model, 1)}
-  speed = _SUM_BYTES / timing.median(timing.large_sum(_SUM_BYTES))
+  speeds = {name: _BYTES * (1 + (name == "copy")) / timing.median(timer)
+            for name, timer in timing.bandwidths(_BYTES).items()}
+  speed = max(speeds.values())
   device = jax.devices()[0].device_kind
-  print(f"{device}, jax {jax.__version__}; a large sum {speed / 1e9:.0f} GB/s",
+  print(f"{device}, jax {jax.__version__}; " + ", ".join(
+      f"{name} {x / 1e9:.0f} GB/s" for name, x in speeds.items()),
         file=sys.stderr)
   print("| rows | slots in use | what | ms | floor, ms | over the floor |\n"
         "|---|---|---|---|---|---|")
@@ -144,7 +149,8 @@ def main():
         found.append({"rows": rows, "used": used, "what": name,
                       "milliseconds": 1e3 * seconds, "floor": 1e3 * least})
   common.finish(_OUTPUT_DIR.value, "gpu_rounds", {
-      "device": device, "layers": layers, "sum_gb_per_second": speed / 1e9,
+      "device": device, "layers": layers, "gb_per_second": {
+          name: x / 1e9 for name, x in speeds.items()},
       "rows": found})
 
 

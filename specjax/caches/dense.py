@@ -10,7 +10,6 @@ A drafter with one pass per token calls `reserve` to allocate a block for all
 passes. The committed tokens stay in this block until `settle` writes them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -20,7 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax import attention
+from specjax import gpu
 from specjax import interfaces
+from specjax.gpu import attention as gpu_attention
+from specjax.gpu import slots as gpu_slots
 from specjax.interfaces import Cache
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -180,6 +182,36 @@ class KVCache(Cache):
         table=self.table, heads_axis=self.heads_axis)
     return out.astype(self.v[layer].dtype)
 
+  def attend_new(self, layer: int, qkv: jax.Array, bias: jax.Array | None,
+                 rotation: Any, ancestors: jax.Array, window: int = 0,
+                 softcap: float = 0.0) -> tuple[jax.Array, "KVCache"]:
+    _, size, count = ancestors.shape
+    reserved = self.held is not None
+    old = positions = None
+    if reserved or count > size:
+      old = self.block_k[layer], self.block_v[layer]
+    if window:
+      positions = self.lengths[:, None] + topology.depths_of(ancestors)
+      ancestors = visible_slots(
+          jnp.zeros_like(self.lengths), ancestors, count, window)
+    out, *new = gpu_attention.extend(
+        qkv, bias, rotation, ancestors, self.in_slots, self.k[layer],
+        self.v[layer], old, self.lengths if reserved else None, positions,
+        window=window, softcap=softcap)
+    if count > size and not reserved:
+      new = [jnp.concatenate([x[:, :, :count - size], y], axis=2)
+             for x, y in zip(old, new)]
+    put = lambda blocks, x: (
+        *blocks[:layer], x, *blocks[layer + 1:])
+    none = (None,) * len(self.k)
+    return out, self.replace(block_k=put(self.block_k or none, new[0]),
+                             block_v=put(self.block_v or none, new[1]))
+
+  def is_fused(self, x: jax.Array) -> bool:
+    # Subclasses store the slots in another form.
+    return (type(self) is KVCache and gpu.in_use(self.k[0], x)
+            and gpu_attention.supports(self.k[0].shape[3]))
+
   @property
   def in_slots(self) -> jax.Array:
     """`[B]` int32, number of committed tokens in `k` and `v`."""
@@ -209,6 +241,8 @@ class KVCache(Cache):
     Args:
       x: `[B, ...]`, output of the last layer for every row.
     """
+    if self.is_fused(x):  # the kernels already have this dependency
+      return self
     never = x.reshape(len(x), -1)[:, 0] * 0 == 1
     return self.replace(
         lengths=self.lengths + never,
@@ -222,9 +256,7 @@ class KVCache(Cache):
       count: `[B]` int32, number of nodes to commit.
     """
     if self.held is None:
-      take = lambda block: jnp.take_along_axis(
-          block, path[:, None, :, None], axis=2)
-      return self._written(take, self.lengths + count)
+      return self._written(self.lengths + count, path)
     start = self.lengths - self.held
     slot = jnp.arange(self.block_k[0].shape[2], dtype=jnp.int32)
     order = slot - start[:, None]
@@ -246,7 +278,7 @@ class KVCache(Cache):
     if self.held is not None:
       return self.replace(lengths=lengths,
                           held=jnp.minimum(self.held, lengths))
-    return self._written(lambda block: block, lengths)
+    return self._written(lengths)
 
   def reserve(self, size: int) -> "KVCache":
     """Returns a cache that keeps its next `size` tokens in the block.
@@ -255,27 +287,39 @@ class KVCache(Cache):
     tokens. The previous block is dropped.
     """
     rows, (_, heads, _, dim) = len(self.lengths), self.k[0].shape
-    zeros = lambda: tuple(
-        jnp.zeros((rows, heads, size, dim), x.dtype) for x in self.k)
-    return self.replace(block_k=zeros(), block_v=zeros(), held=self.lengths)
+    # The fused kernels do not read a token before it is written.
+    make = jax.lax.empty if self.is_fused(self.k[0]) else jnp.zeros
+    block = lambda: tuple(
+        make((rows, heads, size, dim), x.dtype) for x in self.k)
+    return self.replace(block_k=block(), block_v=block(), held=self.lengths)
 
   def settle(self) -> "KVCache":
     """Writes the reserved block after the tokens in `k` and `v`."""
     if self.held is None:
       return self
-    return self.replace(lengths=self.held, held=None)._written(
-        lambda block: block, self.lengths)
+    return self.replace(lengths=self.held, held=None)._written(self.lengths)
 
-  def _written(self, take: Callable[[jax.Array], jax.Array], lengths: jax.Array
+  def _written(self, lengths: jax.Array, path: jax.Array | None = None
                ) -> "KVCache":
-    """Writes `take(block)` into the slots after `lengths`."""
+    """Returns a cache with `lengths [B]` and the block in its slots.
+
+    Args:
+      lengths: `[B]` int32, new number of committed tokens.
+      path: `[B, T]` int32, nodes of the block in the order of their slots.
+        None: all nodes in order.
+    """
     if not self.block_k:
       return self.replace(lengths=lengths)
-    write = lambda arrays, blocks: tuple(
-        self._put(old, take(new)) for old, new in zip(arrays, blocks))
-    return self.replace(
-        k=write(self.k, self.block_k), v=write(self.v, self.block_v),
-        lengths=lengths, block_k=(), block_v=(), held=None)
+    slots, blocks = (*self.k, *self.v), (*self.block_k, *self.block_v)
+    if self.is_fused(self.k[0]):
+      slots = gpu_slots.write(
+          slots, blocks, self.lengths, lengths, path)
+    else:
+      slots = [self._put(old, along(path, new))
+               for old, new in zip(slots, blocks)]
+    layers = len(self.k)
+    return self.replace(k=tuple(slots[:layers]), v=tuple(slots[layers:]),
+                        lengths=lengths, block_k=(), block_v=(), held=None)
 
   def _put(self, slots: Any, block: jax.Array) -> Any:
     """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""
@@ -297,6 +341,12 @@ class KVCache(Cache):
       return PartitionSpec(rows, *(axis, None, None)[:x.ndim - 1])
 
     return jax.tree.map(split, self)
+
+
+def along(path: jax.Array | None, block: jax.Array) -> jax.Array:
+  """Returns the nodes `path [B, T]` of a block `[B, H, T, D]`, or all nodes."""
+  return block if path is None else jnp.take_along_axis(
+      block, path[:, None, :, None], axis=2)
 
 
 def put_rows(rows: jax.Array, new: jax.Array, at: jax.Array, axis: int = 0

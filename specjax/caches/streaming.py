@@ -15,7 +15,6 @@ too small for this.) Positions are counted in the sequence, whereas StreamingLLM
 counts them in the cache.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import attention
+from specjax.caches import dense
 from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
 from specjax.trees import topology
@@ -151,9 +151,8 @@ class StreamingCache(KVCache):
       return new.replace(first=jnp.minimum(new.first, lengths), end=end)
     return new.replace(first=jnp.minimum(new.first, new.held), end=end)
 
-  def _written(self, take: Callable[[jax.Array], jax.Array], lengths: jax.Array
+  def _written(self, lengths: jax.Array, path: jax.Array | None = None
                ) -> "StreamingCache":
-    """Writes `take(block)` into the slots of the next positions."""
     if not self.block_k:
       return self.replace(lengths=lengths)
     slots = self.k[0].shape[2]
@@ -165,7 +164,7 @@ class StreamingCache(KVCache):
     order = held - self.lengths[:, None]
 
     def put(old, block):
-      block = take(block)
+      block = dense.along(path, block)
       at = jnp.clip(order, 0, block.shape[2] - 1)[:, None, :, None]
       return jnp.where(new[:, None, :, None],
                        jnp.take_along_axis(block, at, axis=2), old)

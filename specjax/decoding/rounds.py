@@ -23,6 +23,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import interfaces
 from specjax import sampling
@@ -252,8 +253,11 @@ class Round:
       `(state, stats, trace)`.
     """
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
-    ancestors = jax.vmap(topology.ancestors)(draft.parents)
-    depths = topology.depths_of(ancestors)
+    if self._is_chain:
+      depths, ancestors = topology.causal(batch, nodes)
+    else:
+      ancestors = jax.vmap(topology.ancestors)(draft.parents)
+      depths = topology.depths_of(ancestors)
     output = self.drafter.target_pass(
         self.target, params, drafter, draft, depths, ancestors,
         state.target_cache)
@@ -265,7 +269,7 @@ class Round:
         constraints, memory, output.logits, drafted=self.drafts)
     probs = self.transform(logits, state.temperature[:, None])
     verdict, expected, survival, summed, law = self._judged(
-        state, draft, probs, depths, uniforms)
+        state, draft, probs, depths, ancestors, uniforms)
 
     # A logit of NaN or +inf makes the sum of the probabilities NaN. A logit of
     # -inf does not, and is allowed: it bans a token. The sum is the cheapest
@@ -353,7 +357,7 @@ class Round:
     return cache.commit(verdict.path, count)
 
   def _judged(self, state: DecodeState, draft: Draft, probs: jax.Array,
-              depths: jax.Array, uniforms: jax.Array
+              depths: jax.Array, ancestors: jax.Array, uniforms: jax.Array
               ) -> tuple[Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
     """Evaluates the rule and the observers, and samples the verdicts.
 
@@ -365,9 +369,9 @@ class Round:
       if the sampled distributions are finite; and the laws, or None without
       `debug`.
     """
-    def one(memory, draft, probs, depths, uniforms):
+    def one(memory, draft, probs, depths, ancestors, uniforms):
       law = self.rule.evaluate(draft, probs, memory)
-      verdict, row = sampling.sample_outcome(law, draft, uniforms)
+      verdict, row = sampling.sample_outcome(law, draft, uniforms, ancestors)
       figures = [self.rule.figures(draft, probs, memory, law, depths)]
       # Observers with a state are evaluated with their first state.
       figures += [
@@ -377,7 +381,7 @@ class Round:
       return (verdict, expected, survival, law.stop.sum() + row.sum(),
               law if self.debug else None)
 
-    return jax.vmap(one)(state.verifier, draft, probs, depths,
+    return jax.vmap(one)(state.verifier, draft, probs, depths, ancestors,
                          uniforms[:, :sampling.VERDICT_UNIFORMS])
 
 
@@ -436,13 +440,27 @@ def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
 
 def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
           traced: bool = False) -> tuple[DecodeState, Any]:
-  def step(state, uniforms):
-    if not traced:
-      return parts.untraced(params, state, uniforms)
-    state, stats, trace = parts(params, state, uniforms)
-    return state, (stats, trace)
+  forms = None
 
-  return jax.lax.scan(step, state, parts.draw_uniforms(state, rounds))
+  def step(state, uniforms):
+    nonlocal forms
+    state, stats, *trace = (parts if traced else parts.untraced)(
+        params, state, uniforms)
+    forms = jax.eval_shape(lambda: stats)
+    # The loop writes each output with a kernel of its own, so the statistics
+    # are one array.
+    rows = [x.reshape(len(x), -1) for x in jax.tree.leaves(stats)]
+    return state, (jnp.concatenate(rows, axis=1, dtype=jnp.result_type(
+        jnp.float32, *rows)), trace)
+
+  state, (rows, traces) = jax.lax.scan(
+      step, state, parts.draw_uniforms(state, rounds))
+  leaves, form = jax.tree.flatten(forms)
+  ends = np.cumsum([x.size // len(x) for x in leaves])[:-1]
+  stats = jax.tree.unflatten(form, [
+      x.reshape(rounds, *leaf.shape).astype(leaf.dtype)
+      for x, leaf in zip(jnp.split(rows, ends, axis=2), leaves)])
+  return state, (stats, *traces) if traced else stats
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:

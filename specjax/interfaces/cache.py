@@ -75,6 +75,33 @@ class Cache:
     """
     raise NotImplementedError
 
+  def is_fused(self, x: jax.Array) -> bool:
+    """Returns True if `attend_new` exists for queries with the dtype of `x`."""
+    return False
+
+  def attend_new(self: _Cache, layer: int, qkv: jax.Array,
+                 bias: jax.Array | None, rotation: Any,
+                 ancestors: jax.Array, **options: Any
+                 ) -> tuple[jax.Array, _Cache]:
+    """Computes rotation, `append` and `attend` of a layer in one GPU kernel.
+
+    A pass with this kernel has no derivative.
+
+    Args:
+      layer: index of the layer.
+      qkv: `[P, B, S, H, G + 2, D]` float32. The sum of the P parts has the
+        queries, keys and values of the S new tokens, in this order on the fifth
+        axis. A single new token may be duplicated.
+      bias: `[H, G + 2, D]`, added to the sum, or None.
+      rotation: a `models.rotary.Rotation`, or None.
+      ancestors: ancestor mask, see `attend`.
+      **options: `window` and `softcap`, see `KVCache.attend`.
+
+    Returns:
+      The attention `[B, S, G * H, D]` and the cache with the new tokens.
+    """
+    raise NotImplementedError
+
   def commit(self: _Cache, path: jax.Array, count: jax.Array) -> _Cache:
     """Commits the first `count [B]` nodes of `path [B, T]` of the block."""
     return self._each(lambda cache: cache.commit(path, count), _missing(

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import TYPE_CHECKING
 
 from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
 from specjax.interfaces.model import Model
-from specjax.sampling import LogitsTransform
 from specjax.utils import fields
 
+if TYPE_CHECKING:
+  from specjax.sampling import LogitsTransform
 
-def bind(drafter: Drafter, target: Model, transform: LogitsTransform
+
+def bind(drafter: Drafter, target: Model, transform: "LogitsTransform"
          ) -> Drafter:
   """Checks a drafter and specialises it to a target.
 

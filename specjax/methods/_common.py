@@ -16,6 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
@@ -199,7 +200,7 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
                     jnp.promote_types(logits.dtype, jnp.float32))
   (carry, logits, *drawn), _ = jax.lax.scan(
       extend, (carry, logits, tokens, probs, state.constraints),
-      (jnp.arange(1, gamma), u[:-1]))
+      (np.arange(1, gamma, dtype=np.int32), u[:-1]))
   _, tokens, probs, _ = draw(*drawn, logits, gamma, u[-1])
   parents = jnp.tile(topology.chain(gamma), (rows, 1))
   return Draft(tokens=tokens, parents=parents, probs=probs), carry

@@ -12,13 +12,16 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from specjax import gpu
 from specjax.caches.dense import attention_in_block
+from specjax.gpu import layers as gpu_layers
 from specjax.interfaces import Cache
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
 from specjax.models.quantization import QuantizedMatrix
 from specjax.models.sublayers import Sublayers
 
+_LARGE = 2**24  # numbers; XLA also has a good GPU kernel for one row from here
 _ACTIVATIONS = {
     "silu": nn.silu,
     "gelu": lambda x: nn.gelu(x, approximate=False),
@@ -29,13 +32,15 @@ _ACTIVATIONS = {
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Returns the product `[B, S, ...]` of `x [B, S, D]` and `kernel [D, ...]`.
 
-  Sums are in float32 or wider. A single bfloat16 row is duplicated on a CPU,
-  because XLA takes four times as long for one row as for two rows.
+  Sums are in float32 or wider. A single row is duplicated for a small kernel on
+  a GPU, and in bfloat16 on a CPU, because XLA takes several times as long for
+  one row as for two rows.
   """
   if isinstance(kernel, QuantizedMatrix):
     return kernel.product(x)
-  lone = (x.shape[:2] == (1, 1) and x.dtype == jnp.bfloat16
-          and jax.default_backend() == "cpu")
+  lone = x.shape[:2] == (1, 1) and (
+      gpu.in_use(x) and kernel.size < _LARGE
+      or x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu")
   out = jax.lax.dot_general(
       jnp.concatenate([x, x], axis=1) if lone else x, kernel,
       (((2,), (0,)), ((), ())),
@@ -73,6 +78,37 @@ def parameter(module: nn.Module, name: str, initial: Any,
   return value
 
 
+class Parts(NamedTuple):
+  """Unsummed result of a product, which a kernel of `specjax.gpu` reads.
+
+  Attributes:
+    parts: `[P, B, S, ...]` float32 products over parts of the inner axis.
+    bias: `[...]` bias, or None.
+  """
+
+  parts: jax.Array
+  bias: jax.Array | None
+
+  def total(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the product with its bias, `[B, S, ...]`."""
+    out = self.parts.sum(0)
+    return (out if self.bias is None else out + self.bias).astype(dtype)
+
+
+def _parts(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns float32 parts `[P, B, S, ...]`, whose sum is `product(x, kernel)`.
+  """
+  batch, size, inner = x.shape
+  if isinstance(kernel, QuantizedMatrix):
+    return product(x, kernel)[None].astype(jnp.float32)
+  count = gpu_layers.parts(batch * size, inner, math.prod(kernel.shape[1:]))
+  return jnp.einsum(
+      "bspd,pdn->pbsn", x.reshape(batch, size, count, -1),
+      kernel.reshape(count, inner // count, -1),
+      preferred_element_type=jnp.float32,
+  ).reshape(count, batch, size, *kernel.shape[1:])
+
+
 class Linear(nn.Module):
   """Product with a kernel `[D, *outputs]`, plus an optional bias.
 
@@ -82,22 +118,46 @@ class Linear(nn.Module):
     outputs: sizes of the output axes.
     bias: if True, add a bias.
     scale: standard deviation of the initial kernel.
+    in_parts: if True, return `Parts`.
   """
 
   outputs: tuple[int, ...]
   bias: bool = False
   scale: float = 0.02
+  in_parts: bool = False
 
   @nn.compact
   def __call__(self, x):
     kernel = parameter(self, "kernel", nn.initializers.normal(self.scale),
                        (x.shape[-1], *self.outputs))
+    bias = parameter(
+        self, "bias", nn.initializers.zeros, (math.prod(self.outputs),)
+    ).reshape(self.outputs) if self.bias else None
+    if self.in_parts:
+      return Parts(_parts(x, kernel), bias)
     out = product(x, kernel)
-    if self.bias:
-      bias = parameter(self, "bias", nn.initializers.zeros,
-                       (math.prod(self.outputs),))
-      out = out + bias.reshape(self.outputs)
-    return out.astype(x.dtype)
+    return (out if bias is None else out + bias).astype(x.dtype)
+
+
+class Pending(NamedTuple):
+  """Residual stream of a pass with GPU kernels.
+
+  The next norm adds the last addend, in the same kernel.
+
+  Attributes:
+    x: `[B, S, D]` residual stream without the addend.
+    addend: output of the last sublayer, or None.
+    rows: number of rows of `[B, S]` that the next norm returns. None: all.
+  """
+
+  x: jax.Array
+  addend: Parts | None = None
+  rows: int | None = None
+
+  def total(self) -> jax.Array:
+    """Returns the residual stream `[B, S, D]`."""
+    return self.x if self.addend is None else (
+        self.x + self.addend.total(self.x.dtype))
 
 
 class Norm(nn.Module):
@@ -108,6 +168,12 @@ class Norm(nn.Module):
 
   @nn.compact
   def __call__(self, x):
+    """Returns the norm of `x [..., D]`, or of a `Pending` stream.
+
+    For a `Pending` stream, the result is the sum and its norm.
+    """
+    if isinstance(x, Pending):
+      return self._fused(*x)
     c, size = self.config, x.shape[-1:]
     dtype, wide = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
     plain = nn.initializers.zeros if c.norm_plus_one else nn.initializers.ones
@@ -122,18 +188,34 @@ class Norm(nn.Module):
     out = wide * jax.lax.rsqrt(mean + c.norm_epsilon) * scale
     return (out + bias.astype(wide.dtype)).astype(dtype)
 
+  def _fused(self, x: jax.Array, addend: Parts | None, rows: int | None
+             ) -> tuple[jax.Array, jax.Array]:
+    """Computes the sum and its norm in one GPU kernel."""
+    c, size = self.config, x.shape[-1:]
+    centred = not (self.rms or c.norm == "rms")
+    weights = [self.get_variable("params", name)
+               for name in ("scale", "bias")[:1 + centred]]
+    parts, bias = addend or (None, None)
+    form = x.shape if rows is None else (1, rows, *size)
+    total, out = gpu_layers.add_and_normalise(
+        x.reshape(-1, *size),
+        None if parts is None else parts.reshape(len(parts), -1, *size), bias,
+        *weights, rows=math.prod(form[:-1]), epsilon=c.norm_epsilon,
+        offset=float(c.norm_plus_one), centred=centred)
+    return total.reshape(form), out.reshape(form)
+
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines that rotate the queries and keys of a pass.
+  """Rotations of the queries and keys of a pass.
 
   Attributes:
-    full: `[2, B, S, half]` table of layers without a window, see
-      `rotary.cosines_and_sines`. None means that positions are not rotary.
-    local: table of layers with a window, possibly with another base.
+    full: rotation in layers without a window. None means that positions are not
+      rotary.
+    local: rotation in layers with a window, possibly with another base.
   """
 
-  full: jax.Array | None
-  local: jax.Array | None
+  full: rotary.Rotation | None
+  local: rotary.Rotation | None
 
   @classmethod
   def of(cls, config: TransformerConfig, positions: jax.Array,
@@ -144,10 +226,13 @@ class RotaryTables(NamedTuple):
     if not c.rotated:
       return cls(None, None)
 
-    def table(theta: float, scaling: rotary.RopeScaling | None) -> jax.Array:
-      return rotary.cosines_and_sines(
-          positions, rotary.frequencies(c.rotated, theta, scaling),
-          scaling.attention_factor if scaling else 1.0, wide)
+    def table(theta: float, scaling: rotary.RopeScaling | None
+              ) -> rotary.Rotation:
+      frequency = rotary.frequencies(c.rotated, theta, scaling)
+      scale = scaling.attention_factor if scaling else 1.0
+      return rotary.Rotation(positions, frequency, scale, rotary.
+                             cosines_and_sines(
+                                 positions, frequency, scale, wide))
 
     full = table(c.rope_theta, c.rope_scaling)
     return cls(full, full if c.local_rope_theta is None else
@@ -165,45 +250,56 @@ class Attention(nn.Module):
   config: TransformerConfig
   layer: int
   slot: int | None = None  # index of the layer in the cache; None means `layer`
+  in_parts: bool = False  # see `Linear`
 
   @nn.compact
   def __call__(self, x, tables, ancestors, cache):
     c, window = self.config, self.config.window(self.layer)
     slot = self.layer if self.slot is None else self.slot
+    fused = (cache is not None and cache.is_fused(x) and not c.qk_norm
+             and c.query_scale is None
+             and not self.is_mutable_collection("intermediates"))
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
-                 name="qkv")(x)
-    query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
-    query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
-    key, value = key[:, :, :, 0], value[:, :, :, 0]
-    query, key = self._prepared(
-        query, key, tables.local if window else tables.full)
-    # `sow` stores the queries only if the caller makes "intermediates" mutable
-    # (`cache_views`).
-    self.sow("intermediates", "query", query)
-
+                 in_parts=fused, name="qkv")(x)
+    rotation = tables.local if window else tables.full
     # Some caches do not support these arguments. Pass only those that the model
     # uses.
     options = {name: value for name, value in
                (("window", window), ("softcap", c.attention_softcap)) if value}
-    if cache is None:
-      out = attention_in_block(query, key, value, ancestors, **options)
+    if fused:
+      out, cache = cache.attend_new(slot, *qkv, rotation, ancestors, **options)
     else:
-      cache = cache.append(slot, key, value,
-                           after=ancestors.shape[-1] - x.shape[1])
-      out = cache.attend(slot, query, ancestors, **options)
+      qkv = qkv[:, :ancestors.shape[1]]
+      query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
+      query = query.reshape(*qkv.shape[:2], c.heads, c.head_dim)
+      key, value = key[:, :, :, 0], value[:, :, :, 0]
+      query, key = self._prepared(query, key, rotation)
+      # `sow` stores the queries only if the caller makes "intermediates"
+      # mutable (`cache_views`).
+      self.sow("intermediates", "query", query)
+      if cache is None:
+        out = attention_in_block(query, key, value, ancestors, **options)
+      else:
+        cache = cache.append(slot, key, value,
+                             after=ancestors.shape[-1] - ancestors.shape[1])
+        out = cache.attend(slot, query, ancestors, **options)
+      if out.shape[1] < x.shape[1]:  # the only row, duplicated on a GPU
+        out = jnp.concatenate([out, out], axis=1)
     out = Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
-                 name="out")(out.reshape(*x.shape[:2], -1))
+                 in_parts=self.in_parts, name="out")(
+                     out.reshape(*x.shape[:2], -1))
     return out, cache
 
-  def _prepared(self, query: jax.Array, key: jax.Array, table: jax.Array | None
+  def _prepared(self, query: jax.Array, key: jax.Array,
+                rotation: rotary.Rotation | None
                 ) -> tuple[jax.Array, jax.Array]:
     """Returns normalised, rotated and scaled queries and keys."""
     c = self.config
     if c.qk_norm:
       query = self._normed("query_norm", query)
       key = self._normed("key_norm", key)
-    if table is not None:
-      query, key = rotary.rotate(query, table), rotary.rotate(key, table)
+    if rotation is not None:
+      query, key = (rotary.rotate(x, rotation.table) for x in (query, key))
     if c.query_scale is not None:
       # The product is in float32 or wider, because bfloat16 would round the
       # factor.
@@ -226,6 +322,7 @@ class MLP(nn.Module):
   """
 
   config: TransformerConfig
+  in_parts: bool = False  # see `Linear`
 
   @nn.compact
   def __call__(self, x):
@@ -237,14 +334,14 @@ class MLP(nn.Module):
     else:
       inner = activation(Linear((c.mlp_width,), c.mlp_bias, name="up")(x))
     return Linear((c.width,), c.mlp_bias, 0.02 * (2 * c.layers) ** -0.5,
-                  name="down")(inner)
+                  in_parts=self.in_parts, name="down")(inner)
 
 
-def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
+def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
                   tables: RotaryTables, ancestors: jax.Array,
                   cache: Cache | None, read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
-                  keep: jax.Array | None = None) -> tuple[jax.Array, Any]:
+                  keep: jax.Array | None = None) -> tuple[Any, Any]:
   """Applies one decoder layer.
 
   Call this function in a compact method. The parameters belong to the calling
@@ -253,7 +350,8 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
   Args:
     config: configuration of the decoder.
     i: index of the layer.
-    x: `[B, S, D]` residual stream before the layer.
+    x: `[B, S, D]` residual stream before the layer. A `Pending` stream selects
+      GPU kernels, and the result is then also `Pending`.
     tables: rotary tables of the positions.
     ancestors: ancestor mask, see `Cache.attend`.
     cache: `Cache` of the decoder. None means that there are no earlier tokens.
@@ -269,6 +367,13 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array,
   """
   c, out, new = config, 0, 0  # a skipped sublayer adds 0 to the stream
   both = sublayers or Sublayers.between(i, i + 1)
+  if isinstance(x, Pending):
+    slot = sublayers and sublayers.slot(i)
+    x, read = Norm(c, name=f"attention_norm_{i}")(x)
+    out, cache = Attention(c, i, slot, True, name=f"attention_{i}")(
+        read, tables, ancestors, cache)
+    x, inner = Norm(c, name=f"mlp_norm_{i}")(Pending(x, out))
+    return Pending(x, MLP(c, True, name=f"mlp_{i}")(inner)), cache
 
   def norm(enabled: bool, name: str, x: jax.Array) -> jax.Array:
     return Norm(c, name=name)(x) if enabled else x

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,22 @@ class RopeScaling:
     if self.factor <= 0:
       raise ValueError(f"factor is {self.factor}; for rope scaling it must be "
                        "above 0")
+
+
+class Rotation(NamedTuple):
+  """Rotation of the queries and keys of a pass.
+
+  Attributes:
+    positions: `[B, S]` int32 positions of the tokens.
+    frequency: `[half]` result of `frequencies`.
+    scale: factor on cosines and sines.
+    table: `[2, B, S, half]` result of `cosines_and_sines`.
+  """
+
+  positions: jax.Array
+  frequency: np.ndarray
+  scale: float
+  table: jax.Array
 
 
 def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None

@@ -59,14 +59,25 @@ class TransformerModule(nn.Module):
         (c.vocab_size, c.width))
 
     x = self._embedded(table, tokens, positions) if x is None else x
-    tables, states = layers.RotaryTables.of(c, positions, x.dtype), {0: x}
+    tables = layers.RotaryTables.of(c, positions, x.dtype)
+    fused = self._is_fused(x, cache, keep)
+    # A product of a single row is slow on a GPU, so the row is duplicated.
+    single = fused and rows * size == 1
+    if fused:
+      x = layers.Pending(jnp.concatenate([x, x], axis=1) if single else x)
+    states = {0: x}
     for i in range(c.layers) if part is None else part.layers:
       x, cache = layers.decoder_layer(
           c, i, x, tables, ancestors, cache, sublayers=part,
           keep=None if keep is None else keep[i])
       states[i + 1] = x
-    last, x = x, layers.Norm(c, name="final_norm")(x)
-    states[FINAL] = x
+    norm = layers.Norm(c, name="final_norm")
+    if fused:
+      last, x = norm(x._replace(rows=1 if single else None))
+      states = {name: y.total()[:, :size] for name, y in states.items()}
+    else:
+      last, x = x, norm(x)
+    states |= {c.layers: last, FINAL: x}
     if cache is not None:
       cache = cache.after(x)
 
@@ -77,6 +88,14 @@ class TransformerModule(nn.Module):
         [states[name] for name in c.features or (FINAL,)], axis=-1)
     return ModelOutput(
         logits=layers.logits(x, head, c), hidden=hidden, cache=cache)
+
+  def _is_fused(self, x: jax.Array, cache: Cache | None,
+                keep: jax.Array | None) -> bool:
+    """Returns True if the layers have GPU kernels, see `Cache.is_fused`."""
+    c, part = self.config, self.sublayers
+    return (cache is not None and cache.is_fused(x) and keep is None
+            and (part is None or part.attention == part.mlp) and c.pre_norm
+            and not c.post_norm and not c.parallel_residual)
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
                 ) -> jax.Array:

@@ -10,10 +10,10 @@ _FILES = sorted((_ROOT / "specjax").rglob("*.py"))
 # The names at the top of specjax/, from the lowest layer to the highest. A
 # module imports from its own layer and from lower ones.
 _LAYERS = (
-    "version", "utils", "types", "trees", "sampling", "interfaces", "attention",
-    "caches", "verifiers", "decoding", "exact", "analysis", "constraints",
-    "data", "models", "zoo", "training", "methods", "drafters", "strategies",
-    "objectives", "serving", "testing")
+    "version", "utils", "types", "trees", "gpu", "sampling", "interfaces",
+    "attention", "caches", "verifiers", "decoding", "exact", "analysis",
+    "constraints", "data", "models", "zoo", "training", "methods", "drafters",
+    "strategies", "objectives", "serving", "testing")
 
 
 _GRAPH = measure_package.import_graph(_ROOT)

@@ -16,6 +16,7 @@ from specjax.models import Transformer
 from specjax.trees import topology
 
 STEPS = 8  # steps per timed call, which amortise the overhead of the call
+_COLUMNS = 8192  # of the matrix of `bandwidths`
 
 
 class Timed:
@@ -86,6 +87,27 @@ def large_sum(num_bytes: int) -> Timed:
   """
   array = jnp.ones((num_bytes // 4,), jnp.float32)
   return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
+
+
+def bandwidths(num_bytes: int) -> dict[str, Timed]:
+  """Returns timers whose bytes per second measure the memory bandwidth.
+
+  Their names are 'sum', 'copy' and 'product', the product of a matrix and a
+  vector. `copy` moves 2 * `num_bytes` bytes, the others `num_bytes`.
+
+  Args:
+    num_bytes: size of the array that each function reads.
+  """
+  array = jnp.ones((num_bytes // 4,), jnp.float32)
+  matrix = jnp.ones((num_bytes // 2 // _COLUMNS, _COLUMNS), jnp.bfloat16)
+  product = lambda matrix, x: jnp.dot(
+      matrix, x, preferred_element_type=jnp.float32)[:_COLUMNS].astype(x.dtype)
+  return {
+      "sum": large_sum(num_bytes),
+      "copy": Timed(lambda array, _: -array, array, jnp.zeros_like(array),
+                    steps=1),
+      "product": Timed(product, matrix, jnp.ones((_COLUMNS,), matrix.dtype),
+                       steps=1)}
 
 
 def bytes_read(model: Transformer, params: Any, slots: int) -> int:
