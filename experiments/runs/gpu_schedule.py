@@ -36,14 +36,14 @@ from lib.compiler import pairs  # noqa: E402
 import specjax as sj  # noqa: E402
 from specjax import methods  # noqa: E402
 
-_NAMES = ("chain", "tree", "medusa", "eagle3", "sampled")
+_NAMES = ("chain", "tree", "medusa", "eagle3", "top_p")
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
     "rounds", list(_NAMES),
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
     "'medusa' heads with a tree of 16 nodes; 'eagle3' layer with a chain of 4 "
-    "tokens; 'sampled' is the chain with top-k and top-p")
+    "tokens; 'top_p' is the chain under top-p")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/gpu_schedule", "Directory for the JSON file")
 _TREE = (3, 2, 1)  # children of a node at each depth: 16 nodes with the root
@@ -59,10 +59,10 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
           **shape | {"layers": n})) for shape, n in zip(shapes, layers))
   tree = sj.trees.full_tree(_TREE)
   own, transform = None, sj.LogitsTransform()
-  if name in ("chain", "sampled"):
+  if name in ("chain", "top_p"):
     strategy = sj.strategies.block_verification(draft, 4)
-    if name == "sampled":
-      transform = sj.LogitsTransform(temperature=None, top_k=50, top_p=0.9)
+    if name == "top_p":
+      transform = sj.LogitsTransform(top_p=0.9)
   elif name == "tree":
     strategy = (sj.drafters.DraftModelTree(model=draft, parents=tree),
                 sj.verifiers.Traversal())

@@ -253,8 +253,8 @@ class Round:
       `(state, stats, trace)`.
     """
     batch, nodes = state.lengths.shape[0], self.drafter.num_nodes
-    if self._is_chain:
-      depths, ancestors = topology.causal(batch, nodes)
+    if {"chain", "full"} <= interfaces.capabilities(self.drafter):
+      depths, ancestors = topology.causal(batch, nodes)  # constants
     else:
       ancestors = jax.vmap(topology.ancestors)(draft.parents)
       depths = topology.depths_of(ancestors)

@@ -189,9 +189,13 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
     return token, put(tokens, token), put(probs, q), constraints_lib.advanced(
         transform.constraints, memory, token)
 
-  def extend(loop, step):
+  def extend(loop, node):
     carry, logits, *drawn = loop
-    token, *drawn = draw(*drawn, logits, *step)
+    # A sum, because XLA copies a slice with an operation of its own, which ends
+    # a CUDA graph.
+    is_own = (np.arange(1, gamma + 1, dtype=np.int32) == node)[:, None, None]
+    token, *drawn = draw(*drawn, logits, node,
+                         jnp.sum(jnp.where(is_own, u, 0), axis=0))
     logits, carry = read(token[:, None], carry)
     return (carry, logits, *drawn), None
 
@@ -200,7 +204,7 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
                     jnp.promote_types(logits.dtype, jnp.float32))
   (carry, logits, *drawn), _ = jax.lax.scan(
       extend, (carry, logits, tokens, probs, state.constraints),
-      (np.arange(1, gamma, dtype=np.int32), u[:-1]))
+      np.arange(1, gamma, dtype=np.int32))
   _, tokens, probs, _ = draw(*drawn, logits, gamma, u[-1])
   parents = jnp.tile(topology.chain(gamma), (rows, 1))
   return Draft(tokens=tokens, parents=parents, probs=probs), carry

@@ -256,7 +256,8 @@ class Attention(nn.Module):
   def __call__(self, x, tables, ancestors, cache):
     c, window = self.config, self.config.window(self.layer)
     slot = self.layer if self.slot is None else self.slot
-    fused = (cache is not None and cache.is_fused(x) and not c.qk_norm
+    # Training uses other objects with `append` and `attend`.
+    fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None
              and not self.is_mutable_collection("intermediates"))
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,

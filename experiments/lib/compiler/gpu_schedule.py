@@ -29,6 +29,8 @@ gpu_device_info {
   l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 patch: 0 }

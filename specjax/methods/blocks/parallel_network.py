@@ -438,10 +438,6 @@ class _Kept(NamedTuple):
 
   cache: Any
 
-  def is_fused(self, x):
-    del x
-    return False
-
   def append(self, layer, key, value, after):
     return _Kept(self.cache.append(layer, key, value, after=after))
 

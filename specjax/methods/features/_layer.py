@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
+from specjax.interfaces import Cache
 from specjax.models import layers
 from specjax.models.features import FeatureConfig
 
@@ -92,11 +93,11 @@ def _own_part(query, k, v, softcap):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerOf:
+class LayerOf(Cache):
   """View of one layer of a cache, for a module whose only layer is layer 0.
 
   Attributes:
-    cache: cache with `append` and `attend` of `interfaces.Cache`.
+    cache: cache of all modules.
     layer: index of the module's layer in the cache.
   """
 
@@ -113,6 +114,14 @@ class LayerOf:
              **options: Any) -> jax.Array:
     """Returns the output of attention, see `interfaces.Cache`."""
     return self.cache.attend(self.layer + layer, query, visible, **options)
+
+  def is_fused(self, x: jax.Array) -> bool:
+    return self.cache.is_fused(x)
+
+  def attend_new(self, layer: int, *args: Any, **options: Any
+                 ) -> tuple[jax.Array, "LayerOf"]:
+    out, cache = self.cache.attend_new(self.layer + layer, *args, **options)
+    return out, LayerOf(cache, self.layer)
 
 
 class Entry(nn.Module):
