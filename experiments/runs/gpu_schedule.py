@@ -125,9 +125,10 @@ def row(name: str, batch: int, counts: Any) -> dict[str, Any]:
       "rest": base[1].launches - 2 * (target.launches + first.launches),
       "graphs": sum(x.graphs for x in base[1:]),
       "cudnn": sum(x.cudnn for x in base[1:]),
-      "waits": sum(x.waits for x in base[1:])}
-  if len(base) > 2:
-    layer = difference(wider, 2).launches
+      "waits": sum(x.waits for x in base[1:]),
+      "draft_layer": "", "draft_step": ""}
+  # A loop without draft layers is not a draft loop but part of a verification.
+  if len(base) > 2 and (layer := difference(wider, 2).launches):
     found |= {"draft_layer": layer, "draft_step": base[2].launches - 2 * layer}
   return found
 
