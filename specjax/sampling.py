@@ -145,7 +145,8 @@ class LogitsTransform:
     # Compiled code replaces subnormal numbers by 0.
     least = jnp.finfo(logits.dtype).tiny
     greedy = temperature < least
-    if self._is_softmax and _uses_kernels(logits):
+    keeps_all = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+    if keeps_all and _uses_kernels(logits):
       is_of_rows = (temperature.ndim == logits.ndim
                     and temperature.size == len(logits))
       if temperature.size > 1 and not is_of_rows:
@@ -175,11 +176,6 @@ class LogitsTransform:
       return probs
     # The largest weight is 1, or NaN if the logits are not finite.
     return jnp.where(greedy, _first_only(logits, weights, greedy), probs)
-
-  @property
-  def _is_softmax(self) -> bool:
-    """True if all tokens are retained."""
-    return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
   def _given(self, temperature: jax.Array | float | None,
              dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -50,7 +50,7 @@ class Counts(NamedTuple):
 
   Attributes:
     launches: number of kernels, copies and calls of libraries.
-    cudnn: number of calls of cuDNN among them, which end a CUDA graph.
+    cudnn: number of calls of cuDNN among them.
     graphs: number of CUDA graphs.
     waits: number of times that the host waits for a condition: of a branch, or
       of a loop without a known number of iterations. Those of all loops of a

@@ -89,25 +89,28 @@ def large_sum(num_bytes: int) -> Timed:
   return Timed(lambda array, _: jnp.sum(array), array, jnp.zeros(()), steps=1)
 
 
-def bandwidths(num_bytes: int) -> dict[str, Timed]:
-  """Returns timers whose bytes per second measure the memory bandwidth.
+def bandwidths(num_bytes: int) -> dict[str, float]:
+  """Measures the memory bandwidth by three functions, in bytes per second.
 
   Their names are 'sum', 'copy' and 'product', the product of a matrix and a
-  vector. `copy` moves 2 * `num_bytes` bytes, the others `num_bytes`.
+  vector. Each result has an entry for every row or number that is read, so that
+  the compiler cannot leave out a part.
 
   Args:
     num_bytes: size of the array that each function reads.
   """
-  array = jnp.ones((num_bytes // 4,), jnp.float32)
+  copied = jnp.ones((num_bytes // 4,), jnp.float32)
+  copy = Timed(lambda array, _: -array, copied, jnp.zeros_like(copied), steps=1)
+  found = {"sum": num_bytes / median(large_sum(num_bytes)),
+           "copy": 2 * num_bytes / median(copy)}
+  del copied, copy  # the matrix takes their memory
   matrix = jnp.ones((num_bytes // 2 // _COLUMNS, _COLUMNS), jnp.bfloat16)
-  product = lambda matrix, x: jnp.dot(
-      matrix, x, preferred_element_type=jnp.float32)[:_COLUMNS].astype(x.dtype)
-  return {
-      "sum": large_sum(num_bytes),
-      "copy": Timed(lambda array, _: -array, array, jnp.zeros_like(array),
-                    steps=1),
-      "product": Timed(product, matrix, jnp.ones((_COLUMNS,), matrix.dtype),
-                       steps=1)}
+  product = lambda matrix, _: jnp.dot(
+      matrix, jnp.ones((_COLUMNS,), matrix.dtype),
+      preferred_element_type=jnp.float32)
+  found["product"] = num_bytes / median(Timed(
+      product, matrix, jnp.zeros((len(matrix),)), steps=1))
+  return found
 
 
 def bytes_read(model: Transformer, params: Any, slots: int) -> int:
