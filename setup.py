@@ -10,6 +10,7 @@ _VERSION = re.search(r'__version__ = "([^"]+)"',
                      (_ROOT / "specjax/version.py").read_text()).group(1)
 
 _EXPERIMENTS = ["matplotlib", "tensorboardX"]
+_PUBLISHED = ["gguf", "huggingface_hub", "jinja2>=3.1.6", "transformers>=5.24"]
 
 setuptools.setup(
     name="specjax",
@@ -36,20 +37,18 @@ setuptools.setup(
         "tqdm",
     ],
     extras_require={
-        "chat": ["jinja2>=3.1.6"],
         "experiments": _EXPERIMENTS,
         "datasets": ["datasets"],
         "docs": [*_EXPERIMENTS, "furo", "myst-nb", "sphinx>=8"],
-        "gguf": ["gguf"],
         "gpu-aot": ["jax[cuda13]>=0.8"],
-        "hub": ["huggingface_hub"],
-        "test": [*_EXPERIMENTS, "gguf", "ipykernel", "jinja2>=3.1.6",
-                 "jsonschema", "nbclient", "nbformat", "pytest",
-                 "pytest-timeout", "pytest-xdist>=3.7", "rfc3339-validator",
-                 "rfc3986-validator", "ruff"],
+        "published": _PUBLISHED,
+        "test": [*_EXPERIMENTS, *_PUBLISHED, "ipykernel", "jsonschema",
+                 "nbclient", "nbformat", "pytest", "pytest-timeout",
+                 "pytest-xdist>=3.7", "rfc3339-validator", "rfc3986-validator",
+                 "ruff"],
         "tpu-aot": ["jax[tpu]>=0.8"],
         "wandb": ["wandb"],
-        "transformers": ["accelerate", "gguf", "torch", "transformers"],
+        "transformers": [*_PUBLISHED, "accelerate", "torch"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

@@ -156,7 +156,7 @@ def _versions(timed: bool):
     raise ValueError("--transformers=yes compares speed and requires "
                      "--timing=latency, with --batch=1 and no --mesh")
   if not timed or choice == "no" or (
-      choice == "auto" and importlib.util.find_spec("transformers") is None):
+      choice == "auto" and importlib.util.find_spec("torch") is None):
     return None
   return generation.prepare_torch()
 

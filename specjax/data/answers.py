@@ -34,8 +34,6 @@ from specjax.data import chat
 if TYPE_CHECKING:  # avoids an import cycle
   from specjax.data.tokenizers import Tokenizer
 
-_MARKED = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
-
 
 def encode(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]]
            ) -> tuple[list[int], list[bool]]:
@@ -64,7 +62,7 @@ def _spans(tokenizer, messages, text):
   Raises:
     ValueError: the answers cannot be located.
   """
-  if _MARKED.search(tokenizer.chat_template):
+  if chat.BLOCK.search(tokenizer.chat_template):
     marks = list(itertools.islice(
         chat.unused(tokenizer.chat_template, messages), 2))
     marked = chat.writer(tokenizer, messages, False)(

@@ -1,9 +1,9 @@
 """Converts conversations to token ids with the chat template of a model.
 
-A chat template is a jinja program from the publisher of the weights, so it runs
-in jinja's sandbox. The contents of messages are untrusted and must not become
-special tokens. For example, a content with `<|im_end|>` could end its message
-and begin a system message. Two steps prevent this.
+A chat template is a jinja program from the publisher of the weights, so
+transformers runs it in jinja's sandbox. The contents of messages are untrusted
+and must not become special tokens. For example, a content with `<|im_end|>`
+could end its message and begin a system message. Two steps prevent this.
 
 1. If a content contains the text of a special token, this text is put between
    two private-use characters and later encoded as plain text. Other contents
@@ -23,11 +23,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import datetime
-import functools
-import importlib.metadata
 import itertools
-import json
 import re
 import reprlib
 from typing import Any
@@ -35,15 +31,15 @@ from typing import NamedTuple
 from typing import TYPE_CHECKING
 
 from specjax.data import token_bytes
+from specjax.data import tokenizer_files
 
 if TYPE_CHECKING:  # avoids an import cycle
   from specjax.data.tokenizers import Tokenizer
 
-_SOUND = (3, 1, 6)  # first jinja2 version whose sandbox has no known escape
 # Template variables. Their values are written before and after the contents of
-# `{% generation %}` blocks.
+# `{% generation %}` blocks, which mark answers for training.
 GENERATION = ("specjax_opening", "specjax_closing")
-_EXTRA = "pip install -U 'specjax[chat]'"
+BLOCK = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
 
 class Rendering(NamedTuple):
@@ -165,15 +161,11 @@ def writer(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
   except RecursionError:
     raise ValueError("a message contains lists or dicts that are nested deeper "
                      "than Python's recursion limit; remove them") from None
-  names = {name: tokenizer.special_tokens[token]
-           for name, token in (("bos_token", tokenizer.bos),
-                               ("eos_token", tokenizer.eos))
-           if token is not None}
   return lambda change, **more: _render(
       tokenizer.chat_template, [
           {key: value if key == "role" else _changed(value, change)
            for key, value in message.items()} for message in messages],
-      add_generation_prompt=add_generation_prompt, **names, **more)
+      add_generation_prompt=add_generation_prompt, **tokenizer.names, **more)
 
 
 def _checked(messages) -> list[dict[str, Any]]:
@@ -253,83 +245,31 @@ def _render(template: str, messages: list[dict[str, Any]], **names: Any) -> str:
   """Renders a template.
 
   Raises:
-    ValueError: the template fails, or `jinja2` is missing.
+    ValueError: the template fails, or a package is missing.
   """
-  compiled = _compiled(template)
+  library = tokenizer_files.library("the chat template")
   try:
-    return compiled.render(messages=messages, tools=None, documents=None,
-                           **names)
+    [text], _ = library.utils.chat_template_utils.render_jinja_template(
+        [messages], chat_template=BLOCK.sub(_written, template), **names)
+    return text
+  except ImportError:  # jinja2 is missing, or its sandbox is not safe
+    raise ValueError("chat templates need the package 'jinja2' in version "
+                     "3.1.6 or newer: pip install -U 'specjax[published]'"
+                     ) from None
   except Exception as e:  # a template is a program, which can raise any error
-    raise ValueError(f"the chat template fails: {_line(e)}; change the "
+    reason = " ".join(str(e).split()) or type(e).__name__
+    raise ValueError(f"the chat template fails: {reason}; change the "
                      "messages, or give the prompt as plain text") from None
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-  """Returns the compiled template.
+def _written(block: re.Match[str]) -> str:
+  """Returns statements that write a variable of `GENERATION` instead of a tag.
 
-  Raises:
-    ValueError: the template is invalid, or `jinja2` is missing or too old.
+  `with` is a scope like `{% generation %}`. Its tags outside treat the
+  surrounding whitespace as the replaced tag does.
   """
-  environment = _environment()
-  try:
-    return environment.from_string(template)
-  except Exception as e:
-    raise ValueError(f"the chat template is not valid jinja: {_line(e)}; give "
-                     "the prompt as plain text") from None
-
-
-def _environment() -> Any:
-  """Returns a sandbox with the same extensions as in transformers."""
-  try:
-    import jinja2  # pylint: disable=g-import-not-at-top
-    from jinja2 import ext  # pylint: disable=g-import-not-at-top
-    from jinja2 import nodes  # pylint: disable=g-import-not-at-top
-    from jinja2 import sandbox  # pylint: disable=g-import-not-at-top
-  except ImportError:
-    raise ValueError("chat templates need the package 'jinja2': "
-                     f"{_EXTRA}") from None
-  version = importlib.metadata.version("jinja2")
-  if tuple(map(int, re.findall(r"\d+", version)[:3])) < _SOUND:
-    raise ValueError(f"jinja2 is version {version}, whose sandbox is not safe; "
-                     "chat templates are untrusted and need at least "
-                     f"{'.'.join(map(str, _SOUND))}: {_EXTRA}")
-
-  class Generation(ext.Extension):
-    """Block `{% generation %}`, which marks answers for training.
-
-    The block writes the values of the variables `GENERATION` around its
-    contents.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-      mark = lambda name: nodes.Output([nodes.Name(name, "load")])
-      return nodes.Scope(
-          [mark(GENERATION[0]), *body, mark(GENERATION[1])], lineno=line)
-
-  def raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-  # jinja's filter `tojson` escapes HTML. Templates are written for the filter
-  # of transformers, which does not.
-  def tojson(value, ensure_ascii=False, indent=None, separators=None,
-             sort_keys=False):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,
-                      separators=separators, sort_keys=sort_keys)
-
-  environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True,
-      extensions=[Generation, ext.loopcontrols])
-  environment.filters["tojson"] = tojson
-  environment.globals.update(
-      raise_exception=raise_exception,
-      strftime_now=lambda form: datetime.datetime.now().strftime(form))
-  return environment
-
-
-def _line(e: Exception) -> str:
-  return " ".join(str(e).split()) or type(e).__name__
+  left, end, right = block.groups()
+  if end:
+    return (f"{{%{left} endwith %}}{{{{ {GENERATION[1]} }}}}"
+            f"{{% endwith {right}%}}")
+  return f"{{%{left} with %}}{{{{ {GENERATION[0]} }}}}{{% with {right}%}}"

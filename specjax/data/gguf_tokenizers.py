@@ -9,7 +9,9 @@ published `tokenizer.json` with NFC normalisation (Qwen, GPT-NeoX).
 
 from collections.abc import Mapping
 import dataclasses
+import sys
 from typing import Any
+import unicodedata
 
 import tokenizers
 from tokenizers import AddedToken
@@ -22,6 +24,11 @@ from tokenizers import processors
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _UNUSED = 5
 _ENDS = ("eos", "eot", "eom")
+# Names of special tokens in chat templates, by their names in GGUF files.
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token",
+          "seperator": "sep_token", "padding": "pad_token",
+          "cls": "cls_token", "mask": "mask_token"}
+_OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # Unicode categories
 _SPACE = "\u2581"  # SentencePiece's character for a space
 
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
@@ -119,9 +126,79 @@ def read(metadata: Mapping[str, Any]
     backend.post_processor = processors.TemplateProcessing(
         single=[text, "$A"], pair=[text, "$A", "$B"],
         special_tokens=[(text, bos)])
+  template = metadata.get("tokenizer.chat_template")
+  _mark_those_of_template(backend, template or "")
   return backend, {
-      "bos": bos, "eos": eos, "adds_bos": adds_bos,
-      "chat_template": metadata.get("tokenizer.chat_template")}
+      "bos": bos, "eos": eos, "adds_bos": adds_bos, "chat_template": template,
+      "names": {name: tokens[data[f"{key}_token_id"]]
+                for key, name in _NAMES.items() if f"{key}_token_id" in data}}
+
+
+def is_mark(text: str) -> bool:
+  """Returns True if a text looks like a control token, such as `<|im_end|>`.
+
+  Other examples are `</s>` and `[SEP]`. Such a text begins with an opening
+  sign, ends with a closing sign, and contains letters or digits.
+  """
+  return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
+          and unicodedata.category(text[-1]) in _CLOSE
+          and any(character.isalnum() for character in text))
+
+
+def _mark_those_of_template(backend: tokenizers.Tokenizer, template: str
+                            ) -> None:
+  """Marks control tokens that a chat template writes as special tokens.
+
+  Some GGUF files store `<|im_start|>` as a normal token. Without this mark, the
+  tokenizer would split the text of that token into several tokens.
+  """
+  split = []
+  for text in (x for literal in _literals(template) for x in _marks_in(literal)
+               ):
+    token = backend.token_to_id(text)
+    if (token is not None and token not in backend.get_added_tokens_decoder()
+        and token not in backend.encode(text, add_special_tokens=False).ids
+        and text not in split):
+      split.append(text)
+  if split:
+    backend.add_special_tokens(split)
+    print(f"the chat template writes {', '.join(split)}, which the GGUF file "
+          "does not mark as special; each is read as one special token all "
+          "the same", file=sys.stderr)
+
+
+def _literals(template: str) -> list[str]:
+  """Returns the texts and the string constants of a jinja template.
+
+  The result is empty if the template is invalid, which `Tokenizer.chat`
+  reports.
+
+  Raises:
+    ValueError: the package `jinja2` is missing.
+  """
+  if not template:
+    return []
+  try:
+    import jinja2  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError("the chat template of a GGUF file needs the package "
+                     "'jinja2': pip install 'specjax[published]'") from None
+  try:
+    return [text.strip("'\"") if kind == "string" else text
+            for _, kind, text in jinja2.Environment().lex(template)
+            if kind in ("data", "string")]
+  except jinja2.TemplateSyntaxError:
+    return []
+
+
+def _marks_in(text: str) -> list[str]:
+  """Returns the substrings of at most 64 characters that satisfy `is_mark`."""
+  kinds = [unicodedata.category(x) for x in text]
+  pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
+            if kind in _OPEN
+            for end in range(start + 2, min(start + 64, len(text)))
+            if kinds[end] in _CLOSE)
+  return list(dict.fromkeys(filter(is_mark, pieces)))
 
 
 def _types(data, count) -> list[int]:
@@ -148,7 +225,7 @@ def _check(data, tokens) -> None:
     if count != len(tokens):
       raise ValueError(f"the GGUF file has {len(tokens)} tokens, but {count} "
                        f"values of {name}; convert the model again")
-  for name in ("bos", *_ENDS):
+  for name in dict.fromkeys((*_NAMES, *_ENDS)):
     token = data.get(f"{name}_token_id", 0)
     if not 0 <= token < len(tokens):
       raise ValueError(f"the GGUF file has {len(tokens)} tokens, but its "

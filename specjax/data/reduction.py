@@ -52,7 +52,8 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
   return Tokenizer(
       tokenizers.Tokenizer.from_str(json.dumps(spec)),
       bos=again(tokenizer.bos), eos=again(tokenizer.eos),
-      adds_bos=tokenizer.adds_bos, chat_template=tokenizer.chat_template)
+      adds_bos=tokenizer.adds_bos, chat_template=tokenizer.chat_template,
+      names=tokenizer.names)
 
 
 def _most_frequent(tokens, parts, required, size):

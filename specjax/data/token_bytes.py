@@ -1,13 +1,12 @@
-"""Bytes of tokens, from the tokenizer's decoder."""
+"""Bytes of tokens, and their text by the tokenizer's decoder."""
 
 from collections.abc import Callable
 from collections.abc import Container
 import json
 import re
-from typing import Any
-import unicodedata
 
 import tokenizers
+from tokenizers import decoders
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's name of a byte
 
@@ -43,33 +42,20 @@ def check_text(text: str) -> None:
         "or remove the character") from None
 
 
-_OPEN, _CLOSE = ("Ps", "Pi", "Sm"), ("Pe", "Pf", "Sm")  # Unicode categories
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+  """Returns True if the tokens are texts in the alphabet of byte-level BPE."""
+  return "ByteLevel" in _steps(backend)
 
 
-def is_mark(text: str) -> bool:
-  """Returns True if a text looks like a control token, such as `<|im_end|>`.
-
-  Other examples are `</s>` and `[SEP]`. Such a text begins with an opening
-  sign, ends with a closing sign, and contains letters or digits.
-  """
-  return (len(text) > 2 and unicodedata.category(text[0]) in _OPEN
-          and unicodedata.category(text[-1]) in _CLOSE
-          and any(character.isalnum() for character in text))
-
-
-def marks_in(text: str) -> list[str]:
-  """Returns the substrings of at most 64 characters that satisfy `is_mark`."""
-  kinds = [unicodedata.category(x) for x in text]
-  pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
-            if kind in _OPEN
-            for end in range(start + 2, min(start + 64, len(text)))
-            if kinds[end] in _CLOSE)
-  return list(dict.fromkeys(filter(is_mark, pieces)))
+def _steps(backend: tokenizers.Tokenizer) -> list[str]:
+  """Returns the types of the decoder's steps."""
+  state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+  return [step.get("type") for step in state.get("decoders", [state])]
 
 
 def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
           ) -> list[bytes]:
-  """Returns the bytes of each token.
+  """Returns the bytes that each token has in the middle of a text.
 
   Args:
     backend: the tokenizer.
@@ -82,79 +68,44 @@ def table(backend: tokenizers.Tokenizer, size: int, special: Container[int]
   Raises:
     ValueError: the decoder has an unsupported step.
   """
-  state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-  steps = state.get("decoders", [state])
-  byte_level = any(step.get("type") == "ByteLevel" for step in steps)
-  of = _byte_level() if byte_level else _chain(steps)
-  added = backend.get_added_tokens_decoder()
+  steps = _steps(backend)
+  if "CTC" in steps:
+    raise ValueError("the tokenizer's decoder has CTC, with which the text of "
+                     "a token depends on other tokens; use the tokenizer of a "
+                     "language model")
+  byte, added = alphabet(), backend.get_added_tokens_decoder()
+  # Added tokens are stored as text. All other tokens of byte-level BPE are
+  # written in its alphabet, and the library decodes text outside of the
+  # alphabet as UTF-8.
+  of_bytes = lambda text, token: (
+      bytes(byte[x] for x in text)
+      if token not in added and byte.keys() >= set(text) else text.encode())
+  between = _between(backend.decoder, "ByteFallback" in steps)
   found = [b""] * size
   for text, token in backend.get_vocab().items():
     if token not in special:
-      # Byte-level BPE writes tokens in its alphabet, except added tokens.
-      found[token] = (text.encode() if byte_level and token in added
-                      else of(text))
+      found[token] = (of_bytes(text, token) if "ByteLevel" in steps
+                      else between(text))
   return found
 
 
-def _byte_level() -> Callable[[str], bytes]:
-  byte = alphabet()
+def _between(decoder: decoders.Decoder | None, has_bytes: bool
+             ) -> Callable[[str], bytes]:
+  """Returns a function that returns the bytes of a token between two others.
 
-  def of(text: str) -> bytes:
-    try:
-      return bytes([byte[character] for character in text])
-    except KeyError:  # the library decodes text outside the alphabet as UTF-8
-      return text.encode()
-
-  return of
-
-
-def _chain(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-  """Returns a function that applies a decoder's steps to a token.
-
-  The function returns the bytes that the token has in the middle of a text. At
-  the beginning of a text, some decoders also strip a space.
+  The library decodes the token between two letters, because decoders treat the
+  beginning and the end of a text differently.
   """
-  kinds = {step.get("type") for step in steps}
-  replaced = _replacements(steps)
-  prefixes = [step["prefix"] for step in steps
-              if step.get("type") == "WordPiece"]
+  if decoder is None:  # the library joins tokens with spaces
+    return lambda text: f" {text}".encode()
+  before = decoder.decode(["a"])
+  after = decoder.decode(["a", "a"])[len(before):]
 
   def of(text: str) -> bytes:
-    byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+    byte = BYTE.fullmatch(text) if has_bytes else None
     if byte:
       return bytes([int(byte[1], 16)])
-    for prefix in prefixes:
-      text = (text.removeprefix(prefix) if text.startswith(prefix)
-              else " " + text)
-    for old, new in replaced:
-      text = text.replace(old, new)
-    return text.encode()
+    written = decoder.decode(["a", text, "a"])
+    return written[len(before):len(written) - len(after)].encode()
 
   return of
-
-
-def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
-  """Returns the replacements of a decoder as pairs `(old, new)`.
-
-  Raises:
-    ValueError: the decoder has an unsupported step.
-  """
-  unknown = {step.get("type") for step in steps} - {
-      None, "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace",
-      "WordPiece", "BPEDecoder"}
-  replaced = []
-  for step in steps:
-    match step:
-      case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-        replaced.append((old, new))
-      case {"type": "Replace"}:
-        unknown.add("Replace of a regular expression")
-      case {"type": "Metaspace", "replacement": old}:
-        replaced.append((old, " "))
-      case {"type": "BPEDecoder", "suffix": old}:
-        replaced.append((old, " "))
-  if unknown:
-    raise ValueError(f"the tokenizer's decoder has {', '.join(unknown)}, which "
-                     "specjax does not support; use a tokenizer of byte-level "
-                     "BPE, SentencePiece or WordPiece")
-  return replaced

@@ -1,82 +1,276 @@
-"""Reader of a tokenizer directory.
+"""Reader and writer of tokenizer directories.
 
-`tokenizer.json` contains the vocabulary and the rules. Other files of the
-directory contain the begin and end tokens and the chat template. This module
-interprets these files as transformers does.
+A `tokenizer.json` of `tokenizers.train` is complete. All other tokenizers are
+read by transformers, because the rules of their files depend on classes, keys
+and versions that only this library knows.
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
+import json
 import os
 import pathlib
+import sys
 from typing import Any
+from typing import TYPE_CHECKING
 
 import tokenizers
 
-from specjax.data import token_bytes
+from specjax.utils.files import atomically
+from specjax.utils.files import parse_json
 from specjax.utils.files import read_json
 from specjax.utils.files import read_text
+from specjax.utils.files import write_json
+
+if TYPE_CHECKING:  # avoids an import cycle
+  from specjax.data.tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 _FIX = "repair it, or fetch it again"
-_IDS = 2**32  # token ids are below this number
-_ENDS = "bos_token", "eos_token"
-_SPECIAL = "special_tokens_map.json"
-_TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
-_BESIDE = _SPECIAL, _TEMPLATE, _TEMPLATE_JSON  # files read but never written
+_MAIN, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files that change the meaning of a tokenizer.json and that specjax never
+# writes.
+_BESIDE = ("special_tokens_map.json", "added_tokens.json",
+           "chat_template.jinja", "chat_template.json")
+# Vocabularies that transformers converts if there is no tokenizer.json.
+_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
+# Parts of a tokenizer.json, and values with which the library reads them.
+_PARTS = {"version": "1.0", "normalizer": None, "pre_tokenizer": None,
+          "post_processor": None, "decoder": None,
+          "model": {"type": "BPE", "vocab": {}, "merges": []},
+          "added_tokens": []}
+
+
+def exists(directory: str | os.PathLike[str]) -> bool:
+  """Returns True if a directory contains a tokenizer."""
+  return any((pathlib.Path(directory) / name).is_file()
+             for name in (_MAIN, *_VOCABULARIES))
 
 
 def read(path: str | os.PathLike[str]
          ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-  """Reads a `tokenizer.json` and the other files of its directory.
+  """Reads a tokenizer.
 
   Args:
-    path: path of the file or its directory.
+    path: directory, or path of its `tokenizer.json`.
 
   Returns:
     The tokenizer, and the keyword arguments of `specjax.data.Tokenizer`.
 
   Raises:
-    ValueError: the tokenizer is missing, a file is damaged, or a file names an
-      unknown token.
+    ValueError: the tokenizer is missing or damaged, its files contradict each
+      other, or the package `transformers` is missing.
   """
   path = pathlib.Path(path)
-  file = path / "tokenizer.json" if path.is_dir() else path
-  if not file.is_file():
+  file = path / _MAIN if path.is_dir() else path
+  directory = file.parent
+  if not file.is_file() and not (path.is_dir() and exists(path)):
     raise ValueError(f"the tokenizer {file} does not exist; give a "
                      "tokenizer.json, which save_pretrained of transformers "
                      "writes for other formats")
+  if file.is_file():
+    backend = _parsed(file)
+    own = own_conventions(backend)
+    if own and not (_is_published(directory) and file.name == _MAIN):
+      return backend, own
+  if file.name != _MAIN:
+    raise ValueError(f"{file} is the tokenizer of a published model; rename it "
+                     f"to {_MAIN}, and put the other files of its directory "
+                     "beside it")
+  for name in (_CONFIG, *_BESIDE):
+    if name.endswith(".json") and (directory / name).is_file():
+      read_json(directory / name, _FIX)
+  return _published(directory)
+
+
+def _is_published(directory: pathlib.Path) -> bool:
+  """Returns True if a directory has files in the format of transformers."""
+  config = directory / "config.json"
+  return (any((directory / name).exists() for name in (_CONFIG, *_BESIDE))
+          or config.is_file() and "model_type" in read_json(config, _FIX))
+
+
+def _parsed(file: pathlib.Path) -> tokenizers.Tokenizer:
+  """Returns the tokenizer of a file without padding and truncation."""
+  text = read_text(file)
   try:
-    backend = tokenizers.Tokenizer.from_str(read_text(file))
+    backend = tokenizers.Tokenizer.from_str(text)
   except Exception as e:  # the library raises bare Exception
-    raise ValueError(f"{file} is not a tokenizer: {e}") from None
+    raise ValueError(f"{file} is not a tokenizer: {_reason(file, text, e)}"
+                     ) from None
   backend.no_truncation()  # some files limit the length of their encodings
   backend.no_padding()
-  config = _json(file.with_name("tokenizer_config.json"))
-  named = _json(file.with_name(_SPECIAL)) | config
-  template = _chat_template(file.parent, config)
-  if not named and (own := own_conventions(backend)):
-    return backend, own | {"chat_template": template}
-  _mark_special(backend, named)
+  return backend
+
+
+def _reason(file: pathlib.Path, text: str, error: Exception) -> str:
+  """Returns the reason for which the library cannot read a file.
+
+  The library's error does not name the part of the file, which is often of a
+  type that only a newer version knows. So parts are replaced until the rest can
+  be read.
+  """
+  spec = parse_json(text, file)
+  if not isinstance(spec, dict):
+    return f"it contains a JSON {type(spec).__name__}"
+  for name, value in _PARTS.items():
+    part, spec[name] = spec.get(name), value
+    try:
+      tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception:  # pylint: disable=broad-exception-caught
+      continue
+    kind = part.get("type") if isinstance(part, dict) else part
+    kind = f" {kind!r}" if isinstance(kind, str) else ""
+    return (f"tokenizers {tokenizers.__version__} cannot read its {name}{kind} "
+            f"({error}); for files of newer versions: pip install -U tokenizers"
+            )
+  return str(error)
+
+
+def _published(directory: pathlib.Path
+               ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+  """Reads a directory with transformers; see `read`."""
+  transformers = library(f"the tokenizer of {directory}")
+  try:
+    loaded = transformers.AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False,
+        mistral_format=False)
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    reason = " ".join(str(e).split())[:300]
+    raise ValueError(f"transformers {transformers.__version__} cannot read "
+                     f"the tokenizer of {directory} ({type(e).__name__}: "
+                     f"{reason}); {_FIX}") from None
+  backend = getattr(loaded, "backend_tokenizer", None)
+  if not isinstance(backend, tokenizers.Tokenizer):
+    raise ValueError(
+        f"the tokenizer of {directory} is a {type(loaded).__name__}, which is "
+        "written in Python; specjax needs a tokenizer of the library "
+        "'tokenizers': convert it to a tokenizer.json")
+  backend.no_truncation()
+  backend.no_padding()
+  _check_ids(directory, backend)
+  names = {name: text for name, text in loaded.special_tokens_map.items()
+           if isinstance(text, str)}
   before, after = _template_tokens(backend)
-  tokens = _begin_and_end(backend, file, named, before, after)
+  _report(directory, loaded, backend, after)
   return backend, {
-      "bos": tokens.get("bos_token"), "eos": tokens.get("eos_token"),
-      "adds_bos": before is not None or named.get("add_bos_token") is True,
-      "chat_template": template}
+      "bos": loaded.bos_token_id if before is None else before,
+      "eos": loaded.eos_token_id, "adds_bos": before is not None,
+      "chat_template": _default_template(directory, loaded.chat_template),
+      "names": names}
 
 
-def check_alone(directory: pathlib.Path) -> None:
-  """Checks that a directory has no files of another tokenizer.
+def library(purpose: str) -> Any:
+  """Returns the package `transformers`.
+
+  Args:
+    purpose: subject of the error message, such as "the tokenizer of model/".
 
   Raises:
-    ValueError: the directory has a file that `read` would combine with a saved
-      tokenizer, although it belongs to another one.
+    ValueError: the package is missing.
   """
-  for name in _BESIDE:
-    if (directory / name).exists():
-      raise ValueError(f"{directory} has a {name} of another tokenizer, which "
-                       "would be read together with the saved one; remove it, "
-                       "or choose another directory")
+  # By default, it advises to install PyTorch, which tokenizers do not need.
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  try:
+    import transformers  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError(f"{purpose} needs the package 'transformers': pip install "
+                     "'specjax[published]'") from None
+  return transformers
+
+
+def _check_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer) -> None:
+  """Checks that tokens have the ids that the files give them.
+
+  The library renumbers added tokens with ids beyond the end of the vocabulary.
+  The model's embeddings, however, have the ids of the files.
+
+  Raises:
+    ValueError: a token has another id.
+  """
+  for name, text, token in _stored_ids(directory):
+    found = backend.token_to_id(text)
+    if found != token:
+      raise ValueError(
+          f"{directory / name} gives {text!r} the id {token}, but the library "
+          f"'tokenizers' {'drops it' if found is None else f'uses {found}'}; "
+          "add tokens for the unused ids before it, such as '<unused1>', or "
+          "correct the id")
+  names = {name: value for file in (_BESIDE[0], _CONFIG)
+           for name, value in _json(directory / file).items()
+           if name in ("bos_token", "eos_token")}
+  known = {text for _, text, _ in _stored_ids(directory)}
+  for name, value in names.items():
+    text = value.get("content") if isinstance(value, dict) else value
+    if known and isinstance(text, str) and text not in known:
+      raise ValueError(f"{name} is {text!r}, which is not a token of the files "
+                       f"in {directory}; give files of one tokenizer")
+
+
+def _stored_ids(directory: pathlib.Path) -> Iterator[tuple[str, str, int]]:
+  """Yields `(file name, token, id)` of the tokens in a directory's files."""
+  spec = _json(directory / _MAIN)
+  vocabulary = spec.get("model", {}).get("vocab", {})
+  if isinstance(vocabulary, list):  # Unigram: pairs (token, score)
+    vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
+  for text, token in vocabulary.items():
+    yield _MAIN, text, token
+  for item in spec.get("added_tokens", ()):
+    yield _MAIN, item["content"], item["id"]
+  added = _json(directory / _CONFIG).get("added_tokens_decoder") or {}
+  for token, item in added.items():
+    yield _CONFIG, item["content"], int(token)
+  for text, token in _json(directory / "added_tokens.json").items():
+    yield "added_tokens.json", text, token
+
+
+def _report(directory: pathlib.Path, loaded: Any,
+            backend: tokenizers.Tokenizer, after: int | None) -> None:
+  """Prints one line with the settings that specjax does not apply."""
+  ignored = []
+  if after is not None:
+    ignored.append(f"the token {backend.id_to_token(after)!r} after every text "
+                   "(add_eos_token), because a prompt must not end")
+  if loaded.split_special_tokens:
+    ignored.append("split_special_tokens, because a chat template writes "
+                   "special tokens")
+  if (loaded.clean_up_tokenization_spaces
+      and not isinstance(backend.model, tokenizers.models.BPE)):
+    ignored.append("clean_up_tokenization_spaces, because text is decoded from "
+                   "the bytes of its tokens")
+  if ignored:
+    print(f"not applied from the tokenizer of {directory}: "
+          f"{'; '.join(ignored)}", file=sys.stderr)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+  return read_json(path, _FIX) if path.is_file() else {}
+
+
+def _template_tokens(backend: tokenizers.Tokenizer
+                     ) -> tuple[int | None, int | None]:
+  """Returns the special tokens that the tokenizer adds before and after a text.
+
+  Each of them is None if the tokenizer does not add it.
+  """
+  encoding = backend.encode("a")
+  marks = encoding.special_tokens_mask
+  if not any(marks):
+    return None, None
+  return (encoding.ids[0] if marks[0] else None,
+          encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
+
+
+def _default_template(directory: pathlib.Path,
+                      templates: str | Mapping[str, str] | None) -> str | None:
+  """Returns the template named "default", or the first one if there is none."""
+  if not isinstance(templates, Mapping):
+    return templates
+  name = "default" if "default" in templates else next(iter(templates), None)
+  if name not in (None, "default"):
+    print(f"{directory} has the chat templates {', '.join(templates)} and no "
+          f"'default'; {name!r} is used", file=sys.stderr)
+  return templates.get(name)
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -94,164 +288,43 @@ def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
   return {"bos": end, "eos": end, "adds_bos": True, "chat_template": None}
 
 
-def _json(path) -> dict[str, Any]:
-  return read_json(path, _FIX) if path.is_file() else {}
-
-
-def _texts(value) -> Iterator[str]:
-  """Yields the token strings in a value of a JSON file.
-
-  The value is a string, a list or a dict. The dict has the token as "content",
-  or contains such values.
-  """
-  if isinstance(value, str):
-    yield value
-  elif isinstance(value, dict):
-    yield from (_texts(value["content"]) if "content" in value
-                else _texts(list(value.values())))
-  elif isinstance(value, list):
-    for item in value:
-      yield from _texts(item)
-
-
-def _mark_special(backend, named) -> None:
-  """Marks tokens as special if the other files list them as special."""
-  special = {added.content
-             for added in backend.get_added_tokens_decoder().values()
-             if added.special}
-  backend.add_special_tokens([
-      text for name, value in named.items()
-      if name.endswith("_token") or name.endswith("_special_tokens")
-      for text in _texts(value)
-      if text not in special and backend.token_to_id(text) is not None])
-
-
-def _template_tokens(backend) -> tuple[int | None, int | None]:
-  """Returns the special tokens that the tokenizer adds before and after a text.
-
-  Each of them is None if the tokenizer does not add it.
-  """
-  encoding = backend.encode("a")
-  marks = encoding.special_tokens_mask
-  if not any(marks):
-    return None, None
-  return (encoding.ids[0] if marks[0] else None,
-          encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
-
-
-def _begin_and_end(backend, file, named, before, after
-                   ) -> dict[str, int | None]:
-  """Returns the ids of "bos_token" and "eos_token"; unknown ones are left out.
-
-  Args:
-    backend: tokenizer.
-    file: path of the `tokenizer.json`.
-    named: values of the directory's other files, by key.
-    before: token that the tokenizer puts before a text, or None.
-    after: token that the tokenizer puts after a text, or None.
-  """
-  written = {name: token for name, token in zip(_ENDS, (before, after))
-             if token is not None}
-  tokens = _last_resort(backend, file.with_name("config.json"),
-                        named | written) | written
-  for name in _ENDS:
-    if name in named:
-      tokens[name] = _id(backend, file, name, named[name])
-  if before is not None:  # `bos` is by definition the token before a text
-    tokens["bos_token"] = before
-  return tokens
-
-
-def _last_resort(backend, path, known) -> dict[str, int]:
-  """Returns begin and end ids from the model's configuration.
-
-  If the configuration contains no ids, both are the id of `END_OF_TEXT`.
-
-  Args:
-    backend: tokenizer.
-    path: path of the model's configuration.
-    known: keys of begin and end tokens that other files contain.
-  """
-  config = _json(path)
-  found = {}
-  for name in _ENDS:
-    value = config.get(name + "_id")
-    value = value[0] if isinstance(value, list) and value else value
-    if (isinstance(value, int) and 0 <= value < _IDS  # some files have -1
-        and backend.id_to_token(value) is not None):
-      if name not in known:
-        check_not_ordinary(backend, value, f"{name}_id", path)
-      found[name] = value
-  end = backend.token_to_id(END_OF_TEXT)
-  if not found and end is not None:
-    found = {"bos_token": end, "eos_token": end}
-  return found
-
-
-def check_not_ordinary(backend: tokenizers.Tokenizer, token: int, key: str,
-                       path: str | os.PathLike[str]) -> None:
-  """Checks that a begin or end token is not an ordinary token.
-
-  A configuration may contain default ids of a library. These ids may be
-  ordinary tokens of this tokenizer.
-
-  Args:
-    backend: the tokenizer.
-    token: id of the begin or end token.
-    key: key of the id in the configuration.
-    path: path of the configuration, for error messages.
+def check_alone(directory: pathlib.Path) -> None:
+  """Checks that a directory has no files of another tokenizer.
 
   Raises:
-    ValueError: the token is not marked as special, and plain text contains it.
+    ValueError: the directory has a file that `read` would combine with a saved
+      tokenizer, although it belongs to another one.
   """
-  text = backend.decode([token], skip_special_tokens=False)
-  if (token not in backend.get_added_tokens_decoder()
-      and not token_bytes.is_mark(backend.id_to_token(token) or "")
-      and token in backend.encode(text, add_special_tokens=False).ids):
-    raise ValueError(
-        f"{path} has {token} for {key}, which is the ordinary token {text!r} "
-        "in tokenizer.json; write the id of the token that "
-        f"{'begins' if key.startswith('bos') else 'ends'} a sequence, or null")
+  for name in _BESIDE:
+    if (directory / name).exists():
+      raise ValueError(f"{directory} has a {name} of another tokenizer, which "
+                       "would be read together with the saved one; remove it, "
+                       "or choose another directory")
 
 
-def _id(backend, file, name, value) -> int | None:
-  texts = list(_texts(value))
-  if not texts:
-    return None
-  token = backend.token_to_id(texts[0])
-  if token is None:
-    raise ValueError(f"{name} is {texts[0]!r}, which is not a token of {file}; "
-                     "give files of one tokenizer")
-  return token
+def write(path: pathlib.Path, tokenizer: "Tokenizer", **keys: Any) -> None:
+  """Writes a `tokenizer.json` and a `tokenizer_config.json` for transformers.
 
-
-def _chat_template(directory, config) -> str | None:
-  """Returns the chat template, or None.
-
-  The first existing one of these is used: the file chat_template.jinja, the
-  entry in tokenizer_config.json, the entry in chat_template.json.
+  Args:
+    path: path of the `tokenizer.json`.
+    tokenizer: a `specjax.data.Tokenizer`.
+    **keys: further keys of the `tokenizer_config.json`.
   """
-  path = directory / _TEMPLATE
-  if path.is_file():
-    return read_text(path)
-  template = config.get("chat_template") or _json(
-      directory / _TEMPLATE_JSON).get("chat_template")
-  if isinstance(template, list):  # several templates with names
-    template = _default_template(directory, template)
-  if not isinstance(template, str | None):
-    raise ValueError(f"the chat_template in {directory} is a "
-                     f"{type(template).__name__}; it must be a string, or a "
-                     f"list of dicts with 'name' and 'template': {_FIX}")
-  return template
-
-
-def _default_template(directory, templates) -> str | None:
-  """Returns the template named "default", or the first one if there is none."""
-  by_name = {item.get("name"): item.get("template")
-             for item in templates if isinstance(item, dict)}
-  if len(by_name) < len(templates) or not all(
-      isinstance(text, str) for item in by_name.items() for text in item):
-    raise ValueError(f"the chat_template in {directory} is a list, in which "
-                     "every item must have its own 'name' and a 'template'; "
-                     f"{_FIX}")
-  return by_name.get("default", next(iter(by_name.values()), None))
+  spec = json.loads(tokenizer.backend.to_str())
+  if tokenizer.adds_bos and spec.get("post_processor") is None:
+    # specjax adds bos before a text without a post-processor. transformers
+    # requires a post-processor of the tokenizer to add bos.
+    bos = tokenizer.names["bos_token"]
+    special = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing", "single": [special, text("A")],
+        "pair": [special, text("A"), text("B")], "special_tokens": {
+            bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}
+  config = {"tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False, **tokenizer.names, **keys}
+  if tokenizer.chat_template is not None:
+    config["chat_template"] = tokenizer.chat_template
+  write_json(path.with_name(_CONFIG), config, indent=2)
+  with atomically(path) as f:
+    f.write(json.dumps(spec, ensure_ascii=False, indent=2).encode())

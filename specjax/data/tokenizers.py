@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import functools
 import os
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from specjax.data import token_streams
 from specjax.data import tokenizer_files
 from specjax.data.tokenizer_files import END_OF_TEXT
 from specjax.utils.files import atomically
-from specjax.utils.files import write_json
 
 
 class Tokenizer:
@@ -46,11 +44,14 @@ class Tokenizer:
     adds_bos: True if the tokenizer's files put `bos` before every text. True
       for Llama and Gemma, False for GPT-2 and Qwen.
     chat_template: jinja template that converts messages to text, or None.
+    names: texts of the special tokens that have a name, such as
+      `{"pad_token": "<pad>"}`. They are variables of the chat template.
   """
 
   def __init__(self, backend: tokenizers.Tokenizer, *, bos: int | None = None,
                eos: int | None = None, adds_bos: bool = False,
-               chat_template: str | None = None) -> None:
+               chat_template: str | None = None,
+               names: Mapping[str, str] | None = None) -> None:
     for name, token in (("bos", bos), ("eos", eos)):
       if token is not None and backend.id_to_token(token) is None:
         raise ValueError(f"{name} is {token}, which is not an id of the "
@@ -61,7 +62,9 @@ class Tokenizer:
     self.eos = eos
     self.adds_bos = adds_bos and bos is not None
     self.chat_template = chat_template
-    _mark_those_of_template(backend, chat_template)
+    self.names = {name: backend.id_to_token(token) for name, token in (
+        ("bos_token", bos), ("eos_token", eos)) if token is not None
+                  } | dict(names or {})
     known = backend.get_added_tokens_decoder()
     backend.add_special_tokens([
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
@@ -75,12 +78,13 @@ class Tokenizer:
   def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
     """Returns the tokenizer of a `tokenizer.json` or of its directory.
 
-    Other files of the directory are also read: `tokenizer_config.json`,
-    `special_tokens_map.json`, `chat_template.jinja`, `chat_template.json`,
-    `config.json`.
+    The tokenizer of a published model is read by transformers, together with
+    the other files of its directory (needs `pip install 'specjax[published]'`).
+    Settings of the files that specjax does not apply are reported on stderr.
 
     Raises:
-      ValueError: the file is missing or damaged, or other files contradict it.
+      ValueError: the tokenizer is missing or damaged, its files contradict each
+        other, or transformers is missing.
     """
     backend, conventions = tokenizer_files.read(path)
     return cls(backend, **conventions)
@@ -114,21 +118,14 @@ class Tokenizer:
     path = pathlib.Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
     tokenizer_files.check_alone(path.parent)
-    conventions = {"bos": self.bos, "eos": self.eos,
-                   "adds_bos": self.adds_bos,
-                   "chat_template": self.chat_template}
     own = tokenizer_files.own_conventions(self.backend)
-    config_path = path.with_name("tokenizer_config.json")
-    if conventions != own or config_path.exists():
-      name = lambda token: (None if token is None
-                            else self.backend.id_to_token(token))
-      config = {"bos_token": name(self.bos), "eos_token": name(self.eos),
-                "add_bos_token": self.adds_bos}
-      if self.chat_template is not None:
-        config["chat_template"] = self.chat_template
-      write_json(config_path, config, indent=2)
-    with atomically(path) as f:
-      f.write(self.backend.to_str(pretty=True).encode())
+    if own == {"bos": self.bos, "eos": self.eos, "adds_bos": self.adds_bos,
+               "chat_template": self.chat_template}:
+      path.with_name("tokenizer_config.json").unlink(missing_ok=True)
+      with atomically(path) as f:
+        f.write(self.backend.to_str(pretty=True).encode())
+    else:
+      tokenizer_files.write(path, self)
 
   @functools.cached_property
   def parser(self) -> tokenizers.Tokenizer:
@@ -204,10 +201,13 @@ class Tokenizer:
   def decode(self, ids: ArrayLike) -> str:
     """Returns the text of `ids` without special tokens.
 
-    Invalid UTF-8 is replaced by U+FFFD.
+    The bytes of the tokens are decoded as UTF-8. Invalid bytes are replaced by
+    U+FFFD.
     """
-    ids = np.asarray(ids).tolist()
-    return self.backend.decode(ids, skip_special_tokens=True)
+    ids = [token for token in np.asarray(ids, np.int64).tolist()
+           if self.token_bytes(token)]
+    return b"".join(self.token_bytes(token, first=i == 0)
+                    for i, token in enumerate(ids)).decode("utf-8", "replace")
 
   def chat(self, messages: Sequence[Mapping[str, Any]],
            add_generation_prompt: bool = True) -> list[int]:
@@ -257,18 +257,24 @@ class Tokenizer:
     """
     return np.concatenate(list(token_streams.encode(self, texts)))
 
-  def token_bytes(self, token: int) -> bytes:
+  def token_bytes(self, token: int, first: bool = False) -> bytes:
     """Returns the bytes of a token, empty for special and unused ids.
 
     Args:
       token: id of the token.
+      first: if True, the token is the first one of a text. Some tokenizers drop
+        a space at the beginning of a text.
 
     Raises:
       ValueError: the id is negative, or the decoder has an unsupported step.
     """
     if token < 0:
       raise ValueError(f"token id {token} is negative; ids begin at 0")
-    return self._bytes[token] if token < self.vocab_size else b""
+    found = self._bytes[token] if token < self.vocab_size else b""
+    if first and found and not token_bytes.is_byte_level(self.backend):
+      text = self.backend.decode([token])
+      return found if "\ufffd" in text else text.encode()
+    return found
 
   def same_tokens(self, other: "Tokenizer") -> bool:
     """Returns True if the bytes of all ids and the special tokens are equal."""
@@ -313,25 +319,6 @@ class Tokenizer:
     for start, end in zip(cuts, [*cuts[1:], len(text)]):
       for place, part in self.plain(text[start:end]):
         yield start + place, part
-
-
-def _mark_those_of_template(backend, template):
-  """Marks control tokens in a chat template as special tokens.
-
-  Some GGUF files store `<|im_start|>` as a normal token. Without this mark, the
-  tokenizer would split the text of that token into several tokens.
-  """
-  split = []
-  for text in token_bytes.marks_in(template or ""):
-    token = backend.token_to_id(text)
-    if (token is not None and token not in backend.get_added_tokens_decoder()
-        and token not in backend.encode(text, add_special_tokens=False).ids):
-      split.append(text)
-  if split:
-    backend.add_special_tokens(split)
-    print(f"the chat template writes {', '.join(split)}, which the files of "
-          "the tokenizer do not mark as special; each is read as one special "
-          "token all the same", file=sys.stderr)
 
 
 def check_same_tokens(drafter: Tokenizer, target: Tokenizer) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -77,7 +76,8 @@ def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
   _write_weights(directory / model_files.WEIGHTS, architecture, model.config,
                  flat, dtype)
   if tokenizer is not None:
-    _write_tokenizer(directory, tokenizer, model.context_length)
+    tokenizer_files.write(directory / "tokenizer.json", tokenizer,
+                          model_max_length=model.context_length)
   ids = _end_ids(tokenizer, generation)
   write_json(directory / "generation_config.json",
              ids | _sampling(generation), indent=2)
@@ -99,12 +99,16 @@ def _end_ids(tokenizer: Tokenizer | None,
 
 
 def _sampling(generation: GenerationDefaults | None) -> dict[str, Any]:
-  """Returns the sampling keys, an empty dict for greedy decoding."""
-  settings = {} if generation is None else {
-      "temperature": generation.temperature, "top_k": generation.top_k,
-      "top_p": generation.top_p}
-  settings = {key: x for key, x in settings.items() if x is not None}
-  return {"do_sample": True, **settings} if settings else {}
+  """Returns all keys of generation_config.json except the eos."""
+  if generation is None:
+    return {}
+  settings = {key: getattr(generation, key) for key in (
+      "temperature", "top_k", "top_p", "min_p")
+              if getattr(generation, key) is not None}
+  always = {"repetition_penalty": generation.repetition_penalty,
+            "suppress_tokens": list(generation.suppress_tokens)}
+  return {**generation.others, **({"do_sample": True} if settings else {}),
+          **settings, **{key: x for key, x in always.items() if x}}
 
 
 def express(config: TransformerConfig) -> tuple[str, dict[str, Any]]:
@@ -188,28 +192,3 @@ def _write_weights(path: pathlib.Path, architecture: Architecture,
   write_safetensors(path, kinds, (
       tensor for place in stored for tensor in place.stored.split(
           config, converted(np.asarray(params[place.path]), dtype))))
-
-
-def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer,
-                     length: int) -> None:
-  name = lambda token: (None if token is None
-                        else tokenizer.backend.id_to_token(token))
-  content = json.loads(tokenizer.backend.to_str())
-  if tokenizer.adds_bos and content.get("post_processor") is None:
-    # specjax adds bos before a text without a post-processor. transformers
-    # requires a post-processor of the tokenizer to add bos.
-    bos = name(tokenizer.bos)
-    special = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing", "single": [special, text("A")],
-        "pair": [special, text("A"), text("B")], "special_tokens": {
-            bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}
-  config = {"tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": name(tokenizer.bos), "eos_token": name(tokenizer.eos),
-            "add_bos_token": tokenizer.adds_bos, "model_max_length": length,
-            "clean_up_tokenization_spaces": False}
-  if tokenizer.chat_template is not None:
-    config["chat_template"] = tokenizer.chat_template
-  write_json(directory / "tokenizer.json", content)
-  write_json(directory / "tokenizer_config.json", config, indent=2)

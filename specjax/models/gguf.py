@@ -106,7 +106,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     import gguf
   except ImportError:
     raise ValueError(f"reading {path} requires the package gguf: pip install "
-                     "'specjax[gguf]'") from None
+                     "'specjax[published]'") from None
   path = pathlib.Path(path)
   check_downloaded(path)
   metadata, headers = gguf_headers.read(path)

@@ -15,12 +15,13 @@ from scripts import imported
 from scripts import ROOT
 from scripts import run_all
 from scripts import start
+from tiny_llama import write_llama
 
 import specjax as sj
-from specjax.data import chat
 from specjax.data import corpora
 from specjax.data import prompt_sets
 from specjax.data import prompts as prompts_lib
+from specjax.data import Tokenizer
 from specjax.models import gguf
 from specjax.models import safetensors_files
 from specjax.training import metrics
@@ -106,8 +107,13 @@ def test_every_figure_is_drawn_by_what_is_checked():
 
 
 _NEEDS = {  # by package: its extra, and what cannot do without it
-    "gguf": ("gguf", lambda path: gguf.open_gguf(path)),
-    "jinja2": ("chat", lambda path: chat._environment()),
+    "gguf": ("published", lambda path: gguf.open_gguf(path)),
+    "jinja2": ("published", lambda path: Tokenizer.from_gguf({
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": [],
+        "tokenizer.chat_template": "a"})),
+    "transformers": ("published", lambda path: Tokenizer.load(
+        write_llama(path.parent / "llama"))),
     "datasets": ("datasets", lambda path: prompt_sets.load("gsm8k")),
     "tensorboardX": (
         "experiments", lambda path: metrics.MetricsLog(path.parent, 0))}

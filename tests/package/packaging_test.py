@@ -9,7 +9,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = {"orbax": "orbax-checkpoint"}  # imported under another name
 # Their absence is told to the user.
 _OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "tensorboardX",
-             "wandb"}
+             "transformers", "wandb"}
 
 
 def _imported(tree):

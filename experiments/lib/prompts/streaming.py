@@ -38,11 +38,6 @@ def is_colored(choice: str) -> bool:
 class Printer:
   """Prints tokens as complete characters and in colour during generation.
 
-  This class decodes the bytes of the tokens itself. The decoding stream of the
-  library `tokenizers` would decode the complete text again for every token. It
-  also fails with some vocabularies, because an incomplete character changes the
-  bytes around it.
-
   Attributes:
     text: printed text, without colour codes.
   """
@@ -70,25 +65,20 @@ class Printer:
       self._print(token, _GREEN if place < accepted else _RED)
     sys.stdout.flush()
 
+  def end(self):
+    """Prints U+FFFD if the last character is incomplete."""
+    self._write(self._characters.decode(b"", final=True), "")
+
   def _print(self, token: int, color: str):
-    piece = self._characters.decode(self._bytes(int(token)))
+    found = self._tokenizer.token_bytes(int(token), first=not self._begun)
+    self._begun |= bool(self._tokenizer.token_bytes(int(token)))
+    self._write(self._characters.decode(found), color)
+
+  def _write(self, piece: str, color: str):
     if piece:
       self._pieces.append(piece)
       sys.stdout.write(color + piece + _PLAIN if color and self._colored
                        else piece)
-
-  def _bytes(self, token: int):
-    """Returns the bytes of a token.
-
-    If the tokenizer drops a leading space of a text, the result for the first
-    token omits this space.
-    """
-    found = self._tokenizer.token_bytes(token)
-    if self._begun or not found:
-      return found
-    self._begun = True
-    first = self._tokenizer.decode([token]).encode()
-    return first if found.startswith(b" ") and found.endswith(first) else found
 
 
 @dataclasses.dataclass
@@ -190,6 +180,7 @@ class Writer:
         # counted.
         answer.add(new, int(drafted), int(active), passed * active)
         length += emitted
+    printer.end()
 
   def time(self, ids: list[int], new_tokens: int, capacity: int = 0):
     """Returns the tokens generated after a prompt, and the time in seconds."""
