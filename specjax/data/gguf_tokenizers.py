@@ -128,10 +128,12 @@ def read(metadata: Mapping[str, Any]
         special_tokens=[(text, bos)])
   template = metadata.get("tokenizer.chat_template")
   _mark_those_of_template(backend, template or "")
+  named = {key: data.get(f"{key}_token_id") for key in _NAMES} | {
+      "bos": bos, "eos": eos}
   return backend, {
       "bos": bos, "eos": eos, "adds_bos": adds_bos, "chat_template": template,
-      "names": {name: tokens[data[f"{key}_token_id"]]
-                for key, name in _NAMES.items() if f"{key}_token_id" in data}}
+      "names": {_NAMES[key]: tokens[token] for key, token in named.items()
+                if token is not None}}
 
 
 def is_mark(text: str) -> bool:

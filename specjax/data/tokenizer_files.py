@@ -314,7 +314,7 @@ def write(path: pathlib.Path, tokenizer: "Tokenizer", **keys: Any) -> None:
   if tokenizer.adds_bos and spec.get("post_processor") is None:
     # specjax adds bos before a text without a post-processor. transformers
     # requires a post-processor of the tokenizer to add bos.
-    bos = tokenizer.names["bos_token"]
+    bos = tokenizer.backend.id_to_token(tokenizer.bos)
     special = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
     spec["post_processor"] = {

@@ -45,7 +45,8 @@ class Tokenizer:
       for Llama and Gemma, False for GPT-2 and Qwen.
     chat_template: jinja template that converts messages to text, or None.
     names: texts of the special tokens that have a name, such as
-      `{"pad_token": "<pad>"}`. They are variables of the chat template.
+      `{"pad_token": "<pad>"}`. They are variables of the chat template. By
+      default, `bos` and `eos` have the names "bos_token" and "eos_token".
   """
 
   def __init__(self, backend: tokenizers.Tokenizer, *, bos: int | None = None,
@@ -62,9 +63,9 @@ class Tokenizer:
     self.eos = eos
     self.adds_bos = adds_bos and bos is not None
     self.chat_template = chat_template
-    self.names = {name: backend.id_to_token(token) for name, token in (
-        ("bos_token", bos), ("eos_token", eos)) if token is not None
-                  } | dict(names or {})
+    self.names = dict(names) if names is not None else {
+        name: backend.id_to_token(token) for name, token in (
+            ("bos_token", bos), ("eos_token", eos)) if token is not None}
     known = backend.get_added_tokens_decoder()
     backend.add_special_tokens([
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))

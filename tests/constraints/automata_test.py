@@ -353,20 +353,18 @@ def test_large_schemas_have_small_tables():
 
 def test_flags_become_constraints(tmp_path):
   # Broken: a flag of generate.py is lost, or a penalty goes before a schema.
-  none = dict(regex=None, schema=None, repetition=1.0, frequency=0.0,
-              presence=0.0)
+  none = dict(regex=None, schema=None, frequency=0.0, presence=0.0)
   assert constrained.constraints(_WORDS, 8, (4,), **none) == ()
   with pytest.raises(ValueError, match="leave one of the two out"):
     constrained.check_flags("a", "b")
-  penalties = dict(repetition=1.2, frequency=0.5)
+  penalties = dict(frequency=0.5)
   assert constrained.constraints(_WORDS, 8, (4,), **{**none, **penalties}) == (
-      constraints.Repetition(penalty=1.2),
-      constraints.OutputPenalty(frequency=0.5))
+      constraints.OutputPenalty(frequency=0.5),)
   (tmp_path / "schema.json").write_text(json.dumps({"enum": ["ab", "b"]}))
   quoted = testing.ListTokenizer((*_WORDS.tokens, b'"'))
   found = constrained.constraints(
       quoted, 9, (1,), **{**none, **penalties, "schema": str(
           tmp_path / "schema.json")})
   assert [type(one).__name__ for one in found] == [
-      "Automaton", "Repetition", "OutputPenalty"]
+      "Automaton", "OutputPenalty"]
   assert found[0].shortest == 3  # b ends a row here, so that "ab" is left
