@@ -152,13 +152,21 @@ _CONTROLLER = flags.DEFINE_bool(
 _MEASURE = flags.DEFINE_bool(
     "measure", False, "Measure the times for --controller again. Default: use "
     "the stored times of this machine, if there are any")
-_TEMPERATURE = shared.temperature(0.8)
+_PUBLISHED = ("Default: the setting in the target's generation_config.json or "
+              "GGUF file, otherwise ")
+_TEMPERATURE = shared.temperature(
+    None, f"Sampling temperature of target and drafter. {_PUBLISHED}0.8")
 _TOP_K = flags.DEFINE_integer(
-    "top_k", 0, "Top-k sampling: keep the k most likely tokens; 0 keeps all")
-_TOP_P = shared.top_p()
+    "top_k", None, "Top-k sampling: keep the k most likely tokens; 0 keeps "
+    f"all. {_PUBLISHED}0", 0)
+_TOP_P = flags.DEFINE_float(
+    "top_p", None, "Nucleus sampling: keep the most likely tokens until their "
+    "total probability reaches top_p, in (0, 1]; 1 keeps all. "
+    f"{_PUBLISHED}1")
 _MIN_P = flags.DEFINE_float(
-    "min_p", 0.0, "Min-p sampling: keep the tokens that are at least min_p "
-    "times as likely as the most likely token, in [0, 1]; 0 keeps all")
+    "min_p", None, "Min-p sampling: keep the tokens that are at least min_p "
+    "times as likely as the most likely token, in [0, 1]; 0 keeps all. "
+    f"{_PUBLISHED}0")
 _REGEX = flags.DEFINE_string(
     "regex", None, "Regular expression that the whole output must match, such "
     "as '(Yes|No)[.]'")
@@ -166,9 +174,9 @@ _JSON_SCHEMA = flags.DEFINE_string(
     "json_schema", None, "File with a JSON schema that the output must match; "
     "excludes --regex")
 _REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", 1.0, "Repetition penalty (CTRL), above 0: positive "
+    "repetition_penalty", None, "Repetition penalty (CTRL), above 0: positive "
     "logits of tokens already in the prompt or output are divided by it, "
-    "negative ones multiplied. 1 disables it")
+    f"negative ones multiplied. 1 disables it. {_PUBLISHED}1")
 _FREQUENCY_PENALTY = flags.DEFINE_float(
     "frequency_penalty", 0.0, "Amount subtracted from a token's logit for each "
     "occurrence in the output; 0 disables it")
@@ -399,6 +407,33 @@ def _check_compare():
                      "choose another verifier, or a temperature above 0")
 
 
+def _transform(target: sj.models.Pretrained, constraints: tuple
+               ) -> sj.LogitsTransform:
+  """Returns the sampling settings: flags, then those published with the target.
+
+  Published settings that are used are printed.
+  """
+  published = target.generation or sj.models.GenerationDefaults()
+  given = {flag.name: flag.value for flag in (
+      _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _REPETITION_PENALTY)
+           if flag.value is not None}
+  used = [f"{name}={value}" for name, value in (
+      *((name, getattr(published, name)) for name in (
+          "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if name not in given),
+      ("suppress_tokens", published.suppress_tokens or None))
+          if value is not None]
+  if used:
+    print(f"published settings of {_TARGET.value}: {', '.join(used)}",
+          file=sys.stderr)
+  if "repetition_penalty" in given:
+    published = dataclasses.replace(
+        published, repetition_penalty=given.pop("repetition_penalty"))
+  if published.temperature is None:
+    given.setdefault("temperature", 0.8)
+  return published.transform(**given, constraints=constraints)
+
+
 def _keep(text: str):
   """Writes the generated text to --output, if the flag is set."""
   if _OUTPUT.value is not None:
@@ -454,15 +489,11 @@ def main():
   prompts.check_chat(tokenizer, _CHAT.value or _INTERACTIVE.value,
                      "--chat" if _CHAT.value else "--interactive")
   decoder = strategy.decoder(
-      model, transform=sj.LogitsTransform(
-          temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
-          top_p=_TOP_P.value, min_p=_MIN_P.value,
-          constraints=constrained.constraints(
-              tokenizer, model.vocab_size, models.ends(target, tokenizer),
-              regex=_REGEX.value, schema=_JSON_SCHEMA.value,
-              repetition=_REPETITION_PENALTY.value,
-              frequency=_FREQUENCY_PENALTY.value,
-              presence=_PRESENCE_PENALTY.value)),
+      model, transform=_transform(target, constrained.constraints(
+          tokenizer, model.vocab_size, models.ends(target, tokenizer),
+          regex=_REGEX.value, schema=_JSON_SCHEMA.value,
+          frequency=_FREQUENCY_PENALTY.value,
+          presence=_PRESENCE_PENALTY.value)),
       eos=models.ends(target, tokenizer))
   room = decoder.context_length - _MAX_NEW_TOKENS.value
   if room < 1:

@@ -66,7 +66,8 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
     import huggingface_hub
   except ImportError:
     raise ValueError(f"the directory {name} does not exist; to search the "
-                     "Hugging Face hub: pip install 'specjax[hub]'") from None
+                     "Hugging Face hub: pip install 'specjax[published]'"
+                     ) from None
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(
         name, allow_patterns=list(_FROM_HUB),

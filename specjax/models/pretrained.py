@@ -5,12 +5,15 @@ import dataclasses
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-from specjax.data.tokenizer_files import check_not_ordinary
+from specjax.constraints import Repetition
+from specjax.data import gguf_tokenizers
+from specjax.data import tokenizer_files
 from specjax.data.tokenizers import Tokenizer
 from specjax.models import gguf
 from specjax.models import model_files
@@ -25,6 +28,8 @@ from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.weights import fill
+from specjax.sampling import LogitsTransform
+from specjax.utils.fields import is_number
 from specjax.utils.files import read_json
 
 Tensors = Mapping[str, StoredTensor]
@@ -37,6 +42,20 @@ _DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
 _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# Keys of generation_config.json that do not change the text of one sequence:
+# ids, caches, outputs, assistants, and details of beam search. Keys of sampling
+# are in `GenerationDefaults.others` only if do_sample is not true. Then
+# transformers does not use them either.
+_WITHOUT_EFFECT = re.compile(
+    r"^(transformers_version|_from_model_config|do_sample|temperature|top_[kp]"
+    r"|min_p|(pad|bos|decoder_start)_token_id|use_.*|.*cache.*|output_.*"
+    r"|return_.*|num_return_sequences|.*assistant.*|.*lookbehind"
+    r"|prompt_lookup_.*|max_matching_ngram_size|speculation_type|.*compile.*"
+    r"|low_memory|prefill_chunk_size|continuous_batching_config"
+    r"|length_penalty|early_stopping|num_beam_groups|diversity_penalty"
+    r"|renormalize_logits|remove_invalid_values)$")
+_NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
+                          "encoder_repetition_penalty"), 1)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Tensors of Gemma 3's image encoder. They are skipped, because only the
 # language model is loaded.
@@ -54,13 +73,55 @@ class GenerationDefaults:
     temperature: sampling temperature. None means greedy decoding, or no
       published value.
     top_k: number of most likely tokens from which to sample. None means all.
+      (`generate` of transformers uses 50 if a file with `do_sample` has none.)
     top_p: probability mass of the tokens from which to sample. None means 1.
+    min_p: smallest probability of a sampled token, relative to the largest
+      probability. None means 0.
+    repetition_penalty: penalty of `constraints.Repetition`. None means 1.
+    suppress_tokens: ids of tokens that are never generated.
+    others: other keys of generation_config.json. specjax does not apply them;
+      `export_pretrained` writes them again.
   """
 
   eos: tuple[int, ...] = ()
   temperature: float | None = None
   top_k: int | None = None
   top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float | None = None
+  suppress_tokens: tuple[int, ...] = ()
+  others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    penalty = self.repetition_penalty
+    if penalty is not None and not is_number(penalty):
+      raise ValueError(f"repetition_penalty is {penalty!r}; it must be a "
+                       "number")
+    self.transform()  # raises for other values out of range
+
+  def transform(self, **fields: Any) -> LogitsTransform:
+    """Returns the distribution of the next token with these settings.
+
+      >>> import specjax as sj
+      >>> settings = sj.models.GenerationDefaults(temperature=0.6, top_k=20)
+      >>> found = settings.transform(temperature=1.0)
+      >>> found.temperature, found.top_k, found.top_p
+      (1.0, 20, 1.0)
+
+    Args:
+      **fields: fields of `LogitsTransform` that replace published settings.
+        `constraints` apply after the repetition penalty.
+    """
+    published = {name: getattr(self, name)
+                 for name in ("temperature", "top_k", "top_p", "min_p")
+                 if getattr(self, name) is not None}
+    penalty = 1 if self.repetition_penalty is None else self.repetition_penalty
+    fields = {"temperature": 0.0, "banned": self.suppress_tokens,
+              **published, **fields}
+    if penalty != 1:
+      fields["constraints"] = (Repetition(penalty=penalty),
+                               *fields.get("constraints", ()))
+    return LogitsTransform(**fields)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,8 +209,7 @@ def _tokenizer(place: pathlib.Path, metadata: Mapping[str, Any] | None = None
   if metadata is not None:
     return (Tokenizer.from_gguf(metadata)
             if "tokenizer.ggml.tokens" in metadata else None)
-  return (Tokenizer.load(place)
-          if (place / "tokenizer.json").is_file() else None)
+  return Tokenizer.load(place) if tokenizer_files.exists(place) else None
 
 
 def _from_gguf(path: pathlib.Path, dtype: np.dtype, context_length: int | None
@@ -169,11 +229,15 @@ def _from_gguf(path: pathlib.Path, dtype: np.dtype, context_length: int | None
       raise ValueError(f"{path} has {token} for the id that ends a sequence; "
                        "it must be one of the model's tokens, 0 to "
                        f"{model.vocab_size - 1}")
-  sampling = {name: meta.get(f"general.sampling.{key}") for name, key in (
-      ("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p"))}
-  given = ends or any(value is not None for value in sampling.values())
-  return Pretrained(model, params, tokenizer, GenerationDefaults(
-      eos=ends, **sampling) if given else None)
+  prefix = "general.sampling."
+  sampling = {key.removeprefix(prefix): value for key, value in meta.items()
+              if key.startswith(prefix)}
+  if sampling.get("top_k", 1) <= 0:  # llama.cpp then samples from all tokens
+    del sampling["top_k"]
+  if "temp" in sampling:
+    sampling |= {"do_sample": True, "temperature": sampling.pop("temp")}
+  return Pretrained(model, params, tokenizer, _settings(path, ends, sampling)
+                    if ends or sampling else None)
 
 
 def _from_directory(directory: pathlib.Path, dtype: np.dtype,
@@ -338,15 +402,42 @@ def _generation(directory: pathlib.Path, config: Mapping[str, Any],
   if not given and end is None:
     return None
   ends = end if isinstance(end, list) else [end] * (end is not None)
-  for token in ends:
-    if type(token) is not int or not 0 <= token < vocab_size:
-      raise ValueError(
-          f"{path if 'eos_token_id' in given else directory / 'config.json'} "
-          f"has {token!r} for eos_token_id; give token ids in "
-          f"[0, {vocab_size}), or none")
-  used = given if given.get("do_sample") else {}
-  return GenerationDefaults(eos=tuple(ends), **{
-      name: used.get(name) for name in ("temperature", "top_k", "top_p")})
+  place = path if "eos_token_id" in given else directory / "config.json"
+  banned = given.get("suppress_tokens") or []
+  for source, key, tokens in ((place, "eos_token_id", ends),
+                              (path, "suppress_tokens", banned)):
+    for token in tokens:
+      if type(token) is not int or not 0 <= token < vocab_size:
+        raise ValueError(f"{source} has {token!r} for {key}; give token ids in "
+                         f"[0, {vocab_size}), or none")
+  return _settings(path, tuple(ends), given)
+
+
+def _settings(path: pathlib.Path, ends: tuple[int, ...],
+              given: Mapping[str, Any]) -> GenerationDefaults:
+  """Returns the settings of a generation_config.json; reports unused ones."""
+  sampled = given.get("do_sample")
+  if type(sampled) not in (bool, type(None)):
+    raise ValueError(f"{path} has {sampled!r} for do_sample; it must be true "
+                     "or false")
+  used = {"eos_token_id", "repetition_penalty", "suppress_tokens"}
+  if sampled:
+    used |= {"do_sample", "temperature", "top_k", "top_p", "min_p"}
+  others = {key: x for key, x in given.items() if key not in used}
+  ignored = [f"{key}={x!r}" for key, x in others.items()
+             if not _WITHOUT_EFFECT.search(key) and x not in (
+                 None, False, 0, [], {}, _NEUTRAL.get(key))]
+  if ignored:
+    print(f"{path}: {', '.join(ignored)} {'is' if len(ignored) == 1 else 'are'}"
+          " not applied; an export retains such keys", file=sys.stderr)
+  try:
+    return GenerationDefaults(
+        eos=ends, others=others,
+        suppress_tokens=tuple(given.get("suppress_tokens") or ()),
+        **{key: given.get(key) for key in used
+           & {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}})
+  except ValueError as e:
+    raise ValueError(f"{path}: {e}; correct the value, or write null") from None
 
 
 def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
@@ -368,8 +459,9 @@ def _check_tokenizer(place: pathlib.Path, found: Pretrained) -> None:
 def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
   """Raises `ValueError` if the only end of a sequence is an ordinary token.
 
-  A list of several end tokens is not checked, because it is probably
-  intentional.
+  A configuration may contain the default id of a library, which may be an
+  ordinary token of this tokenizer. A list of several end tokens is not checked,
+  because it is probably intentional.
   """
   ends = found.generation.eos if found.generation else ()
   if found.tokenizer is None or len(ends) != 1:
@@ -377,7 +469,15 @@ def _check_end(directory: pathlib.Path, found: Pretrained) -> None:
   path = directory / "generation_config.json"
   if not path.is_file() or "eos_token_id" not in read_json(path, ""):
     path = directory / "config.json"
-  check_not_ordinary(found.tokenizer.backend, *ends, "eos_token_id", path)
+  [token], backend = ends, found.tokenizer.backend
+  text = backend.decode([token], skip_special_tokens=False)
+  if (token not in backend.get_added_tokens_decoder()
+      and not gguf_tokenizers.is_mark(backend.id_to_token(token) or "")
+      and token in backend.encode(text, add_special_tokens=False).ids):
+    raise ValueError(
+        f"{path} has {token} for eos_token_id, which is the ordinary token "
+        f"{text!r} of the tokenizer; write the id of the token that ends a "
+        "sequence, or null")
 
 
 def _shortened(place: pathlib.Path, found: Pretrained,

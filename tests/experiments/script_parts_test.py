@@ -665,3 +665,31 @@ def test_flags_that_do_not_go_together(given, words):
     flags.FLAGS(["generate.py", "--compare", "--verifier=block",
                  "--vocabulary=strings", "--temperature=0"])
     generate._check_flags()
+
+
+def test_published_settings_are_used_unless_flags_replace_them(capsys):
+  # Broken: a model is sampled otherwise than its makers say, or nobody can tell
+  # with which settings.
+  published = sj.models.GenerationDefaults(
+      temperature=0.6, top_k=20, repetition_penalty=1.5, suppress_tokens=(3,))
+  target = types.SimpleNamespace(generation=published)
+  last = sj.constraints.OutputPenalty(frequency=0.5)
+  with imported("generate.py") as generate:
+
+    def found(target, *given):
+      flags.FLAGS(["generate.py", "--target=mine", *given])
+      result = generate._transform(target, (last,))
+      flags.FLAGS.unparse_flags()
+      return result
+
+    assert found(target) == sj.LogitsTransform(
+        temperature=0.6, top_k=20, banned=(3,), constraints=(
+            sj.constraints.Repetition(penalty=1.5), last))
+    assert ("published settings of mine: temperature=0.6, top_k=20, "
+            "repetition_penalty=1.5, suppress_tokens=(3,)"
+            in capsys.readouterr().err)
+    assert found(target, "--temperature=0", "--top_k=0", "--top_p=0.9",
+                 "--repetition_penalty=1") == sj.LogitsTransform(
+                     temperature=0, top_p=0.9, banned=(3,), constraints=(last,))
+    assert found(types.SimpleNamespace(generation=None)) == sj.LogitsTransform(
+        temperature=0.8, constraints=(last,))

@@ -16,8 +16,7 @@ def check_flags(regex: str | None, schema: str | None):
 
 def constraints(tokenizer: Tokenizer, vocab_size: int,
                 ends: tuple[int, ...] | None, *, regex: str | None,
-                schema: str | None, repetition: float, frequency: float,
-                presence: float):
+                schema: str | None, frequency: float, presence: float):
   """Returns the constraints that flags specify: automata, then penalties.
 
   Args:
@@ -26,7 +25,6 @@ def constraints(tokenizer: Tokenizer, vocab_size: int,
     ends: end-of-text ids, or None.
     regex: regular expression of the output, or None.
     schema: path of a JSON schema of the output, or None.
-    repetition: repetition penalty. 1 disables it.
     frequency: frequency penalty. 0 disables it.
     presence: presence penalty. 0 disables it.
   """
@@ -41,8 +39,6 @@ def constraints(tokenizer: Tokenizer, vocab_size: int,
     found.append(constraints_lib.Automaton.from_json_schema(
         files.read_json(schema, "give a file with a JSON schema"), tokenizer,
         **options))
-  if repetition != 1:
-    found.append(constraints_lib.Repetition(penalty=repetition))
   if frequency or presence:
     found.append(constraints_lib.OutputPenalty(
         frequency=frequency, presence=presence))
