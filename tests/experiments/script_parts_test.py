@@ -536,7 +536,8 @@ def test_the_warm_up_is_awaited(monkeypatch):
   monkeypatch.setattr(jax, "block_until_ready", done.append)
   state = _State(jnp.zeros((1, 4), jnp.int32), jnp.array([4]),
                  jnp.array([True]))
-  streaming.Writer(decoder, None, 0).write(state, None, streaming.Answer())
+  printer = types.SimpleNamespace(end=lambda: None)
+  streaming.Writer(decoder, None, 0).write(state, printer, streaming.Answer())
   assert done == ["warm"]
 
 
