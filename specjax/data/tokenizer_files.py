@@ -75,8 +75,7 @@ def read(path: str | os.PathLike[str]
       return backend, own
   if file.name != _MAIN:
     raise ValueError(f"{file} is the tokenizer of a published model; rename it "
-                     f"to {_MAIN}, and put the other files of its directory "
-                     "beside it")
+                     f"to {_MAIN} in the directory of its other files")
   for name in (_CONFIG, *_BESIDE):
     if name.endswith(".json") and (directory / name).is_file():
       read_json(directory / name, _FIX)
@@ -308,7 +307,7 @@ def write(path: pathlib.Path, tokenizer: "Tokenizer", **keys: Any) -> None:
   Args:
     path: path of the `tokenizer.json`.
     tokenizer: a `specjax.data.Tokenizer`.
-    **keys: further keys of the `tokenizer_config.json`.
+    **keys: values of further keys in the `tokenizer_config.json`.
   """
   spec = json.loads(tokenizer.backend.to_str())
   if tokenizer.adds_bos and spec.get("post_processor") is None:
