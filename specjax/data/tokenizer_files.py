@@ -77,8 +77,11 @@ def read(path: str | os.PathLike[str]
     raise ValueError(f"{file} is the tokenizer of a published model; rename it "
                      f"to {_MAIN} in the directory of its other files")
   for name in (_CONFIG, *_BESIDE):
-    if name.endswith(".json") and (directory / name).is_file():
-      read_json(directory / name, _FIX)
+    if (directory / name).is_file():  # damaged files are refused by name
+      if name.endswith(".json"):
+        read_json(directory / name, _FIX)
+      else:
+        read_text(directory / name)
   return _published(directory)
 
 
@@ -264,7 +267,7 @@ def _default_template(directory: pathlib.Path,
                       templates: str | Mapping[str, str] | None) -> str | None:
   """Returns the template named "default", or the first one if there is none."""
   if not isinstance(templates, Mapping):
-    return templates
+    return templates and templates.removeprefix("\ufeff")  # a byte-order mark
   name = "default" if "default" in templates else next(iter(templates), None)
   if name not in (None, "default"):
     print(f"{directory} has the chat templates {', '.join(templates)} and no "

@@ -11,7 +11,6 @@ from scripts import ROOT
 from specjax.data import corpora
 from specjax.data import prompt_sets
 from specjax.data import prompts
-from specjax.data import tokenizers
 from specjax.utils import files
 
 sys.path.append(str(ROOT / "experiments"))
@@ -40,15 +39,7 @@ _READERS = {
         x.text for x in corpora.read_documents(str(path))], ["one"]),
     "a schema": ("schema.json", '{"type": "one"}',
                  lambda path: [files.read_json(path, "fix")["type"]], ["one"]),
-    "a template": ("chat_template.jinja", "one",
-                   lambda path: [_template(path)], ["one"]),
 }
-
-
-def _template(path):
-  tokenizers.train(["law"], 257).backend.save(
-      str(path.with_name("tokenizer.json")))
-  return tokenizers.Tokenizer.load(path.parent).chat_template
 
 
 def _write(path, data):

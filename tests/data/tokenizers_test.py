@@ -665,5 +665,9 @@ def test_several_templates(tmp_path, capsys):
   _directory(path, _byte_level(), config={"chat_template": templates[:1]})
   assert tokenizers.Tokenizer.load(path).chat_template == "t"
   assert "no 'default'; 'tools' is used" in capsys.readouterr().err
-  (path / "chat_template.jinja").write_text("file")
+  file = path / "chat_template.jinja"
+  file.write_text("\ufefffile")
   assert tokenizers.Tokenizer.load(path).chat_template == "file"
+  file.write_bytes(b"\n\nfile\xff")
+  with pytest.raises(ValueError, match=f"{file}.*line 3 .*UTF-8"):
+    tokenizers.Tokenizer.load(path)
