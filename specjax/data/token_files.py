@@ -105,7 +105,7 @@ def read(source: str, field: str, tokenizer: Tokenizer,
   name = fingerprint(
       _FORMAT, corpora.digest(source, field), field, library.__version__,
       tokenizer.backend.to_str(), tokenizer.bos, tokenizer.eos,
-      tokenizer.chat_template if chat else None)
+      *((tokenizer.chat_template, tokenizer.names) if chat else ()))
   path = pathlib.Path(directory) / f"{name}-tokens"
   found = _open(path)
   if found is None:
