@@ -127,7 +127,7 @@ def read(metadata: Mapping[str, Any]
         single=[text, "$A"], pair=[text, "$A", "$B"],
         special_tokens=[(text, bos)])
   template = metadata.get("tokenizer.chat_template")
-  _mark_those_of_template(backend, template or "")
+  _mark_those_of_template(backend, tokens, template or "")
   named = {key: data.get(f"{key}_token_id") for key in _NAMES} | {
       "bos": bos, "eos": eos}
   return backend, {
@@ -147,60 +147,37 @@ def is_mark(text: str) -> bool:
           and any(character.isalnum() for character in text))
 
 
-def _mark_those_of_template(backend: tokenizers.Tokenizer, template: str
-                            ) -> None:
+def _mark_those_of_template(backend: tokenizers.Tokenizer, tokens: list[str],
+                            template: str) -> None:
   """Marks control tokens that a chat template writes as special tokens.
 
   Some GGUF files store `<|im_start|>` as a normal token. Without this mark, the
   tokenizer would split the text of that token into several tokens.
-  """
-  split = []
-  for text in (x for literal in _literals(template) for x in _marks_in(literal)
-               ):
-    token = backend.token_to_id(text)
-    if (token is not None and token not in backend.get_added_tokens_decoder()
-        and token not in backend.encode(text, add_special_tokens=False).ids
-        and text not in split):
-      split.append(text)
-  if split:
-    backend.add_special_tokens(split)
-    print(f"the chat template writes {', '.join(split)}, which the GGUF file "
-          "does not mark as special; each is read as one special token all "
-          "the same", file=sys.stderr)
-
-
-def _literals(template: str) -> list[str]:
-  """Returns the texts and the string constants of a jinja template.
-
-  The result is empty if the template is invalid, which `Tokenizer.chat`
-  reports.
 
   Raises:
     ValueError: the package `jinja2` is missing.
   """
   if not template:
-    return []
+    return
   try:
     import jinja2  # pylint: disable=g-import-not-at-top
   except ImportError:
     raise ValueError("the chat template of a GGUF file needs the package "
                      "'jinja2': pip install 'specjax[published]'") from None
-  try:
-    return [text.strip("'\"") if kind == "string" else text
-            for _, kind, text in jinja2.Environment().lex(template)
-            if kind in ("data", "string")]
-  except jinja2.TemplateSyntaxError:
-    return []
-
-
-def _marks_in(text: str) -> list[str]:
-  """Returns the substrings of at most 64 characters that satisfy `is_mark`."""
-  kinds = [unicodedata.category(x) for x in text]
-  pieces = (text[start:end + 1] for start, kind in enumerate(kinds)
-            if kind in _OPEN
-            for end in range(start + 2, min(start + 64, len(text)))
-            if kinds[end] in _CLOSE)
-  return list(dict.fromkeys(filter(is_mark, pieces)))
+  try:  # names in the code of the template are not written
+    written = "\0".join(text for _, kind, text in jinja2.Environment().lex(
+        template) if kind in ("data", "string"))
+  except jinja2.TemplateSyntaxError:  # `Tokenizer.chat` reports it
+    return
+  known = backend.get_added_tokens_decoder()
+  split = [text for i, text in enumerate(tokens)
+           if is_mark(text) and text in written and i not in known
+           and i not in backend.encode(text, add_special_tokens=False).ids]
+  if split:
+    backend.add_special_tokens(split)
+    print(f"the chat template writes {', '.join(split)}, which the GGUF file "
+          "does not mark as special; each is read as one special token all "
+          "the same", file=sys.stderr)
 
 
 def _types(data, count) -> list[int]:

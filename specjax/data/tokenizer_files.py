@@ -5,7 +5,6 @@ read by transformers, because the rules of their files depend on classes, keys
 and versions that only this library knows.
 """
 
-from collections.abc import Iterator
 from collections.abc import Mapping
 import json
 import os
@@ -112,20 +111,17 @@ def _reason(file: pathlib.Path, text: str, error: Exception) -> str:
   type that only a newer version knows. So parts are replaced until the rest can
   be read.
   """
-  spec = parse_json(text, file)
-  if not isinstance(spec, dict):
-    return f"it contains a JSON {type(spec).__name__}"
-  for name, value in _PARTS.items():
-    part, spec[name] = spec.get(name), value
+  spec, part = parse_json(text, file), None
+  for name in _PARTS if isinstance(spec, dict) else ():
+    part, spec[name] = spec.get(name), _PARTS[name]
     try:
       tokenizers.Tokenizer.from_str(json.dumps(spec))
     except Exception:  # pylint: disable=broad-exception-caught
       continue
     kind = part.get("type") if isinstance(part, dict) else part
-    kind = f" {kind!r}" if isinstance(kind, str) else ""
-    return (f"tokenizers {tokenizers.__version__} cannot read its {name}{kind} "
-            f"({error}); for files of newer versions: pip install -U tokenizers"
-            )
+    return (f"tokenizers {tokenizers.__version__} cannot read its {name} "
+            f"{kind if isinstance(kind, str) else ''!r} ({error}); for files "
+            "of newer versions: pip install -U tokenizers")
   return str(error)
 
 
@@ -151,15 +147,17 @@ def _published(directory: pathlib.Path
   backend.no_truncation()
   backend.no_padding()
   _check_ids(directory, backend)
-  names = {name: text for name, text in loaded.special_tokens_map.items()
-           if isinstance(text, str)}
   before, after = _template_tokens(backend)
   _report(directory, loaded, backend, after)
+  template = loaded.chat_template
+  if isinstance(template, Mapping):  # several templates with names
+    template = template.get("default")
   return backend, {
       "bos": loaded.bos_token_id if before is None else before,
       "eos": loaded.eos_token_id, "adds_bos": before is not None,
-      "chat_template": _default_template(directory, loaded.chat_template),
-      "names": names}
+      # without the byte-order mark of a file
+      "chat_template": template and template.removeprefix("\ufeff"),
+      "names": loaded.special_tokens_map}
 
 
 def library(purpose: str) -> Any:
@@ -188,42 +186,30 @@ def _check_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer) -> None:
   The model's embeddings, however, have the ids of the files.
 
   Raises:
-    ValueError: a token has another id.
+    ValueError: a token has another id, or no file has the token of an end.
   """
-  for name, text, token in _stored_ids(directory):
+  spec, config = _json(directory / _MAIN), _json(directory / _CONFIG)
+  ids = spec.get("model", {}).get("vocab", {})
+  if isinstance(ids, list):  # Unigram: pairs (token, score)
+    ids = {text: i for i, (text, _) in enumerate(ids)}
+  decoder = config.get("added_tokens_decoder") or {}
+  ids = (ids | {item["content"]: item["id"] for item in spec.get(
+      "added_tokens", ())} | _json(directory / "added_tokens.json")
+         | {item["content"]: int(i) for i, item in decoder.items()})
+  for text, token in ids.items():
     found = backend.token_to_id(text)
     if found != token:
+      actual = "drops it" if found is None else f"uses {found}"
       raise ValueError(
-          f"{directory / name} gives {text!r} the id {token}, but the library "
-          f"'tokenizers' {'drops it' if found is None else f'uses {found}'}; "
-          "add tokens for the unused ids before it, such as '<unused1>', or "
-          "correct the id")
-  names = {name: value for file in (_BESIDE[0], _CONFIG)
-           for name, value in _json(directory / file).items()
-           if name in ("bos_token", "eos_token")}
-  known = {text for _, text, _ in _stored_ids(directory)}
-  for name, value in names.items():
+          f"the files in {directory} give {text!r} the id {token}, but the "
+          f"library 'tokenizers' {actual}; add tokens for the unused ids "
+          "before it, such as '<unused1>', or correct the id")
+  for name, value in (_json(directory / _BESIDE[0]) | config).items():
     text = value.get("content") if isinstance(value, dict) else value
-    if known and isinstance(text, str) and text not in known:
+    if (name in ("bos_token", "eos_token") and isinstance(text, str)
+        and spec and text not in ids):
       raise ValueError(f"{name} is {text!r}, which is not a token of the files "
                        f"in {directory}; give files of one tokenizer")
-
-
-def _stored_ids(directory: pathlib.Path) -> Iterator[tuple[str, str, int]]:
-  """Yields `(file name, token, id)` of the tokens in a directory's files."""
-  spec = _json(directory / _MAIN)
-  vocabulary = spec.get("model", {}).get("vocab", {})
-  if isinstance(vocabulary, list):  # Unigram: pairs (token, score)
-    vocabulary = {text: i for i, (text, _) in enumerate(vocabulary)}
-  for text, token in vocabulary.items():
-    yield _MAIN, text, token
-  for item in spec.get("added_tokens", ()):
-    yield _MAIN, item["content"], item["id"]
-  added = _json(directory / _CONFIG).get("added_tokens_decoder") or {}
-  for token, item in added.items():
-    yield _CONFIG, item["content"], int(token)
-  for text, token in _json(directory / "added_tokens.json").items():
-    yield "added_tokens.json", text, token
 
 
 def _report(directory: pathlib.Path, loaded: Any,
@@ -261,18 +247,6 @@ def _template_tokens(backend: tokenizers.Tokenizer
     return None, None
   return (encoding.ids[0] if marks[0] else None,
           encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
-
-
-def _default_template(directory: pathlib.Path,
-                      templates: str | Mapping[str, str] | None) -> str | None:
-  """Returns the template named "default", or the first one if there is none."""
-  if not isinstance(templates, Mapping):
-    return templates and templates.removeprefix("\ufeff")  # a byte-order mark
-  name = "default" if "default" in templates else next(iter(templates), None)
-  if name not in (None, "default"):
-    print(f"{directory} has the chat templates {', '.join(templates)} and no "
-          f"'default'; {name!r} is used", file=sys.stderr)
-  return templates.get(name)
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
