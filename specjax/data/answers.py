@@ -159,12 +159,34 @@ def _around(tokenizer, messages, text, found):
       if at < 0 and begin is None:
         return None
       head, tail = _spaces(message["content"])
-      start = (at + len(header) if at >= 0 else
-               begin - len(head) * text.endswith(head, low, begin))
+      start = (at + len(header) if at >= 0 else _end_of_prompt(
+          tokenizer, messages[:i], text, low, begin) or (
+              begin - len(head) * text.endswith(head, low, begin)))
       end = _end(text, end, tail, end_of_turn)
       spans.append((start, end))
     low = end or low
   return spans
+
+
+def _end_of_prompt(tokenizer, messages, text, low, begin):
+  """Returns the offset at which an answer without a header begins, or None.
+
+  The model generates all text after the prompt, such as the space after Llama
+  2's `[/INST]`.
+
+  Args:
+    tokenizer: tokenizer with the template.
+    messages: messages before the answer.
+    text: text of the conversation.
+    low: end of the previous content.
+    begin: beginning of the answer's content.
+  """
+  try:
+    prompt = chat.writer(tokenizer, messages, True)(str)
+  except ValueError:  # some templates raise for a first message of this role
+    return None
+  inside = low <= len(prompt) <= begin and text.startswith(prompt)
+  return len(prompt) if inside else None
 
 
 def _end(text, end, tail, end_of_turn):

@@ -115,3 +115,18 @@ def test_a_token_of_several_characters_on_the_border():
   assert tokenizer.encode(" hi", bos=False) != tokenizer.encode(
       " ", bos=False) + tokenizer.encode("hi", bos=False)
   assert _said(tokenizer, _talk("x", "hi")) == [" hi"]
+
+
+def test_the_space_of_an_answer_without_a_header():
+  # Broken: a model such as Llama 2 writes a space after [/INST], which heads do
+  # not learn; or the text before an answer counts as the answer's.
+  tokenizer = _tokenizer(
+      "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+      "[/INST]{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}")
+  # "8" is no letter, so the space before it is a token of its own.
+  assert _said(tokenizer, _talk("a", "8", "b", "\n9")) == [
+      " 8 <|im_end|>", " \n9 <|im_end|>"]
+  # A prompt that the text does not begin with says nothing.
+  tokenizer = _tokenizer(tokenizer.chat_template + (
+      "{% if add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"))
+  assert _said(tokenizer, _talk("a", "8")) == ["8 <|im_end|>"]
