@@ -29,6 +29,8 @@ import re
 from typing import Any
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specjax.data import chat
 
 if TYPE_CHECKING:  # avoids an import cycle
@@ -45,15 +47,18 @@ def encode(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]]
     return [], []
   text, ids, places = chat.render(
       tokenizer, messages, add_generation_prompt=False)
-  spans = _spans(tokenizer, messages, text)
-  answered, last = [], 0
-  for start, end in places:
-    # The offsets of some tokenizers exclude spaces. So a token may begin after
-    # the end of the previous token.
-    start = min(start, last)
-    answered.append(chat.overlaps(spans, start, max(end, start + 1)))
-    last = max(last, end)
-  return ids, answered
+  # Number of characters of answers before each offset.
+  before = np.zeros(len(text) + 2, int)
+  for start, end in _spans(tokenizer, messages, text):
+    before[start + 1:end + 1] = 1
+  before = before.cumsum()
+  starts, ends = np.asarray(places, int).reshape(-1, 2).T
+  # The offsets of some tokenizers exclude spaces. So a token may begin after
+  # the end of the previous token.
+  last = np.maximum.accumulate(np.append(0, ends))[:-1]
+  starts = np.minimum(starts, last)
+  ends = np.maximum(ends, starts + 1)
+  return ids, (before[ends] > before[starts]).tolist()
 
 
 def _spans(tokenizer, messages, text):

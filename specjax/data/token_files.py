@@ -8,9 +8,11 @@ tokenizer only hash the text files.
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +21,7 @@ import uuid
 
 import numpy as np
 import tokenizers as library
+import tqdm
 
 from specjax.data import conversations
 from specjax.data import corpora
@@ -33,6 +36,7 @@ _FORMAT = 1  # version of the files; increase it if their contents change
 _SIDES = ("training", "held_out")
 _DTYPE = np.dtype(np.uint32)
 _PIECE = 2**20  # characters or tokens that are processed together
+_TOGETHER = 1024  # conversations that are processed together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,11 +216,13 @@ def _write(path, source, field, tokenizer, chat):
     documents[side] += 1
   with contextlib.ExitStack() as stack:
     writer = _Writer(stack, path)
+    sides = iter(tqdm.tqdm(
+        zip(held_out, items()), total=len(held_out), disable=None,
+        desc="tokenising", unit="conversation" if chat else "document"))
     if chat:
-      _write_chats(
-          writer, tokenizer, zip(held_out, items()), tuple(silent))
+      _write_chats(writer, tokenizer, sides, tuple(silent))
     else:
-      _write_texts(writer, tokenizer, zip(held_out, items()))
+      _write_texts(writer, tokenizer, sides)
   both, first = Digest(), Digest()
   for i, side in enumerate(_SIDES):
     both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
@@ -253,16 +259,24 @@ def _write_texts(writer, tokenizer, documents):
 def _write_chats(writer, tokenizer, chats, silent):
   """Writes conversations and sets the note about skipped ones."""
   refused, written = [], 0
-  for side, chat in chats:
+
+  def encode(item):
     try:
-      ids, answered = tokenizer.chat_answers(chat.messages)
-      if not any(answered):
-        raise ValueError("the chat template writes no answer")
+      ids, answered = tokenizer.chat_answers(item[1].messages)
+      return (ids, answered) if any(answered) else (
+          "the chat template writes no answer")
     except ValueError as e:
-      refused.append(f"{chat.place}: {e}")
-      continue
-    written += 1
-    writer.add(side, ids, answered)
+      return str(e)
+
+  # The library releases Python's lock while it encodes.
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    while some := list(itertools.islice(chats, _TOGETHER)):
+      for (side, chat), found in zip(some, pool.map(encode, some)):
+        if isinstance(found, str):
+          refused.append(f"{chat.place}: {found}")
+        else:
+          written += 1
+          writer.add(side, *found)
   if not written:
     raise ValueError(f"no conversation can be used; {refused[0]}")
   left_out = [*refused, *(f"{place}: it has no answer" for place in silent)]
