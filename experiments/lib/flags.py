@@ -114,14 +114,14 @@ def prompts(default: str | None = "code"):
       f"Shipped with specjax: {', '.join(_SHIPPED)}. Published sets, as NAME "
       "(downloaded from Hugging Face) or NAME=FILE (a local copy): "
       f"{', '.join(_HOSTED)}. As NAME=FILE only: {', '.join(_LOCAL)}. Your own "
-      "files: .txt or .md (prompts separated by blank lines) or .jsonl (see "
-      "--field). Example: code,gsm8k=test.jsonl,mine.txt")
+      "files: .txt or .md (prompts separated by blank lines), .jsonl, .json or "
+      ".csv (see --field). Example: code,gsm8k=test.jsonl,mine.txt")
 
 
 def prompt_field():
-  """Defines --field, the name of the prompt field in a JSONL file."""
-  return field("prompt", "Field that contains the prompt in your own .jsonl "
-               "files")
+  """Defines --field, the name of the prompt field in a JSON or CSV file."""
+  return field("prompt", "Field that contains the prompt in your own .jsonl, "
+               ".json and .csv files")
 
 
 def chat(help_: str = "Format each prompt as a user message in the target's "

@@ -1,23 +1,22 @@
-"""Reader of conversations from files of records.
+"""Turns of conversations in records of files and datasets.
 
-A record is a JSON object with a list of turns. A turn has "role" and "content",
-as in the chat format of OpenAI, or "from" and "value", as in ShareGPT files.
+A record contains a list of turns. A turn has "role" and "content", as in the
+chat format of OpenAI, or "from" and "value", as in ShareGPT files. If it has
+both pairs, "role" and "content" are used. If the content is not under the key
+that belongs to the speaker's key, it is under the other one. A string is a turn
+without a speaker.
 """
 
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import itertools
-import json
 import pathlib
 from typing import Any
+from typing import NamedTuple
 
 from specjax.data import corpora
-from specjax.data import text_files
-from specjax.utils.files import read_text
+from specjax.data import record_files
 
-FIELDS = ("messages", "conversations")  # in order of preference
-_PIECE = 2**20  # characters of a JSON array read at a time
 _TURN = ("from", "value", "role", "content")  # keys of a turn
 # Role in chat templates, by the name of the speaker in a file.
 ROLES = {
@@ -45,31 +44,100 @@ class Conversation:
   messages: list[dict[str, Any]]
 
 
-def speaker(place: str, number: int, turn: Any) -> str | None:
-  """Returns the speaker of a turn in lower case, or None if it names none.
+class _Turn(NamedTuple):
+  """Turn of a conversation.
 
-  Args:
-    place: place of the conversation, for error messages.
-    number: number of the turn. The first turn is 1.
-    turn: string, or object with "from" and "value" or with "role" and
-      "content".
+  Attributes:
+    speaker: name of the speaker in lower case, or None.
+    key: key of the content in the file, or "" if the turn is a string.
+    content: content of the turn, or None.
+    others: other entries, such as tool calls.
+  """
+
+  speaker: str | None
+  key: str
+  content: Any
+  others: dict[str, Any]
+
+
+def _turns(place: str, turns: Sequence[Any]) -> list[_Turn]:
+  """Returns the turns of a conversation.
 
   Raises:
-    ValueError: the turn has neither pair of keys, or its speaker is not a
-      string.
+    ValueError: a turn has neither pair of keys, a speaker is not a string, or
+      some turns name a speaker and others do not.
   """
-  if isinstance(turn, str):
-    return None
-  if not isinstance(turn, dict) or turn.keys().isdisjoint(_TURN):
-    what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
-            if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
-    raise ValueError(f"{place}: turn {number} has {what}; it must have 'from' "
-                     "and 'value', or 'role' and 'content'")
-  name = turn.get("from") or turn.get("role")
-  if name is not None and not isinstance(name, str):
-    raise ValueError(f"{place}: turn {number} has the speaker {name!r}; give a "
-                     "string, such as 'user'")
-  return name.lower() if name else None
+  found = []
+  for number, turn in enumerate(turns, 1):
+    if isinstance(turn, str):
+      found.append(_Turn(None, "", turn, {}))
+      continue
+    values = ({k: x for k, x in turn.items() if x is not None}
+              if isinstance(turn, dict) else {})
+    if values.keys().isdisjoint(_TURN):
+      what = (f"the fields {', '.join(map(repr, turn)) or 'none'}"
+              if isinstance(turn, dict) else f"a JSON {type(turn).__name__}")
+      raise ValueError(f"{place}: turn {number} has {what}; it must have 'from'"
+                       " and 'value', or 'role' and 'content'")
+    name = values.get("role") or values.get("from")
+    if name is not None and not isinstance(name, str):
+      raise ValueError(f"{place}: turn {number} has the speaker {name!r}; give "
+                       "a string, such as 'user'")
+    is_sharegpt = values.get("from") and not values.get("role")
+    keys = ("value", "content") if is_sharegpt else ("content", "value")
+    key = next(filter(values.__contains__, keys), keys[0])
+    # Templates use other keys (tool calls, reasoning) only in the format with
+    # "role" and "content". Nulls stay among them, because the fingerprint of a
+    # tokenised corpus contains them and `Tokenizer.chat` ignores them.
+    others = {} if is_sharegpt else {
+        k: x for k, x in turn.items() if k not in _TURN}
+    found.append(_Turn(name.lower() if name else None, key, values.get(key),
+                       others))
+  if None in (speakers := [x.speaker for x in found]) and any(speakers):
+    raise ValueError(f"{place}: turn {1 + speakers.index(None)} has no "
+                     "speaker, but other turns have one; add its 'role'")
+  return found
+
+
+def _role(place: str, number: int, turn: _Turn) -> str:
+  """Returns the role of a turn's speaker in chat templates."""
+  if turn.speaker is None:
+    raise ValueError(f"{place}: turn {number} has no speaker; add its 'role'")
+  if turn.speaker not in ROLES:
+    raise ValueError(f"{place}: turn {number} has the unknown speaker "
+                     f"{turn.speaker!r}; use one of {', '.join(ROLES)}")
+  return ROLES[turn.speaker]
+
+
+def prompt_of(place: str, record: Any, fields: Sequence[str]) -> str:
+  """Returns the prompt of a record: its text, or the user's first turn.
+
+  If no turn names a speaker, the first turn is the user's. The other turns may
+  have unknown speakers.
+
+  Args:
+    place: place of the record for error messages, such as "data.jsonl line 3".
+    record: record of a file or a dataset.
+    fields: fields that may contain the prompt, in order of preference.
+
+  Raises:
+    LeftOut: no field has a value, or no turn is the user's.
+    ValueError: the fields are missing, the turns are invalid, or the prompt is
+      not a text.
+  """
+  field, value = record_files.value_of(place, record, fields)
+  if not isinstance(value, list):
+    return record_files.text_of(place, field, value)
+  turns = _turns(place, value)
+  for turn in turns:
+    if turn.speaker is None or ROLES.get(turn.speaker) == "user":
+      return record_files.text_of(
+          place, f"{field}.{turn.key}" if turn.key else field, turn.content)
+  for number, turn in enumerate(turns, 1):
+    _role(place, number, turn)
+  # ShareGPT files split a long conversation into several records. So a record
+  # may contain only turns of the model.
+  raise record_files.LeftOut("without a user's turn")
 
 
 def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
@@ -84,77 +152,61 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
     ValueError: a turn has no speaker, an unknown speaker, or no content.
   """
   found = []
-  for number, turn in enumerate(turns, 1):
-    role = _role(place, number, turn)
-    key = "value" if "value" in turn else "content"
-    # Templates use other keys (tool calls, reasoning) only in the format with
-    # "role" and "content".
-    others = {k: v for k, v in turn.items()
-              if k not in _TURN and "from" not in turn}
-    content = turn.get(key)
-    if isinstance(content, list) or content is None and turn.get("tool_calls"):
-      content = {"content": content}
-    else:
-      content = {"content": corpora.text_of(
-          f"{place}: turn {number}", key, content)}
-    found.append({"role": role, **content, **others})
+  for number, turn in enumerate(_turns(place, turns), 1):
+    role, content = _role(place, number, turn), turn.content
+    if not (isinstance(content, list)
+            or content is None and turn.others.get("tool_calls")):
+      record_files.text_of(f"{place}: turn {number}", turn.key, content)
+    found.append({"role": role, "content": content, **turn.others})
   return found
-
-
-def _role(place: str, number: int, turn: Any) -> str:
-  """Returns the role of a turn's speaker in chat templates.
-
-  `speaker` describes the arguments.
-  """
-  name = speaker(place, number, turn)
-  if name is None:
-    raise ValueError(f"{place}: turn {number} has no speaker; add its 'role'")
-  if name not in ROLES:
-    raise ValueError(f"{place}: turn {number} has the unknown speaker "
-                     f"{name!r}; use one of {', '.join(ROLES)}")
-  return ROLES[name]
 
 
 def field_of(source: str, field: str | None = None) -> str | None:
   """Returns the name of the field that contains turns, or None.
 
-  The result depends only on the first record of the source.
+  The result depends only on the source's first record that is not empty.
 
   Args:
     source: source of `corpora.iter_documents`, or a `.json` file with an array
-      of records.
+      of records or one record per line.
     field: name of the field. If it is None or "text" (the default of `--field`)
-      and the record has no such field, the first existing field of `FIELDS` is
-      used.
+      and the record has no such field, the first existing field of
+      `record_files.TURNS` is used.
   """
-  record = next((record for _, _, record in _records(source)), None)
+  record = next((record for _, _, record in records(source)
+                 if not record_files.is_empty(record)), None)
   if not isinstance(record, dict):
     return None
-  if field in record or field not in (None, "text"):
-    return field if isinstance(record.get(field), list) else None
-  return next((x for x in FIELDS if isinstance(record.get(x), list)), None)
+  fields = (record_files.TURNS
+            if field in (None, "text") and record.get(field) is None
+            else record_files.alternatives(field))
+  return next((x for x in fields if isinstance(record.get(x), list)), None)
 
 
 def read(source: str, field: str) -> Iterator[Conversation]:
   """Yields the conversations of a source.
 
+  `record_files.extract` reports the records whose field is null.
+
   Args:
     source: source of conversations (see `field_of`).
-    field: field that contains the turns.
+    field: field that contains the turns (see `record_files.alternatives`).
 
   Raises:
     ValueError: the field is not a list of turns, or `messages` rejects a turn.
   """
-  for name, place, record in _records(source, field):
-    if not isinstance(record, dict) or field not in record:
-      raise ValueError(f"{place} has no field {field!r}, but earlier records "
-                       "have it; add it, or remove the record")
-    if not isinstance(record[field], list):
-      raise ValueError(f"{place}: {field!r} is a JSON "
-                       f"{type(record[field]).__name__}; it must be a list of "
-                       "turns")
-    yield Conversation(name=name, place=place,
-                       messages=messages(place, record[field]))
+  fields = record_files.alternatives(field)
+
+  def messages_of(place, record):
+    name, turns = record_files.value_of(place, record, fields)
+    if not isinstance(turns, list):
+      raise ValueError(f"{place}: {name!r} is a JSON {type(turns).__name__}; "
+                       "it must be a list of turns")
+    return messages(place, turns)
+
+  for name, place, found in record_files.extract(
+      source, "conversation", records(source, field), messages_of):
+    yield Conversation(name=name, place=place, messages=found)
 
 
 def is_answer(message: dict[str, Any]) -> bool:
@@ -165,48 +217,16 @@ def is_answer(message: dict[str, Any]) -> bool:
       else content or message.get("tool_calls"))
 
 
-def _records(source, field=None):
-  """Yields `(name, place, record)`, or nothing if the source has no records."""
-  if source in corpora.STDLIB:
-    return
-  if corpora.has_records(source):
-    yield from corpora.records(source, field)
-    return
-  path = corpora.existing(source)
-  if path.suffix == ".json" and path.is_file():
-    for number, record in enumerate(_items(path), 1):
-      yield f"{path.name}:{number}", f"{path} item {number}", record
+def records(source: str, field: str | None = None
+            ) -> Iterator[tuple[str, str, Any]]:
+  """Returns the records of a source (see `corpora.records`).
 
-
-def _items(path: pathlib.Path) -> Iterator[Any]:
-  """Yields the items of a JSON array, or nothing if the file is not an array.
-
-  The file is read in pieces. `corpora.json_items` yields the same items but
-  needs the complete text.
+  The records of a source of texts are empty, and those of a `.json` file with a
+  single object, because it may be a text.
   """
-  pieces = text_files.pieces(path, _PIECE)
-  text = next(pieces, "")
-  if not text.lstrip().startswith("["):
-    return
-  decode = json.JSONDecoder().raw_decode
-  at = text.index("[") + 1
-  while True:
-    at = corpora.SPACE.match(text, at).end()
-    try:
-      item, end = decode(text, at)
-      end = corpora.SPACE.match(text, end).end()
-    except (RecursionError, ValueError):
-      item, end = None, len(text)
-    if end == len(text):  # the item may continue in the file's next piece
-      more = "".join(itertools.islice(pieces, 1 + len(text) // _PIECE))
-      if not more:
-        break
-      text, at = text[at:] + more, 0
-      continue
-    yield item
-    if text[end] != ",":
-      break
-    at = end + 1
-  if text[end:].strip() != "]" or next(pieces, ""):
-    for _ in corpora.json_items(read_text(path), path):
-      pass  # reports the line of the error
+  path = pathlib.Path(source)
+  is_json = path.suffix == ".json" and path.is_file() and (
+      record_files.form(path) != "object")
+  if source in corpora.STDLIB or not (is_json or corpora.has_records(source)):
+    return iter(())
+  return corpora.records(source, field)

@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
-import re
-import reprlib
 import sysconfig
 from typing import Any
 
+from specjax.data import record_files
 from specjax.data import text_files
-from specjax.data import token_bytes
-from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
 
 _JSONL = (".jsonl", ".jsonl.gz")
@@ -29,8 +25,6 @@ _JSONL = (".jsonl", ".jsonl.gz")
 # test suites of the standard library.
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}
 _HELD_OUT_OF = 20  # one document in twenty is held out
-_ONE_A_LINE = "a .jsonl file holds one JSON object a line"
-SPACE = re.compile(r"[ \t\n\r]*")  # whitespace between the values of JSON
 _CHUNK_CHARACTERS = 8192  # a text file is cut into documents of this size
 
 
@@ -166,31 +160,33 @@ def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
   Raises:
     ValueError: the source is missing or empty, or its format is invalid.
   """
+  text_of = lambda place, record: record_files.text_of(
+      place, *record_files.value_of(place, record, (field,)))
   empty = True
-  for document in _documents(source, field):
-    if document.text.strip():
-      empty = False
-      yield document
+  for name, _, text in record_files.extract(
+      source, "document", _records(source, field), text_of):
+    empty = False
+    yield Document(name, text)
   if empty:
     raise ValueError(f"{source} contains no text; give at least one document")
 
 
-def _documents(source, field):
+def _records(source, field):
+  """Returns `(name, place, record)` of the documents, with the text in `field`.
+  """
   if source in STDLIB:
-    yield from _modules(include_tests=STDLIB[source])
-  elif has_records(source):
-    for name, place, record in records(source, field):
-      yield Document(name, text_of(
-          place, field, field_of(place, record, field)))
-  else:
-    path = existing(source)
-    if path.is_dir():
-      for name, file in _files(path):
-        yield Document(name, read_text(file))
-    else:
-      pieces = text_files.pieces(path, _CHUNK_CHARACTERS)
-      for i, text in enumerate(pieces):
-        yield Document(f"{path.name}:{i * _CHUNK_CHARACTERS}", text)
+    return ((d.name, d.name, {field: d.text})
+            for d in _modules(include_tests=STDLIB[source]))
+  if has_records(source):
+    return records(source, field)
+  path = existing(source)
+  if path.is_dir():
+    return ((name, f"{source} file {name}", {field: read_text(file)})
+            for name, file in _files(path))
+  pieces = enumerate(text_files.pieces(path, _CHUNK_CHARACTERS))
+  return ((f"{path.name}:{i * _CHUNK_CHARACTERS}",
+           f"{source} character {i * _CHUNK_CHARACTERS}", {field: text})
+          for i, text in pieces)
 
 
 def has_records(source: str) -> bool:
@@ -199,31 +195,27 @@ def has_records(source: str) -> bool:
   Raises:
     ValueError: see `existing`.
   """
-  if source.startswith("hf:"):
-    return True
-  path = existing(source)
-  return path.name.endswith(_JSONL) and not path.is_dir()
+  return source.startswith("hf:") or (
+      not existing(source).is_dir() and source.endswith(_JSONL))
 
 
 def records(source: str, field: str | None = None
             ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-  """Yields `(name, place, record)` of a dataset or JSONL file.
+  """Yields `(name, place, record)` of a dataset or a file.
 
-  The name decides whether the record is held out. The place identifies the
-  record in error messages, such as "data.jsonl line 3".
+  `record_files.extract` describes name and place.
 
   Args:
-    source: dataset or JSONL file.
-    field: field to read from a dataset. None reads all fields.
+    source: dataset, or file of `record_files.read`.
+    field: field to read from a dataset (see `record_files.alternatives`). None
+      reads all fields.
   """
   if source.startswith("hf:"):
     name, rows = _huggingface_rows(source, field)
     for i, row in enumerate(rows):
       yield f"{name}:{i}", f"dataset {name} row {i}", row
   else:
-    path = existing(source)
-    for number, record in json_lines(path):
-      yield f"{path.name}:{number}", f"{path} line {number}", record
+    yield from record_files.read(existing(source))
 
 
 def existing(source: str) -> pathlib.Path:
@@ -253,7 +245,7 @@ def digest(source: str, field: str) -> str:
 
   Args:
     source: source of `iter_documents`.
-    field: field to read from a dataset.
+    field: field to read from a dataset (see `record_files.alternatives`).
 
   Raises:
     ValueError: the source is missing.
@@ -276,91 +268,23 @@ def digest(source: str, field: str) -> str:
   return total.hexdigest()
 
 
-def json_lines(path: str | os.PathLike[str]
-               ) -> Iterator[tuple[int, dict[str, Any]]]:
-  """Yields `(line number, object)` of a JSONL file, gzipped or not.
-
-  Raises:
-    ValueError: the file is not UTF-8, or a line is not a JSON object.
-  """
-  for number, line in enumerate(text_files.lines(path), 1):
-    if not line.strip():
-      continue
-    try:
-      record = parse_json(line, path, number)
-    except ValueError as e:
-      raise ValueError(f"{e}; {_ONE_A_LINE}") from None
-    if not isinstance(record, dict):
-      raise ValueError(f"{path} line {number} is a JSON "
-                       f"{type(record).__name__}; {_ONE_A_LINE}")
-    yield number, record
-
-
-def json_items(text: str, path: str | os.PathLike[str]
-               ) -> Iterator[tuple[int, Any]]:
-  """Yields `(line number, value)` of every item of a JSON array.
+def load_dataset(subject: str, *args: Any, **kwargs: Any) -> Any:
+  """Returns `datasets.load_dataset` of the other arguments.
 
   Args:
-    text: JSON array as a string, with optional white space before "[".
-    path: path of the file, for error messages.
+    subject: subject of the error message.
+    *args: arguments of `datasets.load_dataset`.
+    **kwargs: keyword arguments of `datasets.load_dataset`.
 
   Raises:
-    ValueError: see `files.parse_json`.
+    ValueError: the package `datasets` is missing.
   """
-  decode = json.JSONDecoder().raw_decode
-  at, line, end = text.index("[") + 1, 1, 0
-  while True:
-    at = SPACE.match(text, at).end()
-    line, end = line + text.count("\n", end, at), at
-    try:
-      item, at = decode(text, at)
-    except json.JSONDecodeError:
-      break
-    except (RecursionError, ValueError):
-      parse_json(text[at:], path, line)
-      raise
-    yield line, item
-    at = SPACE.match(text, at).end()
-    if text[at:at + 1] == "]" and not text[at + 1:].strip():
-      return
-    if text[at:at + 1] != ",":
-      break
-    at += 1
-  parse_json(text, path)  # accepts an empty array and raises otherwise
-
-
-def text_of(place: str, field: str, value: Any) -> str:
-  """Returns the text in a field of a user's file.
-
-  Args:
-    place: place of the record for error messages, such as "data.jsonl line 3".
-    field: name of the field.
-    value: value of the field.
-
-  Raises:
-    ValueError: the value is not a string or not valid UTF-8.
-  """
-  if not isinstance(value, str):
-    raise ValueError(f"{place}: {field!r} is {reprlib.repr(value)}; it must be "
-                     "a string: name the field that contains the text")
   try:
-    token_bytes.check_text(value)
-  except ValueError as e:
-    raise ValueError(f"{place}: {field!r}: {e}") from None
-  return value
-
-
-def field_of(place: str, record: dict[str, Any], field: str) -> Any:
-  """Returns the value of a field of a record.
-
-  Raises:
-    ValueError: the field is missing. The message lists the existing fields.
-  """
-  if field not in record:
-    raise ValueError(f"{place} has no field {field!r}; it has "
-                     f"{', '.join(map(repr, record)) or 'none'}: name the "
-                     "field that contains the text")
-  return record[field]
+    import datasets  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    raise ValueError(f"{subject} needs the package 'datasets': pip install "
+                     "'specjax[datasets]'") from None
+  return datasets.load_dataset(*args, **kwargs)
 
 
 def _huggingface_rows(source: str, field: str | None = None
@@ -369,19 +293,18 @@ def _huggingface_rows(source: str, field: str | None = None
 
   Args:
     source: "hf:NAME[:SPLIT]".
-    field: field to read from the rows. None reads all fields.
+    field: field to read (see `record_files.alternatives`). None reads all.
 
   Raises:
     ValueError: the package `datasets` or the field is missing.
   """
   name, _, split_name = source.removeprefix("hf:").partition(":")
-  try:
-    import datasets  # pylint: disable=g-import-not-at-top
-  except ImportError:
-    raise ValueError(f"{source} needs the package 'datasets': pip install "
-                     "'specjax[datasets]'") from None
-  rows = datasets.load_dataset(name, split=split_name or "train")
-  if field is not None and field not in rows.column_names:
+  rows = load_dataset(source, name, split=split_name or "train")
+  if field is None:
+    return name, rows
+  fields = [x for x in record_files.alternatives(field)
+            if x in rows.column_names]
+  if not fields:
     raise ValueError(f"dataset {name} has no field {field!r}; it has "
                      f"{', '.join(rows.column_names)}")
-  return name, rows if field is None else rows.select_columns([field])
+  return name, rows.select_columns(fields)

@@ -9,25 +9,20 @@ instruction or a chat template. The sets "copy", "rename", "summarise" and
 """
 
 import ast
-import contextlib
-import csv
 import dataclasses
 import functools
-import io
 import os
 import pathlib
 import platform
 import re
-import reprlib
 
 from specjax.data import copy_prompts
 from specjax.data import corpora
 from specjax.data import prompts as prompts_lib
-from specjax.utils.files import parse_json
-from specjax.utils.files import read_text
+from specjax.data import record_files
 from specjax.utils.fingerprints import fingerprint
 
-_JSON = (".jsonl", ".jsonl.gz", ".json")
+_JSON = record_files.JSON
 # The main revision of a dataset may be a script, and `datasets` no longer runs
 # scripts. Hugging Face generates this branch, which contains Parquet files.
 _PARQUET = "refs/convert/parquet"
@@ -43,11 +38,9 @@ class PromptSet:
     name: key in `PROMPT_SETS`.
     title: name of the set in papers.
     fields: fields of a record that may contain the prompt, in order of
-      preference. A dot selects a key of an object. If the field is a list of
-      turns, the prompt is the user's first turn (see `prompts.users_turn`).
-    endings: endings of the file's name. A JSON file is a list of records, or
-      has one record per line. A CSV file has a header. Other files have one
-      prompt per line.
+      preference (see `conversations.prompt_of`).
+    endings: endings of the file's name (see `record_files.read`). A text file
+      has one prompt per line.
     hf_id: name of the Hugging Face dataset, or None.
     hf_config: configuration of the dataset. None selects the default.
     hf_split: split of the dataset.
@@ -81,9 +74,7 @@ PROMPT_SETS = {s.name: s for s in (
     PromptSet(name="piqa", title="PIQA", fields=("goal",), hf_id="ybisk/piqa",
               hf_split="validation", hf_revision=_PARQUET),
     PromptSet(name="sharegpt", title="ShareGPT",
-              fields=("conversations.value", "conversations.content",
-                      "messages.content", "messages.value", "turns.content",
-                      "turns.value"),
+              fields=("conversations", "messages", "turns"),
               published="ShareGPT_V3_unfiltered_cleaned_split.json of "
                         "huggingface.co/datasets/anon8231489123/"
                         "ShareGPT_Vicuna_unfiltered"),
@@ -140,12 +131,13 @@ def load(name: str, path: str | os.PathLike[str] | None = None) -> list[str]:
   if path is None:
     source, records = spec.hf_id, _huggingface_records(spec)
   else:
-    source, records = path, _file_records(spec, pathlib.Path(path))
-  prompts = [_prompt(spec, source, where, record) for where, record in records]
-  prompts = [p for p in prompts if p.strip()]
-  if not prompts:
-    raise ValueError(f"{source} contains no prompt; {_expected(spec)}")
-  return prompts
+    source = pathlib.Path(path)
+    record_files.check(source, spec.endings, _expected(spec))
+    records = record_files.read(source, spec.fields[0])
+  try:
+    return prompts_lib.of_records(source, records, spec.fields)
+  except ValueError as e:
+    raise ValueError(f"{e}; {_expected(spec)}") from None
 
 
 def embedded(name: str, count: int, characters: int, seed: int = 0
@@ -188,7 +180,7 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
 
 
 def _expected(spec):
-  return (f"{spec.title} is a {', '.join(spec.endings)} file with "
+  return (f"{spec.title} is a {', '.join(spec.endings)} file with text in "
           f"{' or '.join(map(repr, spec.fields))}")
 
 
@@ -196,120 +188,12 @@ def _huggingface_records(spec):
   if spec.hf_id is None:
     raise ValueError(f"{spec.title} has no known Hugging Face dataset; give a "
                      f"file: {spec.published}")
-  try:
-    import datasets  # pylint: disable=g-import-not-at-top
-  except ImportError:
-    raise ValueError(f"{spec.title} needs a file, or the package 'datasets': "
-                     "pip install 'specjax[datasets]'") from None
   # Rows are streamed, because a split may be a thousand times larger than the
   # prompts that a study reads.
-  rows = datasets.load_dataset(spec.hf_id, spec.hf_config, split=spec.hf_split,
-                               revision=spec.hf_revision, streaming=True)
-  return ((f"row {i}", row) for i, row in enumerate(rows, 1))
-
-
-def _file_records(spec, path):
-  """Returns pairs: the place of a record for error messages, and the record."""
-  if not path.is_file():
-    raise ValueError(f"no file at {path}; {_expected(spec)}")
-  if not path.name.endswith(spec.endings):
-    raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; "
-                     f"{_expected(spec)}")
-  try:
-    if path.name.endswith(_JSON):
-      return _json_records(path)
-    text = read_text(path)
-    if path.suffix == ".csv":
-      return _csv_records(path, text)
-    lines = enumerate(text.split("\n"), 1)
-    return [(f"line {i}", {spec.fields[0]: line}) for i, line in lines]
-  except ValueError as e:
-    raise ValueError(f"{e}; {_expected(spec)}") from None
-
-
-def _csv_records(path, text):
-  """Returns the rows that are not blank, as pairs of `_file_records`.
-
-  A field may be as long as the file.
-  """
-  found, limit = [], csv.field_size_limit()
-  rows = csv.DictReader(io.StringIO(text), strict=True)
-  try:
-    # By default, `csv` limits the length of a field to 131072. The limit is
-    # global to the process and must fit into a C long.
-    csv.field_size_limit(max(limit, min(len(text), 2**31 - 1)))
-    line = 1 + bool(rows.fieldnames) * rows.line_num
-    for i, row in enumerate(rows, 1):
-      # The key None contains the cells beyond the columns of the header.
-      if any(map(str.strip, row.pop(None, ()))):
-        raise ValueError(
-            f"{path} row {i} (line {line}) has more cells than the header; put "
-            "cells that contain a comma into quotation marks")
-      if any((x or "").strip() for x in row.values()):
-        found.append((f"row {i} (line {line})", row))
-      line = rows.line_num + 1
-  except csv.Error as e:
-    raise ValueError(f"{path} line {rows.reader.line_num} is not CSV ({e})"
-                     ) from None
-  finally:
-    csv.field_size_limit(limit)
-  return found
-
-
-def _json_records(path):
-  text = read_text(path)
-  if path.suffix == ".json" and text.lstrip().startswith("{"):
-    with contextlib.suppress(ValueError):  # more than one object
-      return [("line 1", parse_json(text, path))]
-  if not text.lstrip().startswith("["):
-    return [(f"line {i}", record) for i, record in corpora.json_lines(path)]
-  found = []
-  for i, (line, item) in enumerate(corpora.json_items(text, path), 1):
-    if not isinstance(item, dict):
-      raise ValueError(f"{path} line {line}, item {i} is a JSON "
-                       f"{type(item).__name__}, not an object")
-    found.append((f"line {line}, item {i}", item))
-  return found
-
-
-def _prompt(spec, source, where, record):
-  place = f"{source} {where}"
-  what = f"it has fields {', '.join(map(repr, record)) or 'none'}"
-  for field in spec.fields:
-    try:
-      prompt = _follow(place, record, field)
-    except KeyError:
-      continue
-    if isinstance(prompt, str):
-      return corpora.text_of(place, field, prompt)
-    what = f"{field!r} is {reprlib.repr(prompt)}"
-  raise ValueError(f"{place} is not {spec.title}: {what}; expected text in "
-                   f"{' or '.join(map(repr, spec.fields))}")
-
-
-def _follow(place, value, field):
-  """Returns the value at a dotted path.
-
-  A list of turns on the path is replaced by the user's first turn. If no turn
-  is the user's, returns "".
-
-  Raises:
-    KeyError: the path has no value.
-  """
-  is_turn = False
-  for key in field.split("."):
-    if not isinstance(value, dict):
-      raise KeyError(key)
-    value = value[key]
-    if isinstance(value, list) and not is_turn:
-      # ShareGPT files split a long conversation into several records. So the
-      # first turn of a record may be the model's.
-      value, is_turn = prompts_lib.users_turn(place, value), True
-      if value is None:
-        return ""
-  if is_turn and isinstance(value, dict) and "." not in field:
-    return prompts_lib.turn_text(place, field, value)
-  return value
+  rows = corpora.load_dataset(
+      f"{spec.title} without a file", spec.hf_id, spec.hf_config,
+      split=spec.hf_split, revision=spec.hf_revision, streaming=True)
+  return (("", f"{spec.hf_id} row {i}", row) for i, row in enumerate(rows, 1))
 
 
 def _documents(name):

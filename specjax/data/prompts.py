@@ -1,20 +1,16 @@
 """Prompts from documents and from files."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 import os
 import pathlib
 import random
-import re
-import sys
 from typing import Any
 
 from specjax.data import conversations
 from specjax.data import corpora
-from specjax.utils.files import read_text
-
-_ENDINGS = ".txt, .md, .jsonl or .jsonl.gz"
-_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
-_OUTER_LINES = re.compile(r"\A(?:[^\S\n]*\n)+|(?:\n[^\S\n]*)+\Z")
+from specjax.data import record_files
 
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
@@ -62,99 +58,40 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt"
   """Returns the prompts of a file.
 
   Blank lines separate the prompts in a text file. A text file without blank
-  lines is one prompt, and a note on stderr says so. A JSONL file has one object
-  per line. The `field` of each object is a string or a list of turns (see
-  `users_turn`).
+  lines is one prompt, and a note on stderr says so. The `field` of a record of
+  another file is a string or a list of turns (see `conversations.prompt_of`). A
+  line on stderr reports the records without a prompt.
 
   Args:
-    path: path of a `.txt`, `.md`, `.jsonl` or `.jsonl.gz` file.
-    field: field of the JSON objects that contains the prompt.
+    path: path of a text file, a JSON file or a CSV file (see `record_files`).
+    field: field of the records that contains the prompt.
 
   Raises:
     ValueError: the file is missing, empty or malformed.
   """
   path = pathlib.Path(path)
-  if not path.is_file():
-    raise ValueError(f"the prompts file {path} does not exist; give a "
-                     f"{_ENDINGS} file")
-  if path.name.endswith((".jsonl", ".jsonl.gz")):
-    prompts = [_of_record(path, number, record, field)
-               for number, record in corpora.json_lines(path)]
-  elif path.suffix in (".txt", ".md"):
-    prompts = _paragraphs(path)
-  else:
-    raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; give a "
-                     f"{_ENDINGS} file")
-  prompts = [p for p in prompts if p.strip()]
-  if not prompts:
-    raise ValueError(f"{path} contains no prompt; give at least one")
-  return prompts
+  record_files.check(path, record_files.ENDINGS, "give a file that ends in "
+                     f"one of {', '.join(record_files.ENDINGS)}")
+  return of_records(path, record_files.read(path, field, paragraphs=True),
+                    (field,))
 
 
-def _paragraphs(path: pathlib.Path) -> list[str]:
-  """Returns the parts of a text file between blank lines."""
-  parts = _BLANK_LINES.split(_OUTER_LINES.sub("", read_text(path)))
-  if len(parts) == 1 and "\n" in parts[0]:
-    print(f"{path} has no blank line between prompts, so its "
-          f"{parts[0].count(chr(10)) + 1} lines are read as one prompt; if "
-          "each line is a prompt, put blank lines between them",
-          file=sys.stderr)
-  return parts
-
-
-def users_turn(place: str, turns: Sequence[Any]) -> Any:
-  """Returns the user's first turn of a conversation.
-
-  A turn is a string, or an object with "from" and "value" or with "role" and
-  "content". The user's role is "human" or "user". If no turn names a speaker,
-  the first turn is the user's.
+def of_records(source: str | os.PathLike[str],
+               records: Iterable[tuple[str, str, Any]],
+               fields: Sequence[str]) -> list[str]:
+  """Returns the prompts of records.
 
   Args:
-    place: place of the conversation for error messages, such as "data.jsonl
-      line 3".
-    turns: turns of the conversation.
-
-  Returns:
-    The user's first turn, a string or an object, or None if no turn is the
-    user's.
+    source: file or dataset that contains the records.
+    records: triples `(name, place, record)` (see `record_files.extract`).
+    fields: fields that may contain the prompt, in order of preference.
 
   Raises:
-    ValueError: a turn has neither pair of keys, some turns name a speaker and
-      others do not, or the speakers are unknown.
+    ValueError: a record is invalid, or no record has a prompt.
   """
-  speakers = [conversations.speaker(place, i, turn)
-              for i, turn in enumerate(turns, 1)]
-  if None in speakers and any(speakers):
-    raise ValueError(f"{place}: turn {1 + speakers.index(None)} has no "
-                     "speaker, but other turns have one; add its 'role'")
-  for turn, speaker in zip(turns, speakers):
-    if speaker is None or conversations.ROLES.get(speaker) == "user":
-      return turn
-  unknown = [x for x in speakers if x not in conversations.ROLES]
-  if unknown:
-    raise ValueError(f"{place}: no turn is the user's, and the speaker "
-                     f"{unknown[0]!r} is unknown; name the user 'user' or "
-                     "'human'")
-  return None
-
-
-def turn_text(place: str, field: str, turn: Any) -> str:
-  """Returns the text of a turn that `users_turn` returned.
-
-  Raises:
-    ValueError: the turn has no text.
-  """
-  if isinstance(turn, dict):
-    key = "value" if "value" in turn else "content"
-    field, turn = f"{field}.{key}", turn.get(key)
-  return corpora.text_of(place, field, turn)
-
-
-def _of_record(path, number, record, field):
-  place = f"{path} line {number}"
-  value = corpora.field_of(place, record, field)
-  if isinstance(value, list):
-    value = users_turn(place, value)
-    if value is None:
-      return ""
-  return turn_text(place, field, value)
+  prompts = [text for _, _, text in record_files.extract(
+      source, "prompt", records,
+      functools.partial(conversations.prompt_of, fields=fields))]
+  if not prompts:
+    raise ValueError(f"{source} contains no prompt; give at least one")
+  return prompts

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.data import conversations
 from specjax.data import corpora
+from specjax.data import record_files
 
 _TURNS = [{"from": "system", "value": "S"}, {"from": "human", "value": "U"},
           {"from": "GPT", "value": "A", "weight": None}]
@@ -29,7 +30,7 @@ def _read(source, field=None):
 def test_files_of_conversations(tmp_path, name, monkeypatch):
   # Broken: the published ShareGPT file, an array of 600 MB, is taken for a
   # text, an item that two pieces of it share is lost, or names move the split.
-  monkeypatch.setattr(conversations, "_PIECE", 16)
+  monkeypatch.setattr(record_files, "_PIECE", 16)
   path = tmp_path / name
   text = (json.dumps(_RECORDS, indent=2 if name[0] == "a" else None)
           if path.suffix == ".json" else "\n\n".join(map(json.dumps, _RECORDS)))
@@ -46,18 +47,24 @@ def test_files_of_conversations(tmp_path, name, monkeypatch):
 def test_datasets_of_conversations(monkeypatch):
   # Broken: hf:NAME needs another flag, or columns that nobody reads are read.
   class Rows(list):
-    column_names = ["id", "conversations"]
+    column_names = property(lambda self: list(self[0]))
 
     def select_columns(self, names):
       return Rows({name: row.get(name) for name in names} for row in self)
 
   loaded = lambda name, split: {("owner/chats", "train"): Rows(_RECORDS),
                                 ("owner/texts", "test"): Rows(
-                                    [{"text": "one"}])}[name, split]
+                                    [{"text": "one"}]),
+                                ("owner/merged", "train"): Rows([
+                                    {"text": None, "conversations": None,
+                                     "messages": _MESSAGES[1:]},
+                                    {"text": None, "conversations": _TURNS,
+                                     "messages": None}])}[name, split]
   monkeypatch.setitem(sys.modules, "datasets",
                       types.SimpleNamespace(load_dataset=loaded))
   assert _read("hf:owner/chats") == [_MESSAGES, _MESSAGES[1:], []]
   assert _read("hf:owner/texts:test") is None
+  assert _read("hf:owner/merged") == [_MESSAGES[1:], _MESSAGES]
   one = corpora.digest("hf:owner/chats", "conversations")
   _RECORDS[0]["id"] = 3
   assert corpora.digest("hf:owner/chats", "conversations") == one
@@ -116,7 +123,7 @@ def test_roles():
     ([{"messages": [{"role": "user", "content": None}]}],
      "1: turn 1: 'content' is None"),
     ([{"messages": [{"from": "gpt", "value": "\ud83d"}]}], "1.*half of"),
-    ([{"messages": []}, {"text": "a"}], "2 has no field 'messages', but"),
+    ([{"messages": []}, {"text": "a"}], "2 has no field 'messages' or"),
     ([{"messages": []}, {"messages": "a"}], "2: 'messages' is a JSON str"),
     ([{"messages": []}, [1]], "2 (has no field|is a JSON list)")])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -125,7 +132,7 @@ def test_records_that_are_none(tmp_path, name, records, words):
   path = tmp_path / name
   path.write_text(json.dumps(records) if name == "a.json"
                   else "\n".join(map(json.dumps, records)))
-  with pytest.raises(ValueError, match=f"{name} (line|item) {words}"):
+  with pytest.raises(ValueError, match=f"{name} (line|line 1, item) {words}"):
     _read(path)
 
 

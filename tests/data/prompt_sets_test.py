@@ -115,9 +115,9 @@ def test_a_damaged_file(tmp_path):
     ("gsm8k", "a.txt", "1+1?", ["'.txt'", ".jsonl.gz", "GSM8K", "'question'"]),
     ("gsm8k", "a", "1+1?", ["'nothing'", "GSM8K", "'question'"]),
     ("gsm8k", "a.jsonl", _lines({"question": "1"}, {"a": "x", "b": "y"}),
-     ["line 2", "not GSM8K", "'a', 'b'", "'question'"]),
+     ["line 2", "GSM8K is", "'a', 'b'", "'question'"]),
     ("gsm8k", "a.jsonl", _lines({"question": 3}),
-     ["line 1", "not GSM8K", "'question' is 3", "text in 'question'"]),
+     ["line 1", "GSM8K is", "'question' is 3", "text in 'question'"]),
     ("gsm8k", "a.jsonl", b'{"question": "\xff"}',
      ["UTF-8", "GSM8K", "'question'"]),
     ("gsm8k", "a.jsonl", '{"question": \n',
@@ -129,9 +129,9 @@ def test_a_damaged_file(tmp_path):
     ("webquestions", "a.json", '[{"qText": "who?"}, "who?"]',
      ["item 2", "JSON str", "WebQA", "'qText'"]),
     ("gpt_prompts", "a.csv", "act,text\nA,Hi\n",
-     ["row 1", "not GPT Prompt", "'act', 'text'", "'prompt'"]),
+     ["row 1", "GPT Prompt is", "'act', 'text'", "'prompt'"]),
     ("gpt_prompts", "a.csv", "act,prompt\nA,Hi\nB\n",
-     ["row 2", "not GPT Prompt", "'prompt'"]),
+     ["row 2", "GPT Prompt is", "'prompt'"]),
     ("gpt_prompts", "a.csv", "act,prompt\nA,Hi\nB,Write, please\n",
      ["row 2 (line 3) has more cells than the header", "quotation marks"]),
     ("gpt_prompts", "a.csv", 'act,prompt\nA,"Hi\n',
@@ -139,9 +139,9 @@ def test_a_damaged_file(tmp_path):
     ("gpt_prompts", "a.csv", b"act,prompt\nA,\xe9\n",
      ["UTF-8", "GPT Prompt", "'prompt'"]),
     ("wmt_deen", "a.jsonl", _lines({"translation": "ja"}),
-     ["line 1", "not WMT-DeEn", "'translation.de'"]),
-    ("sharegpt", "a.json", json.dumps([{"turns": ["hi"]}]),
-     ["item 1", "not ShareGPT", "'conversations.value'"])])
+     ["line 1", "WMT-DeEn is", "'translation.de'"]),
+    ("sharegpt", "a.json", json.dumps([{"text": ["hi"]}]),
+     ["item 1", "ShareGPT is", "'conversations'"])])
 def test_wrong_files(tmp_path, name, file, text, words):
   # Broken: a wrong file is decoded from, or its error does not say where it
   # is wrong and what was expected.

@@ -109,7 +109,7 @@ def test_lines_of_items(tmp_path):
   good = '[\n{"question": "a"},\n\n {"question":\n "b"}\n]\n'
   assert read(good) == ["a", "b"]
   for text, words in (
-      (good.replace('"b"', "3"), "line 4, item 2 is not GSM8K"),
+      (good.replace('"b"', "3"), "line 4, item 2: 'question' is 3"),
       (good.replace('"b"', r'"\udc00"'), "line 4, item 2: 'question': .*half"),
       (good.replace("},", "}"), "line 4 is not JSON"),
       (good.replace("]", ",]"), "line 6 is not JSON"),
@@ -128,7 +128,7 @@ def test_long_fields_and_blank_rows_of_csv(tmp_path):
   read = lambda text: prompt_sets.load(
       "gpt_prompts", _write(tmp_path / "a.csv", text.encode()))
   assert read(text.replace("C\n", "")) == [long, "Go"]
-  with pytest.raises(ValueError, match=r"a\.csv row 4 \(line 6\) is not GPT"):
+  with pytest.raises(ValueError, match=r"a\.csv row 4 \(line 6\) has no"):
     read(text)
   with pytest.raises(ValueError, match=r"a\.csv line 3 is not CSV"):
     read('act,prompt\nA,B\nA,"B"x\n')
@@ -196,7 +196,7 @@ def test_the_users_turn(tmp_path, keys, place, turns, expected):
     ([{"role": "user", "content": "U"}, 3], "turn 2 has a JSON int"),
     ([{"content": "S"}, {"role": "user", "content": "U"}],
      "turn 1 has no speaker"),
-    ([{"role": "narrator", "content": "N"}], "'narrator' is unknown"),
+    ([{"role": "narrator", "content": "N"}], "unknown speaker 'narrator'"),
     ([{"role": "user", "content": None}], "'messages.content' is None"),
     ([{"role": "user", "content": [{"type": "text", "text": "U"}]}],
      r"'messages.content' is \[\{'text': 'U'"),

@@ -71,7 +71,7 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
   Args:
     tokenizer: tokenizer of the target.
     items: entries of the flag (see `flags.prompts`).
-    field: field of the prompt in the user's JSONL files.
+    field: field of the prompt in the user's JSON and CSV files.
     count: maximum number of prompts per set.
     tokens: maximum prompt length in tokens, without the chat template. Longer
       prompts are cut to their last tokens.

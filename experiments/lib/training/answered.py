@@ -14,6 +14,7 @@ from lib import common
 from lib import models
 from lib.prompts import reading as prompts_lib
 from specjax.data import conversations
+from specjax.data import record_files
 from specjax.data import Tokenizer
 from specjax.decoding.placement import Placement
 from specjax.models import Pretrained
@@ -126,7 +127,7 @@ class Conversations:
     if field is None:
       raise ValueError(f"--data: {path} contains no conversations, whose "
                        "records have a field "
-                       f"{' or '.join(map(repr, conversations.FIELDS))}")
+                       f"{' or '.join(map(repr, record_files.TURNS))}")
     chats = []
     for chat in conversations.read(path, field):
       try:

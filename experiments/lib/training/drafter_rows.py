@@ -23,6 +23,7 @@ from lib.training.answered import Rows
 from specjax.data import batches
 from specjax.data import conversations
 from specjax.data import corpora
+from specjax.data import record_files
 from specjax.data import token_files
 from specjax.data import Tokenizer
 from specjax.methods import Heads
@@ -254,10 +255,12 @@ class Source:
     """
     if self.turns is None:
       return corpora.read_documents(self.own, self.field)
-    return [corpora.Document(chat.name, asked["content"])
-            for chat in conversations.read(self.own, self.turns)
-            if (asked := next((m for m in chat.messages
-                               if m["role"] == "user"), None))]
+    prompt_of = functools.partial(
+        conversations.prompt_of, fields=record_files.alternatives(self.turns))
+    return [corpora.Document(name, text)
+            for name, _, text in record_files.extract(
+                self.own, "message", conversations.records(
+                    self.own, self.turns), prompt_of)]
 
   @property
   def _written(self) -> list[tuple[str, int, int]]:
