@@ -42,14 +42,25 @@ def encode(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]]
   """Implements `Tokenizer.chat_answers`."""
   last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"),
              default=-1)
-  messages = messages[:last + 1]
+  trained = [m.get("weight", 1) != 0 for m in messages[:last + 1]
+             if m["role"] == "assistant"]
+  messages = [{key: x for key, x in m.items() if key != "weight"}
+              for m in messages[:last + 1]]
   if not messages:
     return [], []
   text, ids, places = chat.render(
       tokenizer, messages, add_generation_prompt=False)
+  spans = _spans(tokenizer, messages, text)
+  if not all(trained):
+    if len(spans) != len(trained):
+      raise ValueError(
+          f"the chat template has {len(spans)} blocks {{% generation %}} for "
+          f"{len(trained)} answers, so answers of weight 0 cannot be found; "
+          "remove the blocks from the template")
+    spans = list(itertools.compress(spans, trained))
   # Number of characters of answers before each offset.
   before = np.zeros(len(text) + 2, int)
-  for start, end in _spans(tokenizer, messages, text):
+  for start, end in spans:
     before[start + 1:end + 1] = 1
   before = before.cumsum()
   starts, ends = np.asarray(places, int).reshape(-1, 2).T

@@ -166,7 +166,8 @@ def writer(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, Any]],
       tokenizer.chat_template, [
           {key: value if key == "role" else _changed(value, change)
            for key, value in message.items()} for message in messages],
-      add_generation_prompt=add_generation_prompt, **tokenizer.names, **more)
+      add_generation_prompt=add_generation_prompt,
+      **{**tokenizer.names, **tokenizer.variables, **more})
 
 
 def _checked(messages) -> list[dict[str, Any]]:

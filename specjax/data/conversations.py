@@ -5,18 +5,32 @@ chat format of OpenAI, or "from" and "value", as in ShareGPT files. If it has
 both pairs, "role" and "content" are used. If the content is not under the key
 that belongs to the speaker's key, it is under the other one. A string is a turn
 without a speaker.
+
+A record may also have a question and its answer in two columns (`PAIRS`), as in
+the files of Alpaca and of TRL. `Conversation` describes the other keys that are
+used.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import pathlib
 from typing import Any
 from typing import NamedTuple
 
 from specjax.data import corpora
 from specjax.data import record_files
+from specjax.utils.files import parse_json
 
+# Columns of a question, with the columns of its answer.
+PAIRS = {"instruction": ("output",), "prompt": ("completion", "response"),
+         "query": ("response",), "question": ("answer", "response")}
+# Keys of a turn that decide whether it is trained: the keys of OpenAI, ms-swift
+# and axolotl.
+_WEIGHTS = ("weight", "loss", "train")
+# Keys that change the training in other programs and that are not used here.
+_UNUSED = {"train_detail", "mask", "rejected", "rejected_response", "chosen",
+           "kto_tag", "images", "videos", "audios", "labels", "input_ids"}
 _TURN = ("from", "value", "role", "content")  # keys of a turn
 # Role in chat templates, by the name of the speaker in a file.
 ROLES = {
@@ -32,16 +46,22 @@ class Conversation:
   """Messages of one record.
 
   Attributes:
-    name: name of the record. The hash of the name decides whether the record is
-      held out.
+    name: first message of the user. Its hash decides whether the record is held
+      out, so conversations that begin with it are in one part of the corpus.
     place: place of the record for error messages, such as "data.jsonl line 3".
     messages: messages with "role", "content" and other keys that chat templates
-      use.
+      use. "weight" is 0 if an answer is not trained, because its turn has the
+      value 0 or false under "weight" (OpenAI), "loss" (ms-swift) or "train"
+      (axolotl). The "system" of a record is the first message, if the turns
+      have no system message.
+    variables: variables of the chat template: "tools", and the entries of
+      "chat_template_kwargs", such as "enable_thinking".
   """
 
   name: str
   place: str
   messages: list[dict[str, Any]]
+  variables: dict[str, Any]
 
 
 class _Turn(NamedTuple):
@@ -90,7 +110,9 @@ def _turns(place: str, turns: Sequence[Any]) -> list[_Turn]:
     # "role" and "content". Nulls stay among them, because the fingerprint of a
     # tokenised corpus contains them and `Tokenizer.chat` ignores them.
     others = {} if is_sharegpt else {
-        k: x for k, x in turn.items() if k not in _TURN}
+        k: x for k, x in turn.items() if k not in (*_TURN, *_WEIGHTS)}
+    if not _is_trained(f"{place}: turn {number}", values):
+      others["weight"] = 0
     found.append(_Turn(name.lower() if name else None, key, values.get(key),
                        others))
   if None in (speakers := [x.speaker for x in found]) and any(speakers):
@@ -140,6 +162,19 @@ def prompt_of(place: str, record: Any, fields: Sequence[str]) -> str:
   raise record_files.LeftOut("without a user's turn")
 
 
+def _is_trained(place: str, turn: dict[str, Any]) -> bool:
+  """Returns False if a key of the turn excludes it from training.
+
+  Raises:
+    ValueError: the value of such a key is neither 0 nor 1.
+  """
+  for key in _WEIGHTS:
+    if turn.get(key) not in (None, 0, 1):
+      raise ValueError(f"{place} has {turn[key]!r} for {key!r}; a turn is "
+                       "trained (1) or not (0)")
+  return all(turn.get(key) in (None, 1) for key in _WEIGHTS)
+
+
 def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   """Converts the turns of a conversation to messages for a chat template.
 
@@ -161,72 +196,143 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
   return found
 
 
+def _answer_field(record: dict[str, Any], question: str) -> str | None:
+  """Returns the column with the answer to a question of `PAIRS`, or None."""
+  return next((x for x in PAIRS.get(question, ())
+               if record.get(question) and record.get(x) is not None), None)
+
+
+def _pair(place: str, record: dict[str, Any], question: str, answer: str
+          ) -> list[dict[str, Any]]:
+  """Returns the messages of a record with a question and its answer."""
+  found = []
+  for old in record.get("history") or ():  # pairs of earlier texts
+    found += [{"role": role, "content": record_files.text_of(
+        place, "history", text)} for role, text in zip(
+            ("user", "assistant"), old, strict=True)]
+  for field, role in ((question, "user"), (answer, "assistant")):
+    value = record[field]
+    if isinstance(value, list):  # messages before and after, in TRL's format
+      found += messages(place, value)
+      continue
+    text = record_files.text_of(place, field, value)
+    if role == "user" and isinstance(record.get("input"), str):
+      text = "\n".join(filter(None, (text, record["input"])))
+    found.append({"role": role, "content": text})
+  return found
+
+
 def field_of(source: str, field: str | None = None) -> str | None:
-  """Returns the name of the field that contains turns, or None.
+  """Returns the field that contains turns or a question, or None.
 
   The result depends only on the source's first record that is not empty.
 
   Args:
-    source: source of `corpora.iter_documents`, or a `.json` file with an array
-      of records or one record per line.
+    source: source of `corpora.iter_documents`.
     field: name of the field. If it is None or "text" (the default of `--field`)
-      and the record has no such field, the first existing field of
-      `record_files.TURNS` is used.
+      and the record has no such field, the first existing one of
+      `record_files.TURNS` and `PAIRS` is used. Conversations have preference
+      over a text in a record that has both if `field` is None.
   """
   record = next((record for _, _, record in records(source)
                  if not record_files.is_empty(record)), None)
   if not isinstance(record, dict):
     return None
-  fields = (record_files.TURNS
-            if field in (None, "text") and record.get(field) is None
+  is_free = field is None or field == "text" and record.get(field) is None
+  fields = (record_files.TURNS if is_free
             else record_files.alternatives(field))
-  return next((x for x in fields if isinstance(record.get(x), list)), None)
+  found = next((x for x in fields if isinstance(record.get(x), list)), None)
+  return found or next((x for x in (PAIRS if is_free else (field,))
+                        if _answer_field(record, x)), None)
 
 
 def read(source: str, field: str) -> Iterator[Conversation]:
   """Yields the conversations of a source.
 
-  `record_files.extract` reports the records whose field is null.
+  Two lines on stderr report records whose fields are null, and keys that other
+  programs use and specjax does not.
 
   Args:
     source: source of conversations (see `field_of`).
-    field: field that contains the turns (see `record_files.alternatives`).
+    field: field that contains the turns, or a question of `PAIRS`. In a record
+      that has no value there, the other fields are used.
 
   Raises:
     ValueError: the field is not a list of turns, or `messages` rejects a turn.
   """
-  fields = record_files.alternatives(field)
+  unused = Counter()
+  fields = record_files.TURNS if field in PAIRS else (
+      record_files.alternatives(field))
 
-  def messages_of(place, record):
-    name, turns = record_files.value_of(place, record, fields)
-    if not isinstance(turns, list):
-      raise ValueError(f"{place}: {name!r} is a JSON {type(turns).__name__}; "
-                       "it must be a list of turns")
-    return messages(place, turns)
+  def convert(place, record):
+    keys = record if isinstance(record, dict) else {}
+    question = next((x for x in (field, *PAIRS) if _answer_field(keys, x)),
+                    None)
+    has_turns = any(isinstance(keys.get(x), list) and keys[x] for x in fields)
+    if question and (field in PAIRS or not has_turns):
+      found = _pair(place, record, question, _answer_field(record, question))
+    else:
+      name, turns = record_files.value_of(place, record, fields)
+      if not isinstance(turns, list):
+        raise ValueError(f"{place}: {name!r} is a JSON {type(turns).__name__}; "
+                         "it must be a list of turns")
+      found = messages(place, turns)
+    system = record.get("system")
+    if system and not any(m["role"] == "system" for m in found):
+      found.insert(0, {"role": "system", "content": record_files.text_of(
+          place, "system", system)})
+    unused.update(_UNUSED.intersection(
+        key for part in (record, *found) for key, x in part.items() if x))
+    return found, _variables(place, record)
 
-  for name, place, found in record_files.extract(
-      source, "conversation", records(source, field), messages_of):
-    yield Conversation(name=name, place=place, messages=found)
+  for _, place, (found, variables) in record_files.extract(
+      source, "conversation", records(source), convert):
+    name = next((m["content"] for m in found if m["role"] == "user"), place)
+    yield Conversation(name=name if isinstance(name, str) else repr(name),
+                       place=place, messages=found, variables=variables)
+  if unused:
+    record_files.print_once(f"{source}: not used: " + ", ".join(
+        f"{key!r} of {count:,} records" for key, count in unused.items()))
+
+
+def _variables(place: str, record: dict[str, Any]) -> dict[str, Any]:
+  """Returns the variables of the chat template in a record.
+
+  Raises:
+    ValueError: the value of a key has another type.
+  """
+  found = {}
+  for key, kind in (("tools", list), ("chat_template_kwargs", dict)):
+    value = record.get(key)
+    if isinstance(value, str) and value:  # some files contain JSON as a string
+      value = parse_json(value, f"{place}: {key!r}")
+    if value and not isinstance(value, kind):
+      raise ValueError(f"{place}: {key!r} is a JSON {type(value).__name__}; it "
+                       f"must be a {kind.__name__}")
+    if value:
+      found |= {"tools": value} if kind is list else value
+  return found
 
 
 def is_answer(message: dict[str, Any]) -> bool:
-  """Returns True if an assistant's message has a content or a tool call."""
+  """Returns True if an assistant's message is trained and not empty."""
   content = message.get("content")
-  return message["role"] == "assistant" and bool(
+  return message["role"] == "assistant" and message.get("weight") != 0 and bool(
       content.strip() if isinstance(content, str)
       else content or message.get("tool_calls"))
 
 
-def records(source: str, field: str | None = None
-            ) -> Iterator[tuple[str, str, Any]]:
-  """Returns the records of a source (see `corpora.records`).
+def last_answer_only(chat: Conversation) -> Conversation:
+  """Returns a conversation of which only the last answer is trained."""
+  answers = [i for i, m in enumerate(chat.messages)
+             if m["role"] == "assistant"]
+  return dataclasses.replace(chat, messages=[
+      {**m, "weight": 0} if i in answers[:-1] else m
+      for i, m in enumerate(chat.messages)])
 
-  The records of a source of texts are empty, and those of a `.json` file with a
-  single object, because it may be a text.
-  """
-  path = pathlib.Path(source)
-  is_json = path.suffix == ".json" and path.is_file() and (
-      record_files.form(path) != "object")
-  if source in corpora.STDLIB or not (is_json or corpora.has_records(source)):
+
+def records(source: str) -> Iterator[tuple[str, str, Any]]:
+  """Returns the records of a source, or nothing for a source of texts."""
+  if source in corpora.STDLIB or not corpora.has_records(source):
     return iter(())
-  return corpora.records(source, field)
+  return corpora.records(source)

@@ -16,11 +16,12 @@ import pathlib
 import sysconfig
 from typing import Any
 
+import numpy as np
+
 from specjax.data import record_files
 from specjax.data import text_files
 from specjax.utils.files import read_text
 
-_JSONL = (".jsonl", ".jsonl.gz")
 # Names of the embedded corpus. The value is True if the corpus includes the
 # test suites of the standard library.
 STDLIB = {"stdlib": True, "stdlib-no-tests": False}
@@ -110,33 +111,28 @@ def split(documents: Sequence[Document]
 def held_out(names: Iterable[str]) -> bytearray:
   """Returns one number per document: 1 if it is held out, else 0.
 
-  In a small corpus, the hash may select no document or all documents. Then one
-  document moves to the other part, so that no part is empty.
+  Documents of the same name are in the same part. In a small corpus, the hash
+  may select no document or all documents. Then the documents of one name move
+  to the other part, so that no part is empty.
 
   Args:
     names: names of all documents.
 
   Raises:
-    ValueError: there are fewer than two documents.
+    ValueError: there are fewer than two different names.
   """
-  sides = bytearray()
-  least, most = None, None  # (digest, place)
-  for i, name in enumerate(names):
-    document = Document(name, "")
-    sides.append(document.held_out)
-    digest = document.digest
-    if least is None or digest < least[0]:
-      least = digest, i
-    if most is None or digest >= most[0]:
-      most = digest, i
-  if len(sides) < 2:
-    raise ValueError(f"the corpus has {len(sides)} document(s); training and "
-                     "held-out text need at least one each: give more text")
-  if not any(sides):
-    sides[least[1]] = 1
-  elif all(sides):
-    sides[most[1]] = 0
-  return sides
+  digests = np.fromiter((Document(name, "").digest for name in names),
+                        np.uint32)
+  if not len(digests) or digests.min() == digests.max():
+    raise ValueError(f"the corpus has {len(digests)} document(s) and "
+                     f"{len(set(digests.tolist()))} different one(s); training "
+                     "and held-out text need at least one each: give more text")
+  sides = digests % _HELD_OUT_OF == 0
+  if not sides.any():
+    sides = digests == digests.min()
+  elif sides.all():
+    sides = digests != digests.max()
+  return bytearray(sides.tobytes())
 
 
 def read_documents(source: str, field: str = "text") -> list[Document]:
@@ -147,38 +143,36 @@ def read_documents(source: str, field: str = "text") -> list[Document]:
 def iter_documents(source: str, field: str = "text") -> Iterator[Document]:
   """Yields the documents of a source with non-empty text.
 
-  Text and JSONL files are read in parts. Files of a directory are read one at a
-  time.
+  Text files and files of records are read in parts. The name of a record is its
+  text, so copies of a record are in the same part of the corpus.
 
   Args:
-    source: "stdlib", "stdlib-no-tests", a `.txt` or other text file, a
-      `.jsonl` or `.jsonl.gz` file, a directory of text files, or
+    source: "stdlib", "stdlib-no-tests", a file or directory of records (see
+      `has_records`), another text file, a directory of text files, or
       "hf:NAME[:SPLIT]" for a Hugging Face dataset (needs the package
       `datasets`).
-    field: field that contains the text, for JSONL files and datasets.
+    field: field that contains the text, for records.
 
   Raises:
     ValueError: the source is missing or empty, or its format is invalid.
   """
+  is_text = source in STDLIB or not has_records(source)
+  found = _texts(source, field) if is_text else records(source, field)
   text_of = lambda place, record: record_files.text_of(
       place, *record_files.value_of(place, record, (field,)))
   empty = True
-  for name, _, text in record_files.extract(
-      source, "document", _records(source, field), text_of):
+  for name, _, text in record_files.extract(source, "document", found, text_of):
     empty = False
-    yield Document(name, text)
+    yield Document(name if is_text else text, text)
   if empty:
     raise ValueError(f"{source} contains no text; give at least one document")
 
 
-def _records(source, field):
-  """Returns `(name, place, record)` of the documents, with the text in `field`.
-  """
+def _texts(source, field):
+  """Returns `(name, place, record)` of texts, which are in `field`."""
   if source in STDLIB:
     return ((d.name, d.name, {field: d.text})
             for d in _modules(include_tests=STDLIB[source]))
-  if has_records(source):
-    return records(source, field)
   path = existing(source)
   if path.is_dir():
     return ((name, f"{source} file {name}", {field: read_text(file)})
@@ -190,23 +184,36 @@ def _records(source, field):
 
 
 def has_records(source: str) -> bool:
-  """Returns True if a source is a dataset or a JSONL file.
+  """Returns True if a source is a dataset, or a file or directory of records.
+
+  Text files in a directory of records are its documentation: they end in ".md"
+  or have no ending. A directory with other text files, such as source code, is
+  a directory of texts.
 
   Raises:
     ValueError: see `existing`.
   """
-  return source.startswith("hf:") or (
-      not existing(source).is_dir() and source.endswith(_JSONL))
+  if source.startswith("hf:"):
+    return True
+  path = existing(source)
+  if not path.is_dir():
+    return record_files.form(path) != "text"
+  forms = {file: record_files.form(file) for _, file in _files(path)}
+  return any(form != "text" for form in forms.values()) and all(
+      file.suffix in (".md", "") for file, form in forms.items()
+      if form == "text")
 
 
 def records(source: str, field: str | None = None
-            ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-  """Yields `(name, place, record)` of a dataset or a file.
+            ) -> Iterator[tuple[str, str, Any]]:
+  """Yields `(name, place, record)` of a source with `has_records`.
 
-  `record_files.extract` describes name and place.
+  `record_files.extract` describes name, place and record. A directory contains
+  files of several records, or files with one object each. In the first case,
+  its other files are left out.
 
   Args:
-    source: dataset, or file of `record_files.read`.
+    source: dataset, file of `record_files.read`, or directory of such files.
     field: field to read from a dataset (see `record_files.alternatives`). None
       reads all fields.
   """
@@ -214,8 +221,20 @@ def records(source: str, field: str | None = None
     name, rows = _huggingface_rows(source, field)
     for i, row in enumerate(rows):
       yield f"{name}:{i}", f"dataset {name} row {i}", row
-  else:
-    yield from record_files.read(existing(source))
+    return
+  path = existing(source)
+  if not path.is_dir():
+    yield from record_files.read(path)
+    return
+  forms = {name: record_files.form(file) for name, file in _files(path)}
+  others = {"text", "object"} if set(forms.values()) - {"text", "object"} else {
+      "text"}
+  for name, file in _files(path):
+    if forms[name] in others:
+      yield name, f"{source} file {name}", record_files.LeftOut(
+          "files without records")
+    else:
+      yield from record_files.read(file)
 
 
 def existing(source: str) -> pathlib.Path:
@@ -227,7 +246,7 @@ def existing(source: str) -> pathlib.Path:
   path = pathlib.Path(source)
   if not path.exists():
     raise ValueError(f"no such file or directory: {source}; give 'stdlib', "
-                     "'hf:NAME', or the path of a text or JSONL file")
+                     "'hf:NAME', or the path of a file or directory")
   return path
 
 
@@ -237,7 +256,7 @@ def _files(directory):
   return [(p.relative_to(directory).as_posix(), p) for p in paths]
 
 
-def digest(source: str, field: str) -> str:
+def digest(source: str, field: str | None) -> str:
   """Returns a hash of the names and contents of a source's files.
 
   Two sources with equal hashes contain the same documents. The hash of a
@@ -245,7 +264,7 @@ def digest(source: str, field: str) -> str:
 
   Args:
     source: source of `iter_documents`.
-    field: field to read from a dataset (see `record_files.alternatives`).
+    field: field to read from a dataset. None reads all fields.
 
   Raises:
     ValueError: the source is missing.

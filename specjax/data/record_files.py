@@ -1,9 +1,10 @@
 """Reader of records for prompts, prompt sets, conversations and documents.
 
 A record is a JSON object, a row of a CSV file, or a part of a text file. A JSON
-file contains an array of records, one record per line, or one object. Its first
-characters decide between these forms. Large arrays and files with one record
-per line are read in pieces. A CSV file has a header.
+file contains an array of records, one record per line, or one object, which is
+a record or has an array of records under "data". Its content decides between
+these forms, not its name. Large arrays and files with one record per line are
+read in pieces. A CSV file has a header.
 
 Records of merged data sets have the fields of all sets, and most of them are
 null or empty. So another field is read instead of a null, and a record whose
@@ -35,7 +36,7 @@ from specjax.data import token_bytes
 from specjax.utils.files import parse_json
 from specjax.utils.files import read_text
 
-JSON = (".jsonl", ".jsonl.gz", ".json")
+JSON = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjson.gz")
 ENDINGS = (".txt", ".md", *JSON, ".csv")
 TURNS = ("messages", "conversations")  # fields of turns, by preference
 
@@ -63,15 +64,17 @@ def extract(source: str | os.PathLike[str], noun: str,
   Args:
     source: source of the records, for the report.
     noun: noun for a value in the report, such as "prompt".
-    records: triples `(name, place, record)`. The hash of the name decides
-      whether the record is held out. The place identifies the record in error
-      messages, such as "data.jsonl line 3".
+    records: triples `(name, place, record)`. The place identifies the record in
+      error messages, such as "data.jsonl line 3". The record may also be a
+      `LeftOut`.
     convert: function that returns the value of `(place, record)` or raises
       `LeftOut`. Records without any entry and blank values are also left out.
   """
   count, first, reasons = 0, "", Counter()
   for name, place, record in records:
     try:
+      if isinstance(record, LeftOut):
+        raise record
       if is_empty(record):
         raise LeftOut("empty")
       value = convert(place, record)
@@ -85,19 +88,21 @@ def extract(source: str | os.PathLike[str], noun: str,
       yield name, place, value
   if reasons:
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
-    _print_once(f"{source}: {count:,} {noun}{'s' * (count != 1)}; left out: "
-                f"{left_out} (first: {first})")
+    print_once(f"{source}: {count:,} {noun}{'s' * (count != 1)}; left out: "
+               f"{left_out} (first: {first})")
 
 
 @functools.cache
-def _print_once(line):
+def print_once(line: str) -> None:
+  """Prints a line on stderr unless it was printed before."""
   print(line, file=sys.stderr)
 
 
 def is_empty(record: Any) -> bool:
   """Returns True if a record is null or contains nothing but nulls."""
-  return record is None or isinstance(record, dict) and all(
-      value is None for value in record.values())
+  return record is None or isinstance(record, LeftOut) or (
+      isinstance(record, dict) and all(
+          value is None for value in record.values()))
 
 
 def value_of(place: str, record: Any, fields: Sequence[str]
@@ -184,7 +189,7 @@ def check(path: pathlib.Path, endings: tuple[str, ...], fix: str) -> None:
   """
   if not path.is_file():
     raise ValueError(f"no file at {path}; {fix}")
-  if not path.name.endswith(endings):
+  if not path.name.lower().endswith(endings):
     raise ValueError(f"{path} ends in {path.suffix or 'nothing'!r}; {fix}")
 
 
@@ -206,11 +211,9 @@ def read(path: str | os.PathLike[str], text_field: str = "",
     ValueError: the file is not text, or its format is wrong.
   """
   path = pathlib.Path(path)
-  if path.name.endswith(JSON):
-    found = {"array": _items, "lines": _json_lines, "object": _object}[
-        form(path)](path)
-  elif path.suffix == ".csv":
-    found = _rows(path)
+  reader = _READERS.get(form(path))
+  if reader:
+    found = reader(path)
   elif paragraphs:
     found = ((i, f"prompt {i}", {text_field: part})
              for i, part in enumerate(_paragraphs(path), 1))
@@ -221,19 +224,33 @@ def read(path: str | os.PathLike[str], text_field: str = "",
 
 
 def form(path: pathlib.Path) -> str:
-  """Returns the form of a JSON file: "array", "lines" or "object".
+  """Returns the form of a file: "array", "lines", "object", "csv" or "text".
 
-  Only a `.json` file can contain a single object that fills several lines.
+  A file without an ending of `JSON` or ".csv" is text unless it begins with a
+  JSON object or an array of objects.
   """
-  if next(text_files.pieces(path, _PIECE), "").lstrip().startswith("["):
-    return "array"
-  if path.suffix != ".json":
-    return "lines"
-  _, line = next(_lines(path), (0, "{}"))
-  with contextlib.suppress(RecursionError, ValueError):
-    if isinstance(json.loads(line), dict):
-      return "lines"
-  return "object"
+  name = path.name.lower()
+  if name.endswith(".csv"):
+    return "csv"
+  is_json, is_one = name.endswith(JSON), name.endswith((".json", ".json.gz"))
+  start = next(text_files.pieces(path, _PIECE), "").lstrip()
+  if start.startswith("["):
+    is_array = is_json or _object_in(start[1:].lstrip()) is not None
+    return "array" if is_array else "text"
+  rest = _object_in(start)
+  if rest is None and not is_json:
+    return "text"
+  has_lines = is_json and not is_one or rest is not None and rest.strip()
+  return "lines" if has_lines else "object"
+
+
+def _object_in(text):
+  """Returns the text after a JSON object with entries, or None without one."""
+  try:
+    found, end = json.JSONDecoder().raw_decode(text)
+  except (RecursionError, ValueError):
+    return None
+  return text[end:] if isinstance(found, dict) and found else None
 
 
 def _lines(path):
@@ -252,7 +269,16 @@ def _json_lines(path):
 
 
 def _object(path):
-  yield 1, "line 1", parse_json(read_text(path), path)
+  text = read_text(path)
+  if not text.strip():
+    return
+  found = parse_json(text, path)
+  items = found.get("data") if isinstance(found, dict) else None
+  if isinstance(items, list):
+    for i, item in enumerate(items, 1):
+      yield i, f"'data' item {i}", item
+  else:
+    yield 1, "line 1", found
 
 
 def _items(path):
@@ -318,6 +344,10 @@ def _rows(path):
   finally:
     csv.field_size_limit(limit)
   return found
+
+
+_READERS = {"array": _items, "lines": _json_lines, "object": _object,
+            "csv": _rows}
 
 
 def _paragraphs(path):

@@ -32,7 +32,7 @@ from specjax.utils.fingerprints import Digest
 from specjax.utils.fingerprints import fingerprint
 
 _ABOUT = "about.json"
-_FORMAT = 1  # version of the files; increase it if their contents change
+_FORMAT = 2  # version of the files; increase it if their contents change
 _SIDES = ("training", "held_out")
 _DTYPE = np.dtype(np.uint32)
 _PIECE = 2**20  # characters or tokens that are processed together
@@ -54,6 +54,7 @@ class TokenFiles:
     corpus: fingerprint of all documents.
     fingerprints: fingerprint of the tokens of both parts, and fingerprint of
       the training tokens.
+    copies: number of documents that occurred before in the corpus.
     note: message about skipped conversations, or "".
     path: directory of the files.
   """
@@ -64,6 +65,7 @@ class TokenFiles:
   num_bytes: tuple[int, int]
   corpus: str
   fingerprints: tuple[str, str]
+  copies: int
   note: str
   path: pathlib.Path
 
@@ -90,6 +92,7 @@ class TokenFiles:
 
 def read(source: str, field: str, tokenizer: Tokenizer,
          directory: str | os.PathLike[str], *, chat: bool = False,
+         last_turn: bool = False,
          say: Callable[[str], None] = lambda stage: None) -> TokenFiles:
   """Returns the tokens of a corpus, and writes their files if they are missing.
 
@@ -101,21 +104,23 @@ def read(source: str, field: str, tokenizer: Tokenizer,
       with `eos` if it has no `bos`.
     directory: directory of the files of all corpora.
     chat: if True, records are conversations. The chat template formats them.
+    last_turn: if True, only the last answer of a conversation is trained.
     say: function that is called with a message before tokenisation starts.
 
   Raises:
     ValueError: the source cannot be read, or has too little text.
   """
   name = fingerprint(
-      _FORMAT, corpora.digest(source, field), field, library.__version__,
-      tokenizer.backend.to_str(), tokenizer.bos, tokenizer.eos,
-      *((tokenizer.chat_template, tokenizer.names) if chat else ()))
+      _FORMAT, corpora.digest(source, None if chat else field), field,
+      library.__version__, tokenizer.backend.to_str(), tokenizer.bos,
+      tokenizer.eos, *((tokenizer.chat_template, tokenizer.names,
+                        tokenizer.variables, last_turn) if chat else ()))
   path = pathlib.Path(directory) / f"{name}-tokens"
   found = _open(path)
   if found is None:
     say("tokenising the text")
     with _whole(path) as partial:
-      _write(partial, source, field, tokenizer, chat)
+      _write(partial, source, field, tokenizer, chat, last_turn)
     found = _open(path)
   return found
 
@@ -162,7 +167,8 @@ def _open(path: pathlib.Path) -> TokenFiles | None:
       tokens=both("tokens"), answered=both("answered") if about["chat"]
       else None, documents=tuple(about["documents"]),
       num_bytes=tuple(about["num_bytes"]), corpus=about["corpus"],
-      fingerprints=tuple(about["fingerprints"]), note=about["note"], path=path)
+      fingerprints=tuple(about["fingerprints"]), copies=about["copies"],
+      note=about["note"], path=path)
 
 
 def _mapped(path, dtype, count):
@@ -195,20 +201,23 @@ class _Writer:
     marks.write(np.asarray(answered, bool).tobytes())
 
 
-def _write(path, source, field, tokenizer, chat):
+def _write(path, source, field, tokenizer, chat, last_turn):
   """Writes the files of a corpus.
 
   The source is read twice, because the division into a training part and a
   held-out part depends on the names of all documents.
   """
   silent = []  # places of conversations without an answer
-  items = (functools.partial(_answered, source, field, silent) if chat
-           else functools.partial(corpora.iter_documents, source, field))
-  digest, documents = Digest(), [0, 0]
+  items = (functools.partial(_answered, source, field, last_turn, silent)
+           if chat else functools.partial(corpora.iter_documents, source, field)
+           )
+  digest, documents, seen = Digest(), [0, 0], set()
 
   def names():
     for i, item in enumerate(items()):
-      digest.add(f"[0][{i}]", repr(item.messages) if chat else item)
+      content = repr((item.messages, item.variables)) if chat else item
+      digest.add(f"[0][{i}]", content)
+      seen.add(hash(content if chat else item.text))
       yield item.name
 
   held_out = corpora.held_out(names())
@@ -234,6 +243,7 @@ def _write(path, source, field, tokenizer, chat):
       "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
                  for side in _SIDES],
       "corpus": digest.value, "fingerprints": [both.value, first.value],
+      "copies": len(held_out) - len(seen),
       "note": writer.note}))
 
 
@@ -262,7 +272,8 @@ def _write_chats(writer, tokenizer, chats, silent):
 
   def encode(item):
     try:
-      ids, answered = tokenizer.chat_answers(item[1].messages)
+      ids, answered = tokenizer.with_variables(item[1].variables).chat_answers(
+          item[1].messages)
       return (ids, answered) if any(answered) else (
           "the chat template writes no answer")
     except ValueError as e:
@@ -285,14 +296,16 @@ def _write_chats(writer, tokenizer, chats, silent):
                    f"conversations are left out; {left_out[0]}")
 
 
-def _answered(source, field, silent):
-  """Yields conversations with an answer.
+def _answered(source, field, last_turn, silent):
+  """Yields conversations with an answer that is trained.
 
   Replaces the contents of `silent` by the places of the other conversations.
   """
   silent.clear()
   empty = True
   for chat in conversations.read(source, field):
+    if last_turn:
+      chat = conversations.last_answer_only(chat)
     if any(map(conversations.is_answer, chat.messages)):
       empty = False
       yield chat

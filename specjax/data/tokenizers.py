@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import functools
 import os
 import pathlib
@@ -47,6 +48,7 @@ class Tokenizer:
     names: texts of the special tokens that have a name, such as
       `{"pad_token": "<pad>"}`. They are variables of the chat template. By
       default, `bos` and `eos` have the names "bos_token" and "eos_token".
+    variables: other variables of the chat template, see `with_variables`.
   """
 
   def __init__(self, backend: tokenizers.Tokenizer, *, bos: int | None = None,
@@ -66,6 +68,7 @@ class Tokenizer:
     self.names = dict(names) if names is not None else {
         name: backend.id_to_token(token) for name, token in (
             ("bos_token", bos), ("eos_token", eos)) if token is not None}
+    self.variables = {}
     known = backend.get_added_tokens_decoder()
     backend.add_special_tokens([
         backend.id_to_token(token) for token in dict.fromkeys((bos, eos))
@@ -229,12 +232,24 @@ class Tokenizer:
     """
     return chat.render(self, messages, add_generation_prompt).ids
 
+  def with_variables(self, variables: Mapping[str, Any]) -> "Tokenizer":
+    """Returns a copy whose chat template has more variables.
+
+    Args:
+      variables: variables by name, such as `{"enable_thinking": False}` or
+        `{"tools": [...]}` with JSON schemas of functions.
+    """
+    found = copy.copy(self)
+    found.variables = {**self.variables, **variables}
+    return found
+
   def chat_answers(self, messages: Sequence[Mapping[str, Any]]
                    ) -> tuple[list[int], list[bool]]:
     """Returns the token ids of a conversation, and a mask of the answers.
 
     Args:
-      messages: messages (see `chat`).
+      messages: messages (see `chat`). The mask excludes an answer whose
+        "weight" is 0. This key is not passed to the template.
 
     Returns:
       The ids of `chat` up to the end of the last answer, and a list of bools.

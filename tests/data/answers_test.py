@@ -130,3 +130,28 @@ def test_the_space_of_an_answer_without_a_header():
   tokenizer = _tokenizer(tokenizer.chat_template + (
       "{% if add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"))
   assert _said(tokenizer, _talk("a", "8")) == ["8 <|im_end|>"]
+
+
+def test_answers_of_weight_0():
+  # Broken: an answer that a data set excludes is trained; or the wrong one is
+  # excluded, if the template marks answers in other blocks.
+  messages = _talk("a", "z", "b", "x")
+  messages[1]["weight"] = 0
+  assert _said(_tokenizer(_CHATML), messages) == ["x<|im_end|>"]
+  marked = _RECORDED["templates"]["ChatML"]
+  assert _said(_tokenizer(marked), messages) == ["x<|im_end|>"]
+  twice = marked.replace("{% endgeneration %}", "{% endgeneration %}"
+                         "{% generation %}!{% endgeneration %}")
+  with pytest.raises(ValueError, match="4 blocks .* for 2 answers"):
+    _tokenizer(twice).chat_answers(messages)
+
+
+def test_variables_of_the_template():
+  # Broken: a model is trained with thinking and serves without.
+  tokenizer = _tokenizer(
+      _CHATML + "{{ enable_thinking }}"
+      "{% for tool in tools %}{{ tool.name }}{% endfor %}")
+  found = tokenizer.with_variables({"enable_thinking": False}).with_variables(
+      {"tools": [{"name": "f"}]})
+  assert found.decode(found.chat(_talk("a"))).endswith("Falsef")
+  assert not tokenizer.variables

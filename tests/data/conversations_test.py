@@ -38,10 +38,9 @@ def test_files_of_conversations(tmp_path, name, monkeypatch):
                    else text.encode())
   assert _read(path) == _read(path, "text") == _read(
       path, "conversations") == [_MESSAGES, _MESSAGES[1:], []]
-  names = [chat.name for chat in conversations.read(
-      str(path), "conversations")]
-  assert names == [f"{name}:{i}" for i in (
-      (1, 2, 3) if path.suffix == ".json" else (1, 3, 5))]
+  chats = list(conversations.read(str(path), "conversations"))
+  # The first message decides whether a conversation is held out.
+  assert [chat.name for chat in chats] == ["U", "U", chats[2].place]
 
 
 def test_datasets_of_conversations(monkeypatch):
@@ -81,7 +80,7 @@ def test_sources_of_texts(tmp_path, text):
       (tmp_path / name).write_text(text)
       assert _read(tmp_path / name, "text") is None
   assert _read("stdlib") is None
-  assert _read(tmp_path) is None
+  assert _read(tmp_path, "text") is None
 
 
 def test_the_field_that_is_named(tmp_path):
@@ -144,3 +143,109 @@ def test_arrays_that_are_cut(tmp_path):
     path.write_text(broken)
     with pytest.raises(ValueError, match=r"a\.json line \d+ is not JSON"):
       _read(path)
+
+
+def _written(tmp_path, *records, name="w.jsonl"):
+  path = tmp_path / name
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  return list(conversations.read(
+      str(path), conversations.field_of(str(path))))
+
+
+_ASK = {"role": "user", "content": "U"}
+_ANSWER = {"role": "assistant", "content": "A"}
+
+
+@pytest.mark.parametrize("record", [
+    {"messages": [_ASK, _ANSWER]}, {"prompt": "U", "response": "A"},
+    {"prompt": "U", "completion": "A"}, {"instruction": "U", "output": "A"},
+    {"instruction": "U", "input": "", "output": "A", "text": "U A"},
+    {"query": "U", "response": "A", "history": []},
+    {"question": "U", "answer": "A"},
+    {"text": "T", "messages": [_ASK, _ANSWER]},
+    {"prompt": [_ASK], "completion": [_ANSWER]},
+    {"prompt": "x", "response": "y", "messages": [_ASK, _ANSWER]},
+    {"conversations": [{"from": "human", "value": "U"},
+                       {"from": "gpt", "value": "A"}]}])
+def test_columns_of_other_trainers(tmp_path, record):
+  # Broken: records that others train as conversations are read as raw text.
+  [chat] = _written(tmp_path, record)
+  assert chat.messages == [_ASK, _ANSWER]
+  assert (chat.name, chat.variables) == ("U", {})
+  [chat] = _written(tmp_path, {"messages": None, **record, "system": "S"})
+  assert chat.messages == [{"role": "system", "content": "S"}, _ASK, _ANSWER]
+
+
+def test_keys_of_other_trainers(tmp_path, capsys):
+  # Broken: a setting of a record is dropped without a word.
+  turn = lambda **keys: [{"role": "user", "content": "U"},
+                         {"role": "assistant", "content": "A", **keys}]
+  for keys in ({"weight": 0}, {"loss": False}, {"train": False},
+               {"loss": 0, "weight": 1}):
+    [chat] = _written(tmp_path, {"messages": turn(**keys)})
+    assert chat.messages[1] == {**_ANSWER, "weight": 0}
+    assert not conversations.is_answer(chat.messages[1])
+  [chat] = _written(tmp_path, {"conversations": [
+      {"from": "human", "value": "U"},
+      {"from": "gpt", "value": "A", "weight": 0}]})
+  assert chat.messages[1]["weight"] == 0
+  for keys in ({"weight": 1}, {"loss": True}, {"train": None}):
+    [chat] = _written(tmp_path, {"messages": turn(**keys)})
+    assert chat.messages[1] == _ANSWER
+  with pytest.raises(ValueError, match="turn 2 has 0.5 for 'weight'"):
+    _written(tmp_path, {"messages": turn(weight=0.5)})
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  for value in (tools, json.dumps(tools)):
+    [chat] = _written(tmp_path, {
+        "messages": turn(), "tools": value,
+        "chat_template_kwargs": {"enable_thinking": False}})
+    assert chat.variables == {"tools": tools, "enable_thinking": False}
+  with pytest.raises(ValueError, match="'tools' is a JSON dict; .* a list"):
+    _written(tmp_path, {"messages": turn(), "tools": {"a": 1}})
+  [chat] = _written(tmp_path, {
+      "instruction": "U", "input": "I", "output": "A", "history": [["a", "b"]]})
+  assert [m["content"] for m in chat.messages] == ["a", "b", "U\nI", "A"]
+  capsys.readouterr()
+  _written(tmp_path, {"messages": turn(train_detail=[]), "images": ["x"]},
+           {"messages": turn(), "images": []}, name="unused.jsonl")
+  assert "not used: 'images' of 1 records\n" in capsys.readouterr().err
+  only = conversations.last_answer_only(chat)
+  assert list(map(conversations.is_answer, only.messages)) == [
+      False, False, False, True]
+
+
+def test_conversations_that_begin_alike_are_on_one_side():
+  # Broken: copies of a held-out conversation are trained.
+  names = [f"question {i % 50}" for i in range(500)]
+  sides = corpora.held_out(names)
+  assert any(sides) and not all(sides)
+  assert all(sides[i] == sides[i % 50] for i in range(500))
+  # None of these is held out by its hash, and the moved one has a copy.
+  names = [x for x in "abcdefgh" if not corpora.Document(x, "").held_out][:3]
+  sides = corpora.held_out(names * 2)
+  assert sum(sides) == 2 and sides[:3] == sides[3:]
+  with pytest.raises(ValueError, match="3 document.* 1 different"):
+    corpora.held_out(["a"] * 3)
+
+
+def test_directories_of_records(tmp_path, capsys):
+  # Broken: each shard is one document, with braces and keys.
+  (tmp_path / "part").mkdir()
+  for i, name in enumerate(("a.jsonl", "b.JSONL", "part/c.ndjson", "d.json")):
+    record = json.dumps({"messages": [_ASK, {**_ANSWER, "content": str(i)}]})
+    (tmp_path / name).write_text(record + "\n" + record + "\n")
+  (tmp_path / "README.md").write_text("about")
+  (tmp_path / "info.json").write_text('{\n "version": 1\n}')
+  field = conversations.field_of(str(tmp_path))
+  found = [chat.messages[1]["content"]
+           for chat in conversations.read(str(tmp_path), field)]
+  assert found == ["0", "0", "1", "1", "3", "3", "2", "2"]
+  assert "left out: 2 files without records" in capsys.readouterr().err
+  (tmp_path / "code.py").write_text("pass")  # a directory of source code
+  assert conversations.field_of(str(tmp_path)) is None
+  one = tmp_path / "one"
+  one.mkdir()
+  for name in "ab":
+    (one / f"{name}.json").write_text(
+        json.dumps({"messages": [_ASK, _ANSWER]}, indent=2))
+  assert len(list(conversations.read(str(one), "messages"))) == 2

@@ -56,7 +56,7 @@ def _to_answer(path, field):
   """Reads the messages that a target answers (see `drafter_rows`)."""
   field = conversations.field_of(str(path), field)
   return [text for *_, text in record_files.extract(
-      path, "message", conversations.records(str(path), field),
+      path, "message", conversations.records(str(path)),
       lambda place, record: conversations.prompt_of(
           place, record, record_files.alternatives(field)))]
 
@@ -189,7 +189,7 @@ def test_the_report(tmp_path, capsys, form):
                lambda path: prompt_sets.load("humaneval", path)):
     for records in (_RECORDS, _RECORDS[::6]):
       path.write_bytes(encode(records))
-      record_files._print_once.cache_clear()
+      record_files.print_once.cache_clear()
       assert read(path) == ["a", "b"]
       err = capsys.readouterr().err
       if len(records) == 2:
@@ -254,9 +254,16 @@ def test_pieces_of_an_array(tmp_path, monkeypatch, size):
 
 
 def test_forms_of_texts_with_the_ending_of_json(tmp_path):
-  # Broken: a text to train on is read as records, or completely, to find out.
+  # Broken: a drafter is trained on braces and keys.
   path = tmp_path / "a.json"
-  for text in ('{\n "text": "a"}', "{ no", "3", '"a"\n"b"', "text"):
+  read = lambda: [d.text for d in corpora.iter_documents(str(path))]
+  path.write_text('{\n "text": "a"}')
+  assert read() == ["a"]
+  path.write_text('{"data": [{"text": "a"}, {"text": "b"}]}\n')
+  assert read() == ["a", "b"]
+  for text, words in (("{ no", "not JSON"), ("3", "a JSON int"),
+                      ('"a"\n"b"', "not JSON"), ("text", "not JSON"),
+                      ('{"body": "a"}', "no field 'text'; it has 'body'")):
     path.write_text(text)
-    assert conversations.field_of(str(path)) is None
-    assert [d.text for d in corpora.iter_documents(str(path))] == [text]
+    with pytest.raises(ValueError, match=words):
+      read()

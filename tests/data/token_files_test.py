@@ -107,7 +107,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
   for name, count in (("a", 1000), ("b", 5000)):
     (tmp_path / f"{name}.txt").write_text(text * count)
   (tmp_path / "c.jsonl").write_text(
-      (json.dumps({"text": text}) + "\n") * 2500)
+      "".join(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(2500)))
   result = subprocess.run(
       [sys.executable, "-c", _SCRIPT, "kept", "a.txt", "b.txt", "c.jsonl"],
       cwd=tmp_path, capture_output=True, text=True, check=True,
@@ -115,6 +115,34 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
   small, *large = map(int, result.stdout.split())
   unit = 1 if sys.platform == "darwin" else 1024
   assert (max(large) - small) * unit < 60e6, result.stdout
+
+
+def test_settings_of_records_reach_the_tokens(tmp_path):
+  # Broken: copies are not counted, an answer of weight 0 is trained, or the
+  # template does not see a record's variables.
+  talk = lambda i, *weights, **keys: {"messages": [
+      message for j, weight in enumerate(weights) for message in (
+          {"role": "user", "content": f"{i} {j}"},
+          {"role": "assistant", "content": "yes", "weight": weight})], **keys}
+  path = tmp_path / "a.jsonl"
+  path.write_text("".join(json.dumps(record) + "\n" for record in (
+      *(talk(i, 1, 1) for i in range(40)), *(talk(i, 1, 1) for i in range(7)),
+      talk("none", 0, 0), talk("thinks", 0, 1, chat_template_kwargs={
+          "mode": "loud"}))))
+  tokenizer = _tokenizer()
+  tokenizer.chat_template = (
+      "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ mode or '.' }}"
+      "{% endfor %}{% if add_generation_prompt %}a{% endif %}")
+  read = lambda **options: token_files.read(
+      str(path), "messages", tokenizer, tmp_path / "kept", chat=True, **options)
+  both, last = read(), read(last_turn=True)
+  assert both.copies == 7 and sum(both.documents) == 48
+  assert "1 of 49 conversations are left out" in both.note
+  text = tokenizer.decode(np.concatenate(both.tokens))
+  assert "athinks 1loudayesloud" not in text and "uthinks 1loudayesloud" in text
+  trained = lambda found: sum(int(x.sum()) for x in found.answered)
+  # 47 conversations have two answers, and one has one.
+  assert trained(both) / trained(last) == pytest.approx(95 / 48, rel=0.05)
 
 
 def test_where_tokens_are_kept(tmp_path, monkeypatch, capsys):

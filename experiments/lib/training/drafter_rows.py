@@ -259,8 +259,8 @@ class Source:
         conversations.prompt_of, fields=record_files.alternatives(self.turns))
     return [corpora.Document(name, text)
             for name, _, text in record_files.extract(
-                self.own, "message", conversations.records(
-                    self.own, self.turns), prompt_of)]
+                self.own, "message", conversations.records(self.own),
+                prompt_of)]
 
   @property
   def _written(self) -> list[tuple[str, int, int]]:
