@@ -442,7 +442,7 @@ def _keep(text: str):
       f.write(text.encode())
 
 
-def _ids(tokenizer: Tokenizer, room: int):
+def _ids(tokenizer: Tokenizer, room: int, context: str):
   """Returns the token ids of the prompt.
 
   A prompt with more than `room` tokens is truncated if --keep_last is set, and
@@ -455,11 +455,11 @@ def _ids(tokenizer: Tokenizer, room: int):
   if not _CHAT.value:
     return conversation.cut(
         tokenizer, tokenizer.encode(text, special=_SPECIAL.value), room,
-        _KEEP_LAST.value)
+        _KEEP_LAST.value, context)
   system = [{"role": "system", "content": _SYSTEM.value}]
   ids, _ = conversation.fitting(
       tokenizer, system * (_SYSTEM.value is not None)
-      + [{"role": "user", "content": text}], room, _KEEP_LAST.value)
+      + [{"role": "user", "content": text}], room, _KEEP_LAST.value, context)
   return ids
 
 
@@ -495,6 +495,8 @@ def main():
           frequency=_FREQUENCY_PENALTY.value,
           presence=_PRESENCE_PENALTY.value)),
       eos=models.ends(target, tokenizer))
+  context = (f"the {decoder.context_owner}'s context of "
+             f"{decoder.context_length} tokens")
   room = decoder.context_length - _MAX_NEW_TOKENS.value
   if room < 1:
     raise ValueError(f"--max_new_tokens is {_MAX_NEW_TOKENS.value}, and the "
@@ -514,9 +516,9 @@ def main():
     conversation.chat(
         writer, tokenizer, printer_of, room=room,
         new_tokens=_MAX_NEW_TOKENS.value, keep_last=_KEEP_LAST.value,
-        first=_PROMPT.value, system=_SYSTEM.value, keep=_keep)
+        context=context, first=_PROMPT.value, system=_SYSTEM.value, keep=_keep)
   else:
-    ids = _ids(tokenizer, room)
+    ids = _ids(tokenizer, room, context)
     _continue(writer, ids, printer_of())
   if _COMPARE.value:
     alone = strategies.autoregressive().decoder(

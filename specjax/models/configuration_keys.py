@@ -53,8 +53,8 @@ _SYNONYMS = {name: names for names in _NAMES for name in names}
 # For these keys, null means "off". For other keys, null means a missing key.
 _OFF_BY_NULL = ("sliding_window",)
 _ADVICE = {
-    "quantization_config": "give weights that are not quantised, or a GGUF "
-                           "file",
+    "no_rope_layers": "the model has layers without rotary positions, so it "
+                      "cannot be used: take another model",
     # Keys with lists of layers. If a user removed such a key, a drafter would
     # read other layers.
     "layers": "if it lists the target's layers that a drafter reads, write it "
@@ -194,7 +194,7 @@ class Keys:
     """
     value = self(name, otherwise)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      self._needs(name, value, "a whole number of at least 1")
+      self.needs(name, value, "a whole number of at least 1")
     return value
 
   def number(self, name: str, otherwise: float | None = None, *,
@@ -207,7 +207,7 @@ class Keys:
     """
     value = self(name, otherwise)
     if not is_number(value) or (positive and value <= 0):
-      self._needs(name, value, "a number" + positive * " above 0")
+      self.needs(name, value, "a number" + positive * " above 0")
     return value
 
   def switch(self, name: str, otherwise: bool) -> bool:
@@ -218,7 +218,7 @@ class Keys:
     """
     value = self(name, otherwise)
     if not isinstance(value, bool):
-      self._needs(name, value, "true or false")
+      self.needs(name, value, "true or false")
     return value
 
   def mapping(self, name: str) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Keys:
     """
     value = self(name, {})
     if not isinstance(value, Mapping):
-      self._needs(name, value, "an object of keys and values")
+      self.needs(name, value, "an object of keys and values")
     return dict(value)
 
   def whole_numbers(self, name: str) -> tuple[int, ...] | None:
@@ -242,7 +242,8 @@ class Keys:
     """
     return whole_numbers(self.source, name, self(name))
 
-  def _needs(self, name: str, value: object, what: str) -> None:
+  def needs(self, name: str, value: object, what: str) -> None:
+    """Raises `ValueError` for a value that is not of the form `what`."""
     _needs(self.source, name, value, what)
 
   def choice(self, name: str, choices: Mapping[str, Any]) -> Any:

@@ -92,8 +92,9 @@ def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
   given = keys.merged({place: _spelled(part) for place, part in parts.items()},
                       beside)
   for name, value in given.items():
-    if not _FORMS.get(name, is_number)(value):
-      keys.refuse(f"{name} of rope scaling", value)
+    is_valid, form = _FORMS.get(name, _NUMBER)
+    if not is_valid(value):
+      keys.needs(f"{name} of rope scaling", value, form)
   return given
 
 
@@ -105,12 +106,17 @@ def _are_positive(values: Any) -> bool:
   return isinstance(values, list) and all(map(_is_positive, values))
 
 
-# Checks of the values of rope scaling. Values of other keys must be numbers.
+# Checks of the values of rope scaling, with the required form. Values of other
+# keys must be numbers.
+_NUMBER = is_number, "a number"
+_POSITIVE = _is_positive, "a number above 0"
+_LIST = _are_positive, "a list of numbers above 0"
 _FORMS = {
-    "rope_type": lambda value: isinstance(value, str),
-    "short_factor": _are_positive, "long_factor": _are_positive,
-    "rope_theta": _is_positive, "partial_rotary_factor": _is_positive,
-    "truncate": lambda value: True}
+    "rope_type": (lambda value: isinstance(value, str), "a string"),
+    "short_factor": _LIST, "long_factor": _LIST, "factor": _POSITIVE,
+    "rope_theta": _POSITIVE, "partial_rotary_factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIVE,
+    "truncate": (lambda value: isinstance(value, bool), "true or false")}
 
 
 def _spelled(part: Mapping[str, Any]) -> Fields:

@@ -216,8 +216,8 @@ def _talk(monkeypatch, stdin, writer=None, **options):
   try:
     conversation.chat(
         writer or _Writer(), _Words(), _Printer, **dict(
-            room=20, new_tokens=4, keep_last=False, first=None, system=None,
-            keep=kept.append) | options)
+            room=20, new_tokens=4, keep_last=False, context="the drafter's",
+            first=None, system=None, keep=kept.append) | options)
   except KeyboardInterrupt:
     kept.append("stopped")
   return kept

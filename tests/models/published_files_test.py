@@ -115,6 +115,31 @@ def test_copy_of_a_tied_head(copy):
            "LM head", "tie_word_embeddings")
 
 
+@pytest.mark.parametrize("prefix", [
+    "_orig_mod.", "module.", "module._orig_mod.", "base_model.model.",
+    "language_model."])
+def test_a_prefix_of_all_tensors(copy, prefix):
+  # Broken: "download the file again", of a file that torch.compile, DDP or PEFT
+  # wrote.
+  for name in ("llama_tied", "gpt2"):
+    target = copy(name, lambda held: {
+        prefix + key: tensor for key, tensor in held.items()})
+    params_equal(load_pretrained(target, dtype=jnp.float32).params,
+                 loaded(name).params, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tensor, words", [
+    ("model.layers.0.mlp.up_proj.qweight", ["quantised", "qweight", "GGUF"]),
+    ("model.layers.0.mlp.up_proj.weight_scale_inv", ["quantised"]),
+    ("model.layers.0.mlp.up_proj.weight.absmax", ["quantised"]),
+    ("model.layers.0.mlp.up_proj.lora_A.default.weight",
+     ["adapter", "merge_and_unload"])])
+def test_tensors_of_other_programs(copy, tensor, words):
+  # Broken: the user is told to download files again that are complete.
+  _refuses(copy("llama_tied", lambda held: held | {
+      tensor: np.ones((2, 2), np.float32)}), *words)
+
+
 def test_a_drafter_beside_the_target(copy):
   # Broken: a target does not load since its files hold its drafter too.
   extra = ("mtp.fc.weight", "model.layers.2.eh_proj.weight",
@@ -259,7 +284,7 @@ def _refuses(path, *words, **options):
     ("llama_tied", dict(hidden_act="relu"), ["relu", "hidden_act", "silu"]),
     ("llama_tied", dict(hidden_size=None), ["hidden_size", "whole number"]),
     ("llama_tied", dict(quantization_config={"bits": 4}),
-     ["quantization_config", "bits", "give weights that are not quantised"]),
+     ["quantised", "config.json", "give weights that are not quantised"]),
     ("llama_tied", dict(num_local_experts=8), ["num_local_experts", "8"]),
     ("llama_tied", dict(rope_parameters=dict(rope_type="spiral")),
      ["spiral", "rope"]),
@@ -303,6 +328,17 @@ def _refuses(path, *words, **options):
         rope_type="longrope", short_factor=[1], long_factor=3)),
      ["long_factor", "3"]),
     ("llama_tied", dict(model_type=["llama"]), ["architecture ['llama']"]),
+    ("llama_tied", dict(rope_parameters=None, rope_theta="5e5"),
+     ["'5e5' for rope_theta", "must be a number above 0"]),
+    ("llama_tied", dict(rope_parameters=dict(
+        rope_type="yarn", factor=2, original_max_position_embeddings="8")),
+     ["'8' for original_max", "must be a number above 0"]),
+    ("llama_tied", dict(rope_parameters=dict(
+        rope_type="yarn", factor=2, truncate="no")), ["truncate", "true or f"]),
+    ("llama_tied", dict(no_rope_layers=[1, 0]), ["without rotary positions"]),
+    ("llama_tied", dict(quantization={"bits": 4}), ["quantised", "mlx"]),
+    ("llama_tied", dict(quantization_config={"quant_method": "fp8"}),
+     ["quantised", "fp8", "GGUF"]),
     ("llama_tied", dict(is_causal=False), ["is_causal", "False"]),
     ("llama_tied", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
     ("mistral", dict(sliding_window_size=6), ["sliding_window_size", "6"]),

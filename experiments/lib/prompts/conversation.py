@@ -13,7 +13,7 @@ _RESET = "; /reset begins a new one"
 
 
 def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
-            keep_last: bool, fix: str = _FIX):
+            keep_last: bool, context: str = "the context", fix: str = _FIX):
   """Returns the token ids of a conversation, truncated to `room` tokens.
 
   Truncation removes the oldest pairs of message and answer, then the beginning
@@ -24,6 +24,8 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
     messages: messages with "role" and "content". The last one is the user's.
     room: maximum number of tokens.
     keep_last: if True, truncation is allowed.
+    context: name of the limiting context in errors, such as "the drafter's
+      context of 64 tokens".
     fix: advice at the end of the error message.
 
   Returns:
@@ -37,7 +39,7 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
   rest = messages[len(system):]
   ids = tokenizer.chat(system + rest)
   if len(ids) > room and not keep_last:
-    raise ValueError(f"the conversation has {len(ids)} tokens, and the context "
+    raise ValueError(f"the conversation has {len(ids)} tokens, and {context} "
                      f"has room for {room} before the answer; {fix}")
   while len(ids) > room and len(rest) > 1:
     rest = rest[2:]
@@ -46,7 +48,7 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
   while len(ids) > room:
     kept -= len(ids) - room
     if kept < 1:
-      raise ValueError(f"the context has room for {room} tokens before the "
+      raise ValueError(f"{context} has room for {room} tokens before the "
                        "answer, and the chat template alone has more; set a "
                        "smaller --max_new_tokens")
     rest = [prompts.user(tokenizer, rest[0]["content"], kept)]
@@ -54,14 +56,15 @@ def fitting(tokenizer: Tokenizer, messages: list[dict[str, str]], room: int,
   return ids, system + rest
 
 
-def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool):
+def cut(tokenizer: Tokenizer, ids: list[int], room: int, keep_last: bool,
+        context: str = "the context"):
   """Returns the last `room` ids of a prompt.
 
   Raises:
     ValueError: the prompt is longer and `keep_last` is False.
   """
   if len(ids) > room and not keep_last:
-    raise ValueError(f"the prompt has {len(ids)} tokens, and the context has "
+    raise ValueError(f"the prompt has {len(ids)} tokens, and {context} has "
                      f"room for {room} before the output; {_FIX}")
   return prompts.last_tokens(tokenizer, ids, room)
 
@@ -99,7 +102,7 @@ def lines(first: str | None = None):
 
 def chat(writer: streaming.Writer, tokenizer: Tokenizer,
          printer_of: Callable[[], streaming.Printer], *, room: int,
-         new_tokens: int, keep_last: bool, first: str | None,
+         new_tokens: int, keep_last: bool, context: str, first: str | None,
          system: str | None, keep: Callable[[str], None]):
   """Runs a chat until the input ends.
 
@@ -116,6 +119,7 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
     new_tokens: maximum number of tokens of an answer.
     keep_last: if True, truncation is allowed (see `fitting`). Removed messages
       are not restored.
+    context: name of the limiting context in errors (see `fitting`).
     first: first message of the user, or None to read it from stdin.
     system: system message, or None.
     keep: function that is called with the entire transcript after every answer.
@@ -129,7 +133,8 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
     asked = {"role": "user", "content": line}
     try:
       ids, messages = fitting(
-          tokenizer, [*messages, asked], room, keep_last, _FIX + _RESET)
+          tokenizer, [*messages, asked], room, keep_last, context,
+          _FIX + _RESET)
     except ValueError as e:
       print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
       continue
