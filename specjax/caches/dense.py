@@ -41,7 +41,8 @@ def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
 
 def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
                        ancestors: jax.Array, window: int = 0,
-                       softcap: float = 0.0) -> jax.Array:
+                       softcap: float = 0.0, depths: jax.Array | None = None
+                       ) -> jax.Array:
   """Returns attention `[B, S, G * H, D]` within a block of T tokens.
 
   Args:
@@ -52,10 +53,11 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
     window: number of last tokens that a token sees, including itself. 0 means
       all tokens.
     softcap: soft-cap of the scores, see `attention.past_attention`.
+    depths: depths at which the windows end, see `visible_slots`.
   """
   if window:
     none = jnp.zeros(query.shape[:1], jnp.int32)
-    ancestors = visible_slots(none, ancestors, key.shape[1], window)
+    ancestors = visible_slots(none, ancestors, key.shape[1], window, depths)
   return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
                            ancestors, softcap)
 
@@ -158,7 +160,8 @@ class KVCache(Cache):
                         block_v=put(self.block_v, v))
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
-             window: int = 0, softcap: float = 0.0) -> jax.Array:
+             window: int = 0, softcap: float = 0.0,
+             depths: jax.Array | None = None) -> jax.Array:
     """Returns attention over committed tokens and ancestors in the block.
 
     Args:
@@ -169,18 +172,30 @@ class KVCache(Cache):
       window: number of last tokens that a token sees, including itself. 0
         means all tokens.
       softcap: soft-cap of the scores, see `attention.past_attention`.
+      depths: depths at which the windows end, see `visible_slots`.
 
     Returns:
       `[B, S, G * H, D]`.
     """
-    depths = topology.depths_of(ancestors)
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.in_slots,
         self.block_k[layer], self.block_v[layer],
-        self.in_block(ancestors, window), window=window, softcap=softcap,
-        positions=self.lengths[:, None] + depths if window else None,
-        table=self.table, heads_axis=self.heads_axis)
+        self.in_block(ancestors, window, depths), window=window,
+        softcap=softcap, table=self.table, heads_axis=self.heads_axis,
+        positions=self.window_ends(ancestors, depths) if window else None)
     return out.astype(self.v[layer].dtype)
+
+  def window_ends(self, ancestors: jax.Array, depths: jax.Array | None = None
+                  ) -> jax.Array:
+    """Returns the positions `[B, S]` at which the windows of queries end.
+
+    Args:
+      ancestors: `[B, S, T]` bool, see `attend`.
+      depths: see `attend`.
+    """
+    if depths is None:
+      depths = topology.depths_of(ancestors)
+    return self.lengths[:, None] + depths
 
   def attend_new(self, layer: int, qkv: jax.Array, bias: jax.Array | None,
                  rotation: Any, ancestors: jax.Array, window: int = 0,
@@ -191,7 +206,7 @@ class KVCache(Cache):
     if reserved or count > size:
       old = self.block_k[layer], self.block_v[layer]
     if window:
-      positions = self.lengths[:, None] + topology.depths_of(ancestors)
+      positions = self.window_ends(ancestors)
       ancestors = visible_slots(
           jnp.zeros_like(self.lengths), ancestors, count, window)
     out, *new = gpu_attention.extend(
@@ -217,18 +232,21 @@ class KVCache(Cache):
     """`[B]` int32, number of committed tokens in `k` and `v`."""
     return self.lengths if self.held is None else self.held
 
-  def in_block(self, ancestors: jax.Array, window: int = 0) -> jax.Array:
+  def in_block(self, ancestors: jax.Array, window: int = 0,
+               depths: jax.Array | None = None) -> jax.Array:
     """Returns `[B, S, slots]` bool, slots of the block that each query sees.
 
     Args:
       ancestors: `[B, S, T]` bool, see `attend`.
       window: number of visible tokens, see `attend`.
+      depths: see `attend`.
     """
     reserved = self.held is not None
     slots = self.block_k[0].shape[2] if reserved else ancestors.shape[2]
     if not reserved and not window:
       return ancestors
-    return visible_slots(self.lengths - self.in_slots, ancestors, slots, window)
+    return visible_slots(
+        self.lengths - self.in_slots, ancestors, slots, window, depths)
 
   def after(self, x: jax.Array) -> "KVCache":
     """Makes later writes depend on a pass, so that they happen in place.
@@ -411,7 +429,8 @@ def _placed(block: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
-                  window: int = 0) -> jax.Array:
+                  window: int = 0, depths: jax.Array | None = None
+                  ) -> jax.Array:
   """Returns `[B, S, slots]` bool, slots of a row that each query sees.
 
   Args:
@@ -421,6 +440,8 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
     slots: number of slots in the result.
     window: number of last tokens that a token sees, including itself. 0 means
       all tokens.
+    depths: `[B, S]` int32, depth at which the window of each query ends. None
+      means the query's depth in the block.
   """
   size = ancestors.shape[-1]
   offset = jnp.arange(slots, dtype=jnp.int32) - lengths[:, None]
@@ -431,10 +452,11 @@ def visible_slots(lengths: jax.Array, ancestors: jax.Array, slots: int,
   if window:
     # Parents come before their children. So the number of path nodes up to a
     # node of the path, in block order, is the depth of this node plus one.
-    depths = jnp.cumsum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    along_path = jnp.cumsum(ancestors, axis=-1, dtype=jnp.int32) - 1
     depth = jnp.where(offset < 0, offset,
-                      jnp.take_along_axis(depths, node, axis=2))
-    seen &= depths[..., -1:] - depth < window
+                      jnp.take_along_axis(along_path, node, axis=2))
+    ends = along_path[..., -1] if depths is None else depths
+    seen &= ends[..., None] - depth < window
   return seen
 
 

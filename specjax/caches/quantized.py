@@ -28,7 +28,6 @@ from specjax.attention import plain
 from specjax.caches import dense
 from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
-from specjax.trees import topology
 
 _MOST = 7 * 16 + 7  # largest 16 u + l with u and l in [-8, 7]
 _LEAST = 128  # slots of the smallest compiled attention, see `_over_slots`
@@ -136,18 +135,18 @@ class QuantizedCache(KVCache):
     return super().append(layer, k, v, after)
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
-             window: int = 0, softcap: float = 0.0) -> jax.Array:
+             window: int = 0, softcap: float = 0.0,
+             depths: jax.Array | None = None) -> jax.Array:
     """Returns the attention of `KVCache.attend`.
 
     The cost depends on the longest row, not on the capacity.
     """
-    depths = topology.depths_of(ancestors)
-    positions = self.lengths[:, None] + depths
     past = _over_slots(query, self.k[layer], self.v[layer], self.in_slots,
-                       positions, window=window, softcap=softcap)
+                       self.window_ends(ancestors, depths), window=window,
+                       softcap=softcap)
     block = attention.block_attention(
         query, self.block_k[layer], self.block_v[layer],
-        self.in_block(ancestors, window), softcap=softcap)
+        self.in_block(ancestors, window, depths), softcap=softcap)
     return attention.merge(past, block)[0].astype(self.v[layer].dtype)
 
   def _put(self, slots: Nibbles, block: jax.Array) -> Nibbles:

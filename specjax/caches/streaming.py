@@ -27,7 +27,6 @@ from specjax import attention
 from specjax.caches import dense
 from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
-from specjax.trees import topology
 from specjax.utils import fields
 
 _NEVER = np.iinfo(np.int32).max
@@ -86,19 +85,20 @@ class StreamingCache(KVCache):
     return self.replace(end=end)
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
-             window: int = 0, softcap: float = 0.0) -> jax.Array:
+             window: int = 0, softcap: float = 0.0,
+             depths: jax.Array | None = None) -> jax.Array:
     """Returns the attention of `KVCache.attend` over the retained tokens."""
-    depths = topology.depths_of(ancestors)
-    at = (self.lengths[:, None] + depths)[..., None]
+    at = self.window_ends(ancestors, depths)[..., None]
     slots = self.k[layer].shape[2]
     held = self._held(slots, self.in_slots)
     past = held[:, None]
     seen = (past >= 0) & self._near(past, at, window)
     size = self.block_k[layer].shape[2]
     block = (self.in_slots[:, None] + jnp.arange(size))[:, None]
-    inside = self.in_block(ancestors, window)
+    inside = self.in_block(ancestors, window, depths)
     if size > self.window:  # else all tokens of the block are in the window
-      near = self.in_block(ancestors, min(self.window, window or self.window))
+      near = self.in_block(
+          ancestors, min(self.window, window or self.window), depths)
       inside &= near | self._near(block, at, window) & (block < self.sinks)
     out, _ = attention.merge(
         attention.block_attention(query, self.k[layer], self.v[layer], seen,

@@ -18,11 +18,15 @@ import numpy as np
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head
 from specjax.models.architectures import ARCHITECTURES
+from specjax.models.architectures import without_idle_windows
 from specjax.models.configuration import TransformerConfig
 from specjax.models.configuration_keys import Keys
 from specjax.models.configuration_keys import whole_numbers
 from specjax.models.export import express
 from specjax.models.safetensors_files import StoredTensor
+from specjax.models.settings import FULL
+from specjax.models.settings import layer_windows
+from specjax.models.settings import SLIDING
 from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
@@ -131,15 +135,12 @@ class Found:
       # keys raise an error.
       keys("sliding_window")
     fields = ARCHITECTURES[model_type].read(keys)
+    if model_type == "llama":
+      fields |= _windows_of_llama(keys)
     config = TransformerConfig(**fields)
-    if any(0 < size < config.context_length for size in config.windows):
-      self.fail(f"has layers with a window of {max(config.windows)} tokens; "
-                "draft layers of specjax attend to the complete sequence: take "
-                "another drafter")
     for name, bias in (("qkv_bias", "q_proj.bias"), ("out_bias", "o_proj.bias"),
                        ("mlp_bias", "down_proj.bias")):
       fields[name] = any(x.endswith(bias) for x in self.tensors)
-    fields.pop("windows", None)
     # A drafter's configuration may have a shorter context length than its
     # target. Without RoPE scaling, rotary embeddings are defined at every
     # position. Therefore the longer of the two context lengths is valid.
@@ -147,6 +148,8 @@ class Found:
       fields["context_length"] = max(config.context_length,
                                      self.target.context_length)
     self.check("vocab_size", config.vocab_size, self.target.vocab_size)
+    fields["windows"] = without_idle_windows(
+        TransformerConfig(**fields)).windows
     return fields
 
   def _check_dense(self) -> None:
@@ -299,6 +302,18 @@ def _trust_layers(keys: Keys, layers: int) -> None:
   if isinstance(types, list) and len(types) != layers and (
       types[1:] == types[:-1]):
     keys.trust("layer_types", types[:1] * layers)
+
+
+def _windows_of_llama(keys: Keys) -> dict[str, Any]:
+  """Returns the field `windows` of draft layers of the architecture Llama.
+
+  Language models of this architecture have no windows, and transformers ignores
+  the keys. speculators writes the keys for every architecture, and its draft
+  layers follow `layer_types`.
+  """
+  if keys("use_sliding_window") and not keys("layer_types"):
+    keys.refuse("use_sliding_window", keys("use_sliding_window"))
+  return layer_windows(keys, [FULL] * keys.size("num_hidden_layers"))
 
 
 def _same(heads: Heads) -> Heads:
@@ -513,17 +528,33 @@ def num_steps(keys: Keys) -> int:
       "speculative_tokens", DEPTH)
 
 
-def layer_keys(heads: Any, **changed: Any) -> dict[str, Any]:
+def layer_keys(heads: Any, windows: Sequence[int] = (), **changed: Any
+               ) -> dict[str, Any]:
   """Returns the config.json entries that describe a drafter's layers.
 
   Args:
     heads: draft heads that have all fields of `TransformerConfig`.
+    windows: attention window of each layer to write, 0 for a layer without a
+      window; () if no layer has one, or if the readers of a layout ignore
+      windows.
     **changed: values of fields that replace the values of the heads.
+
+  Raises:
+    ValueError: the windows have several sizes, or no published architecture
+      matches.
   """
   fields = {field.name: getattr(heads, field.name)
             for field in dataclasses.fields(TransformerConfig)}
   model_type, keys = express(TransformerConfig(**fields | dict(
-      tie_embeddings=False) | changed))
+      tie_embeddings=False, windows=()) | changed))
+  sizes = {size for size in windows if size}
+  if len(sizes) > 1:
+    raise ValueError(f"windows is {tuple(windows)}, and the key sliding_window "
+                     "stores one size for all layers with a window")
+  if sizes:
+    # Written for every architecture, as speculators does.
+    keys |= {"use_sliding_window": True, "sliding_window": sizes.pop(),
+             "layer_types": [SLIDING if size else FULL for size in windows]}
   return {"model_type": model_type, **keys}
 
 

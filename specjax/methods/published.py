@@ -59,7 +59,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   """Loads a drafter that another project trained and published.
 
   Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, multi-token prediction
-  (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`.
+  (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`. Layers of EAGLE,
+  DFlash and DSpark may have sliding windows.
 
   Args:
     path: directory with config.json and safetensors files, or the name of a

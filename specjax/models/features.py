@@ -124,14 +124,12 @@ class FeatureConfig(TransformerConfig):
     self._check_widths()
 
   def _check_parts(self) -> None:
-    others = (self.windows, self.features, self.lookahead,
-              self.learned_positions)
+    others = self.features, self.lookahead, self.learned_positions
     if self.layers != 1 or any(others):
       raise ValueError(
-          f"layers is {self.layers}, windows {self.windows}, features "
-          f"{self.features}, lookahead {self.lookahead} and learned_positions "
-          f"{self.learned_positions}; for a feature layer set layers=1 and "
-          "leave out the others")
+          f"layers is {self.layers}, features {self.features}, lookahead "
+          f"{self.lookahead} and learned_positions {self.learned_positions}; "
+          "for a feature layer set layers=1 and leave out the others")
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one of the "
                        "target's hidden states, and each once")

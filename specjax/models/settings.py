@@ -35,7 +35,7 @@ def _biases(keys: Keys) -> Fields:
   return dict.fromkeys(("qkv_bias", "out_bias"), bool(keys("attention_bias")))
 
 
-def _windows(keys: Keys, types: list[str]) -> Fields:
+def layer_windows(keys: Keys, types: list[str]) -> Fields:
   """Returns the field `windows`, for layers of types SLIDING and FULL.
 
   Args:
@@ -77,7 +77,7 @@ def _upper_windows(keys: Keys) -> Fields:
     if given != types:
       keys.refuse("use_sliding_window", on)
     return {}
-  return _windows(keys, types)
+  return layer_windows(keys, types)
 
 
 def llama(keys: Keys) -> Fields:
@@ -145,14 +145,14 @@ def _parts(keys: Keys) -> Fields:
 def gemma2(keys: Keys) -> Fields:
   types = [(SLIDING, FULL)[i % 2]
            for i in range(keys.size("num_hidden_layers"))]
-  return _parts(keys) | read_rope(keys) | _windows(keys, types)
+  return _parts(keys) | read_rope(keys) | layer_windows(keys, types)
 
 
 def gemma3(keys: Keys) -> Fields:
   period = keys.size("sliding_window_pattern", 6)
   types = [SLIDING if (i + 1) % period else FULL
            for i in range(keys.size("num_hidden_layers"))]
-  return (_parts(keys) | read_two_ropes(keys) | _windows(keys, types)
+  return (_parts(keys) | read_two_ropes(keys) | layer_windows(keys, types)
           | dict(qk_norm="head"))
 
 

@@ -11,6 +11,9 @@ PUBLIC holds clones of the public implementations:
   DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
   vllm (vllm-project) 01dbb08
 
+The cases with windows need no clones, but `pip install speculators==0.9.0
+dflash==0.1.0`. Run them apart from the cases with the clone of speculators.
+
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
 computed in float32. The weights are numbers that float16 holds.
@@ -46,6 +49,10 @@ from transformers.cache_utils import DynamicCache
 _HERE = pathlib.Path(__file__).parent / "drafters"
 _ROWS, _STEPS, _VOCAB, _WIDTH = 9, 2, 48, 16
 _LAYERS = 12  # of the target
+# A window of a few tokens, and a sequence that is several times longer.
+_WINDOW = dict(use_sliding_window=True, sliding_window=5)
+_LONG = 23
+_MIXED = ["sliding_attention", "full_attention"]
 _USED = np.sort(np.random.default_rng(5).permutation(_VOCAB)[:20])
 _UNUSED = ("loguru", "openai", "datasets", "hs_connectors")
 _LLAMA = dict(
@@ -147,12 +154,12 @@ def _offsets():
 
 
 @torch.no_grad()
-def _steps(run, features, tokens):
+def _steps(run, features, tokens, rows=_ROWS):
   """States of the rows, and then of steps that read their own."""
-  states, past = run(features[None], tokens[None, :_ROWS], None)
+  states, past = run(features[None], tokens[None, :rows], None)
   found = [states[0]]
   for i in range(_STEPS):
-    states, past = run(states[:, -1:], tokens[None, _ROWS + i:][:, :1], past)
+    states, past = run(states[:, -1:], tokens[None, rows + i:][:, :1], past)
     found.append(states[0])
   return torch.cat(found)
 
@@ -447,6 +454,63 @@ def _speculators_eagle3(public):
       logits=chain(1), embedding=_embedding(43, model)), "model.safetensors"
 
 
+@torch.no_grad()
+def _eagle3_windows():
+  """EAGLE-3 whose layer has a window.
+
+  speculators moves the window only in the first step of its training: in later
+  steps a position keeps the keys of its first step. vLLM serves the layer with
+  a window that ends at the drafted token. So the steps here read their keys
+  with the mask that the first step of training has for longer sequences.
+  """
+  from speculators.models.eagle3 import Eagle3SpeculatorConfig
+  from speculators.models.eagle3.core import Eagle3DraftModel
+  layer = transformers.LlamaConfig(**_LLAMA | _WINDOW | dict(
+      head_dim=8, layer_types=["sliding_attention"],
+      attn_implementation="eager"))
+  config = Eagle3SpeculatorConfig(
+      **_speculators_config(layer, "eagle3"), draft_vocab_size=len(_USED),
+      norm_before_residual=True, norm_before_fc=True, norm_output=True,
+      eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+  model = Eagle3DraftModel(config)
+  _randomise(model, 140)
+  d2t, t2d = _offsets()
+  model.load_vocab_mappings(t2d, d2t)
+
+  def run(states, tokens, past):
+    past = DynamicCache() if past is None else past
+    seen, rows = past.get_seq_length(), tokens.shape[1]
+    if not seen:
+      states = model.fc(model.input_norm(states))
+    total = seen + rows
+    mask = model._build_attn_mask(
+        torch.zeros(total, dtype=torch.long), total, "cpu",
+        model.sliding_window)
+    at = torch.arange(seen, total)[None]
+    both = torch.cat([model.embed_tokens(tokens), states], dim=-1)
+    [layer] = model.layers
+    return model.norm(layer(
+        both, attention_mask=mask[..., seen:, :], position_ids=at,
+        past_key_values=past, cache_position=at[0],
+        position_embeddings=model.rotary_emb(both, at))), past
+
+  features, tokens = _draw(141, _LONG, 3 * _WIDTH), _tokens(142, _LONG + _STEPS)
+  first = []
+  hook = model.lm_head.register_forward_hook(
+      lambda _, given, logits: first.append(given[0][0]))
+  model(features[None], tokens[None, :_LONG],
+        torch.zeros(1, _LONG, dtype=torch.long), ttt_steps=1)
+  hook.remove()
+  hidden = _steps(run, features, tokens, _LONG)
+  torch.testing.assert_close(hidden[:_LONG], first[0])
+  weights = {name: x for name, x in model.state_dict().items()
+             if not name.startswith("verifier_")}
+  return json.loads(config.to_json_string()), weights, dict(
+      features=features, tokens=tokens, hidden=hidden,
+      logits=model.lm_head(hidden), embedding=_embedding(143, model)), (
+          "model.safetensors")
+
+
 _DEEPSEEK = {
     "token_layernorm": "enorm", "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
@@ -552,17 +616,18 @@ def _mtp_chained(public):
 
 
 @torch.no_grad()
-def _speculators_block(public, kind):
+def _speculators_block(public, kind, window=None, rows=_ROWS):
   """DFlash over the whole vocabulary and DSpark over a part of it.
 
   The block is that of one anchor, which sees what is before it; speculators
   has no code that decodes, so that DSpark's tokens are those of the text.
   """
-  _speculators(public)
+  if window is None:
+    _speculators(public)
   core = importlib.import_module(f"speculators.models.{kind}.core")
   anchored = importlib.import_module("speculators.models.dflash.core")
   spark, size = kind == "dspark", 5
-  layer = _QWEN.copy()
+  layer = _QWEN | (window or {})
   del layer["num_target_layers"]
   more = dict(draft_vocab_size=len(_USED), markov_rank=4) if spark else dict(
       draft_vocab_size=_VOCAB)
@@ -572,7 +637,7 @@ def _speculators_block(public, kind):
   config = make.config_class(**_speculators_config(
       transformers.Qwen3Config(**layer, attn_implementation="eager"), kind),
       block_size=size, mask_token_id=40, aux_hidden_state_layer_ids=[2, 6, 9],
-      **more)
+      sliding_window_non_causal=bool(window) and not spark, **more)
   model = _randomise(make(config), 75)
   head, used = _draw(76, _VOCAB, _WIDTH), range(_VOCAB)
   if spark:
@@ -581,8 +646,8 @@ def _speculators_block(public, kind):
     used = _USED
   model.lm_head.weight.copy_(head[torch.tensor(list(used))])
   anchored.select_anchors = lambda *_: (
-      torch.tensor([_ROWS]), torch.tensor([True]))
-  total = _ROWS + 2 * size
+      torch.tensor([rows]), torch.tensor([True]))
+  total = rows + 2 * size
   features, tokens = _draw(77, total, 3 * _WIDTH), _tokens(78, total)
   given = dict(
       hidden_states=features[None], input_ids=tokens[None],
@@ -591,7 +656,7 @@ def _speculators_block(public, kind):
       document_ids=torch.zeros(1, total, dtype=torch.long))
   hidden, base, *_ = model._backbone_forward(**given)
   expected = dict(
-      features=features[:_ROWS], anchor=tokens[_ROWS:_ROWS + 1],
+      features=features[:rows], anchor=tokens[rows:rows + 1],
       hidden=hidden[0], logits=base[0], embedding=_embedding(79, model),
       head=head)
   if spark:
@@ -602,7 +667,7 @@ def _speculators_block(public, kind):
     [(logits, confidence)] = seen
     expected |= dict(
         base=base[0], logits=logits[0], confidence=confidence[0],
-        drafted=tokens[_ROWS + 1:_ROWS + 1 + size])
+        drafted=tokens[rows + 1:rows + 1 + size])
   weights = {name: x for name, x in model.state_dict().items()
              if not name.startswith("verifier_")}
   return json.loads(config.to_json_string()), weights, expected, (
@@ -610,21 +675,20 @@ def _speculators_block(public, kind):
 
 
 @torch.no_grad()
-def _dflash(public):
-  module = _file(public / "dflash/dflash/model.py")
+def _dflash(module, window=None, rows=_ROWS):
   size = 6
-  config = _QWEN | dict(
+  config = _QWEN | (window or {}) | dict(
       architectures=["DFlashDraftModel"], block_size=size,
       auto_map={"AutoModel": "dflash.DFlashDraftModel"},
       dflash_config=dict(mask_token_id=40, target_layer_ids=[1, 5, 8]))
   model = _randomise(module.DFlashDraftModel(transformers.Qwen3Config(
       **config, attn_implementation="eager")), 60)
-  features = _draw(61, _ROWS, 3 * _WIDTH)
+  features = _draw(61, rows, 3 * _WIDTH)
   embedding, head = _embedding(62), _draw(63, _VOCAB, _WIDTH)
   anchor = _tokens(64, 1)
   block = torch.cat([anchor, torch.full((size - 1,), 40)])
   hidden = model(
-      position_ids=torch.arange(_ROWS + size)[None],
+      position_ids=torch.arange(rows + size)[None],
       noise_embedding=embedding[block][None], target_hidden=features[None])[0]
   return config, model.state_dict(), dict(
       features=features, anchor=anchor, hidden=hidden, logits=hidden @ head.T,
@@ -695,12 +759,21 @@ CASES = {
     "mtp_qwen": lambda public: _mtp(public, "qwen"),
     "mtp_speculators": lambda public: _mtp(public, "speculators"),
     "mtp_chained": _mtp_chained,
-    "dflash": _dflash,
+    "dflash": lambda public: _dflash(
+        _file(public / "dflash/dflash/model.py")),
     "dflash_speculators": lambda public: _speculators_block(public, "dflash"),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),
     "dspark_rnn": lambda public: _dspark(public, "rnn"),
     "dspark_speculators": lambda public: _speculators_block(public, "dspark"),
+    "eagle3_windows": lambda _: _eagle3_windows(),
+    "dflash_windows": lambda _: _dflash(
+        importlib.import_module("dflash.model"), _WINDOW | dict(
+            sliding_window=7, layer_types=_MIXED), _LONG),
+    "dflash_windows_speculators": lambda _: _speculators_block(
+        None, "dflash", _WINDOW | dict(layer_types=_MIXED), _LONG),
+    "dspark_windows_speculators": lambda _: _speculators_block(
+        None, "dspark", _WINDOW | dict(layer_types=_MIXED[::-1]), _LONG),
 }
 
 

@@ -92,20 +92,21 @@ def test_one_position_by_hand(kind, options):
   np.testing.assert_allclose(out.read[0, 0], read, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_own_keys_are_a_mask(softcap):
+@pytest.mark.parametrize("softcap, windows", [(None, ()), (2.0, (2,))])
+def test_own_keys_are_a_mask(softcap, windows):
   # Broken: a step of the training-time test sees other keys than it should.
-  heads = heads_of(Eagle3Heads, taps=(0, 1), attention_softcap=softcap)
+  heads = heads_of(Eagle3Heads, taps=(0, 1), attention_softcap=softcap,
+                   windows=windows)
   own, given = disturbed(heads), pair().params["target"]
   rng, size = np.random.default_rng(0), 6
   hidden = jnp.asarray(rng.normal(size=(2, size, 16)), jnp.float32)
-  tokens = jnp.asarray(rng.integers(VOCAB, size=(3, 2, size)))
+  tokens = jnp.asarray(rng.integers(VOCAB, size=(4, 2, size)))
   causal, each = np.tril(np.ones((size, size), bool)), np.eye(size, dtype=bool)
 
   @functools.partial(jit, static_argnames="masked")
   def steps(own, masked):
     keys, out, x = None, [], hidden
-    for i in range(3):
+    for i in range(4):
       visible = jnp.asarray(np.concatenate([causal] + [each] * i, axis=1))[None]
       found = heads.step(
           own, given, x, tokens[i], keys=keys,
@@ -197,7 +198,7 @@ def test_taps_of_eagle_3(layers, taps):
     (dict(fusion="attention", attention_norm=True), "attention_norm=False"),
     (dict(width=24, entry=True), "own_head is False"),
     (dict(forecasts=0), "forecasts is 0"),
-    (dict(windows=(4,)), "windows (4,)")])
+    (dict(windows=(4, 4)), "windows is (4, 4)")])
 def test_a_layer_that_cannot_be_is_refused(change, words):
   # Broken: a setting is dropped in silence, or fails inside of a program.
   with pytest.raises(ValueError) as caught:

@@ -49,18 +49,19 @@ def _quick_loops():
 
 
 _CASES = {
-    "EAGLE-3": lambda: (EagleChain(heads=heads_of(Eagle3Heads, **EAGLE_3),
-                                   gamma=3), Block()),
+    "EAGLE-3": lambda: (EagleChain(
+        heads=heads_of(Eagle3Heads, windows=(4,), **EAGLE_3), gamma=3),
+                        Block()),
     "EAGLE-3.1 tree": lambda: (SampledEagle(heads=heads_of(
         Eagle3Heads, taps=(0, 1), entry_norm="each", feed_normed=True,
-        norm_before_residual=True), depth=3, expanded=2, children=2),
-                               Traversal()),
+        norm_before_residual=True, windows=(2,)), depth=3, expanded=2,
+                                            children=2), Traversal()),
     "modules": lambda: (MTP(heads=heads_of(MTPHeads, 4), gamma=3), Block()),
     "modules that rest": lambda: (
         MTP(heads=heads_of(MTPHeads, 4), gamma=3), Block()),
     "modules, a tree": lambda: (MTPTree(
-        heads=heads_of(MTPHeads, 4), parents=(-1, 0, 0, 1, 1, 2, 3, 5, 5)),
-                                Traversal()),
+        heads=heads_of(MTPHeads, 4, windows=(3,)),
+        parents=(-1, 0, 0, 1, 1, 2, 3, 5, 5)), Traversal()),
 }
 
 

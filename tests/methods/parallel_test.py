@@ -25,12 +25,14 @@ _HEADS = methods.ParallelHeads(
     mlp_width=8, context_length=64, block_size=_K, taps=(0, 2))
 _CASES = {
     "product": dataclasses.replace(
-        _HEADS, from_anchor=False, block_size=_K + 1, mask_token=2),
+        _HEADS, from_anchor=False, block_size=_K + 1, mask_token=2,
+        windows=(_K + 1, 0), causal=(True, False), window_end="slot"),
     "plain": dataclasses.replace(
         _HEADS, markov="plain", markov_rank=4, confidence="markov"),
     "gated": dataclasses.replace(
         _HEADS, markov="gated", markov_rank=4, confidence="hidden"),
-    "rnn": dataclasses.replace(_HEADS, markov="rnn", markov_rank=4)}
+    "rnn": dataclasses.replace(
+        _HEADS, markov="rnn", markov_rank=4, windows=(0, 1))}
 
 
 @functools.cache
@@ -379,7 +381,8 @@ def test_a_deterministic_tree_follows_the_markov_head():
      "set confidence='hidden'"),
     (lambda: dataclasses.replace(_HEADS, taps=()), "at least one hidden"),
     (lambda: dataclasses.replace(_HEADS, mask_token=_V), "mask_token is 7"),
-    (lambda: dataclasses.replace(_HEADS, windows=(0, 4)), "windows is"),
+    (lambda: dataclasses.replace(_HEADS, window_end="block"), "window_end is"),
+    (lambda: dataclasses.replace(_HEADS, causal=(True,)), "causal is"),
     (lambda: methods.ParallelHeads.for_target(
         _pair().target, 2, taps="1,x"), "taps is '1,x'"),
     (lambda: methods.ParallelHeads.for_target(

@@ -135,11 +135,12 @@ def test_training_time_test_as_published(name):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _block(heads, params, target, features, anchor, before):
+  rows = len(features)
   cache = heads.init_cache(params, 1, 32)
   cache = heads.with_context(
       params, cache, heads.context(params, features[None]),
-      jnp.arange(_ROWS)[None])
-  cache = cache.rollback(jnp.array([_ROWS]))
+      jnp.arange(rows)[None])
+  cache = cache.rollback(jnp.array([rows]))
   hidden = heads.block(params, target, anchor, cache)
   logits, bias, sure = heads.logits(target, hidden), 0.0, 0.0
   if heads.markov != "none":
@@ -357,6 +358,8 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
 _SPECULATORS = ("eagle3 of speculators", "eagle3 of specforge")
 _BLOCKS = ("dflash of speculators", "dspark of speculators")
 _WRITTEN = {
+    "eagle3_windows": _SPECULATORS[:1], "dflash_windows_speculators": _BLOCKS,
+    "dspark_windows_speculators": _BLOCKS[1:],
     "medusa": ("medusa", "medusa of vllm"),
     "medusa_shared_blocks": ("medusa", "medusa of vllm"),
     "medusa_vllm": ("medusa", "medusa of vllm"),
@@ -393,6 +396,38 @@ def test_block_drafters_of_few_tokens(changed):
   with pytest.raises(ValueError, match="lm_head.weight that differs from"):
     changed(name, {"lm_head.weight": held["lm_head.weight"][::-1].copy()},
             known=_of_target(_expected(name)))
+
+
+def _layer(name, **keys):
+  """The keys of a recorded drafter's layers, some of them changed."""
+  place = "transformer_layer_config"
+  config = json.loads((_DRAFTERS / name / "config.json").read_text())
+  return {place: config[place] | keys}
+
+
+def test_windows_are_those_of_the_file(changed, tmp_path):
+  # Broken: a layer has the window of another one, or a window that has no
+  # effect costs time; or with it, a layer of a block is no longer causal.
+  loaded = lambda name: (_loaded(name)[0].windows, _loaded(name)[0].causal,
+                         _loaded(name)[0].window_end)
+  assert _loaded("eagle3_windows")[0].windows == (5,)
+  assert loaded("dspark_windows_speculators") == (
+      (0, 5), (False, True), "anchor")
+  assert loaded("dflash_windows_speculators") == ((5, 0), (), "anchor")
+  assert loaded("dflash_windows") == ((7, 0), (True, False), "slot")
+  for keys, causal in (
+      (dict(is_causal=False), ()), (dict(is_causal=True), (True, True)),
+      (dict(dflash_config=dict(mask_token_id=40, target_layer_ids=[1, 5, 8],
+                               causal=False)), ())):
+    assert changed("dflash_windows", **keys)[0] == dataclasses.replace(
+        _loaded("dflash_windows")[0], causal=causal)
+  for name in ("eagle3_windows", "dspark_windows_speculators"):
+    idle = _layer(name, sliding_window=_TARGET.context_length)
+    heads, params = changed(name, **idle)
+    assert heads == dataclasses.replace(_loaded(name)[0], windows=())
+    export_drafter(tmp_path / "out" / name, heads, params, _TARGET, _OWN,
+                   layout="speculators")
+    assert load_drafter(tmp_path / "out" / name, _TARGET)[0] == heads
 
 
 _REFUSED = {
@@ -454,6 +489,29 @@ _REFUSED = {
     "another kind of Hydra": (
         "hydra", dict(hydra_head_arch="prefix-mlp"),
         "has hydra_head_arch 'prefix-mlp'"),
+    "layers of an unknown type": (
+        "eagle3_windows", _layer(
+            "eagle3_windows", layer_types=["chunked_attention"]),
+        r"has \['chunked_attention'\] for layer_types"),
+    "windows in no layer": (
+        "eagle3_windows", _layer("eagle3_windows", layer_types=None),
+        "has True for use_sliding_window"),
+    "windows of no size": (
+        "eagle3_windows", _layer("eagle3_windows", sliding_window=None),
+        "has None for sliding_window; it must be a whole number"),
+    "windows that are not in use": (
+        "dspark_windows_speculators", _layer(
+            "dspark_windows_speculators", use_sliding_window=False),
+        "has False for use_sliding_window"),
+    "windows within a block": (
+        "dflash_windows", dict(sliding_window=5),
+        "has sliding_window 5 and block_size 6"),
+    "an unknown causality": (
+        "dflash_windows", dict(is_causal="yes"), "has 'yes' for is_causal"),
+    "windows of modules": (
+        "mtp_qwen", dict(use_sliding_window=True, sliding_window=5,
+                         layer_types=["sliding_attention"] * _LAYERS),
+        "has sliding_window 5; specjax reads modules"),
     "nothing that is known": (
         "eagle1", dict(drop=("fc.weight",)), "contains no drafter in a layout"),
 }

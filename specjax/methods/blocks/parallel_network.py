@@ -12,6 +12,10 @@ committed tokens through the target's hidden states h_l after layers l:
 The layers do not change H. Therefore the keys and values of a committed token
 are computed only once, by one product with H per layer. The embedding and the
 LM head are those of the target.
+
+Newer drafters have layers with a window, in which a slot attends only to the
+last committed tokens. In most of these layers the attention within the block is
+causal: a slot attends only to itself and to earlier slots.
 """
 
 from collections.abc import Sequence
@@ -40,6 +44,7 @@ from specjax.models.transformer import Transformer
 from specjax.utils import fields
 
 _CONFIDENCE = ("none", "hidden", "markov")
+_WINDOW_ENDS = ("anchor", "slot")
 _TAPS = 3
 # Fields that the draft layers share with the layers of their target.
 _SHARED = (
@@ -71,6 +76,12 @@ class ParallelHeads(TransformerConfig):
       that the mask is a trained vector.
     ids: sorted ids of the Vd tokens that can be drafted. Empty means all
       tokens.
+    causal: for each layer, True if a slot attends only to itself and to earlier
+      slots of the block. Empty means False in all layers.
+    window_end: position at which a window of w tokens (`windows`) ends. With
+      "anchor" all slots of a block attend to the same w tokens before the
+      anchor (speculators). With "slot" the window of a slot ends at the slot
+      and includes it (z-lab, SpecForge).
 
   All other attributes configure the draft layers. The width and the vocabulary
   size are those of the target.
@@ -84,13 +95,15 @@ class ParallelHeads(TransformerConfig):
   confidence: str = "none"
   mask_token: int | None = None
   ids: tuple[int, ...] = ()
+  causal: tuple[bool, ...] = ()
+  window_end: str = "anchor"
   qk_norm: str | None = "head"
 
   kind: ClassVar[str] = "parallel"
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("taps", "ids"):
+    for name in ("taps", "ids", "causal"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     check_ids(self.ids, self.vocab_size)
     fields.check_fields(self, "markov_rank")
@@ -102,9 +115,9 @@ class ParallelHeads(TransformerConfig):
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one hidden state "
                        "of the target, and each once")
-    if any(self.windows):
-      raise ValueError(f"windows is {self.windows}; draft layers of a block "
-                       "attend to the complete sequence: leave windows out")
+    if self.causal and len(self.causal) != self.layers:
+      raise ValueError(f"causal is {self.causal}; it must have one value for "
+                       f"each of the {self.layers} layers")
     if self.mask_token is not None and not (
         0 <= self.mask_token < self.vocab_size):
       raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
@@ -112,9 +125,10 @@ class ParallelHeads(TransformerConfig):
                        "mask")
 
   def _check_heads(self) -> None:
-    """Checks the fields `markov` and `confidence`."""
+    """Checks the fields `markov`, `confidence` and `window_end`."""
     for name, choices in (("markov", _coupling.KINDS),
-                          ("confidence", _CONFIDENCE)):
+                          ("confidence", _CONFIDENCE),
+                          ("window_end", _WINDOW_ENDS)):
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
                          f"of {', '.join(choices)}")
@@ -321,7 +335,8 @@ class ParallelHeads(TransformerConfig):
       slots: inputs `[B, S, D]` of the slots of one or several blocks.
       positions: positions `[B, S]` int32.
       visible: attention mask `[B, S, T]` bool over the T tokens after the
-        committed tokens of the cache. All slots attend to committed tokens.
+        committed tokens of the cache, before causal layers and windows reduce
+        it. The slots are the last S of the T tokens.
       cache: cache of the draft layers.
 
     Returns:
@@ -422,15 +437,54 @@ def _states(text):
 class _Layers(nn.Module):
   """Draft layers and the final norm."""
 
-  config: TransformerConfig
+  config: ParallelHeads
 
   @nn.compact
   def __call__(self, x, positions, visible, cache):
-    tables = layers_lib.RotaryTables.of(self.config, positions, x.dtype)
-    for i in range(self.config.layers):
+    c = self.config
+    tables = layers_lib.RotaryTables.of(c, positions, x.dtype)
+    size, count = visible.shape[1:]
+    earlier = jnp.tril(jnp.ones((size, count), bool), count - size)
+    if any(c.windows) and cache is not None:
+      cache = _Windowed(cache, c, positions - cache.lengths[:, None])
+    for i in range(c.layers):
       x, cache = layers_lib.decoder_layer(
-          self.config, i, x, tables, visible, cache)
-    return layers_lib.Norm(self.config, name="final_norm")(x)
+          c, i, x, tables,
+          visible & earlier if c.causal and c.causal[i] else visible, cache)
+    return layers_lib.Norm(c, name="final_norm")(x)
+
+
+class _Windowed(NamedTuple):
+  """Cache wrapper that ends the windows of slots as `window_end` says.
+
+  Without the wrapper, the window of a query ends at the last token of its mask.
+  In a layer that is not causal, this is the last slot of the block.
+
+  Attributes:
+    cache: cache of the draft layers.
+    config: configuration of the draft layers.
+    depths: number `[B, S]` int32 of tokens between the committed tokens of the
+      cache and each slot.
+  """
+
+  cache: Any
+  config: ParallelHeads
+  depths: jax.Array
+
+  def append(self, layer, key, value, after):
+    return self._replace(
+        cache=self.cache.append(layer, key, value, after=after))
+
+  def attend(self, layer, query, ancestors, window=0, **options):
+    if not window:
+      return self.cache.attend(layer, query, ancestors, **options)
+    depths = self.depths
+    if self.config.window_end == "anchor":
+      slots = jnp.arange(depths.shape[1]) % self.config.block_size
+      # A window of the cache includes the token at its end, here the anchor.
+      depths, window = depths - slots, window + 1
+    return self.cache.attend(
+        layer, query, ancestors, window=window, depths=depths, **options)
 
 
 class _Kept(NamedTuple):

@@ -281,7 +281,8 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
   """Returns the mask of one row's blocks, `[n size, length + n size]` bool.
 
   The anchor of a block is slot 0. A slot attends to the row's tokens before the
-  anchor, and to all slots of the block.
+  anchor, and to all slots of the block. Windows and causal layers of the heads
+  then reduce this mask (`ParallelHeads.read`).
 
   Args:
     anchors: positions of the anchors, `[n]` int32.

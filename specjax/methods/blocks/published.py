@@ -20,6 +20,8 @@ from specjax.methods.layouts import reduced_vocabulary
 from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
 from specjax.models.safetensors_files import StoredTensor
+from specjax.models.settings import FULL
+from specjax.models.settings import SLIDING
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import table
 from specjax.models.tensor_names import decoder_layer
@@ -115,8 +117,12 @@ def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
       found.fail(f"has {own(name)!r} for {name}, but drafters of this layout "
                  f"have {plain!r}; correct the configuration")
   taps = named_taps(found, keys, own, "dflash_config")
-  heads = _parallel(found, keys, own, taps, own("block_size"), from_anchor,
-                    True)
+  # vLLM reads "causal", and z-lab's code "is_causal".
+  causal = [own.switch(name, False) for name in ("is_causal", "causal")
+            if own(name) is not None]
+  heads = _parallel(
+      found, keys, own, taps, own("block_size"), from_anchor, True,
+      window_end="slot", causal=causal[0] if causal else None)
   for given in (keys, own):
     given.refuse_others()
   return heads
@@ -134,15 +140,16 @@ def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
   found.used.update(OF_VERIFIER)
-  outer("sliding_window_non_causal")  # no effect, because there are no windows
   size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
           else outer.size("draft_vocab_size"))
   from_anchor = outer.switch("sample_from_anchor", from_anchor)
+  non_causal = outer.switch("sliding_window_non_causal", False)
   part = found.keys(outer, "dflash_config")
   heads = _parallel(
       found, keys, outer, named_taps(found, outer, part, "dflash_config"),
       outer("block_size"), from_anchor, False,
-      reduced_vocabulary(found, outer, size))
+      reduced_vocabulary(found, outer, size), window_end="anchor",
+      causal=False if non_causal else None)
   if heads.markov == "rnn" and not from_anchor:
     found.fail("has markov_head_type 'rnn' and sample_from_anchor False, which "
                "specjax does not support, because its recurrence begins after "
@@ -152,12 +159,19 @@ def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
   return heads
 
 
-def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
+def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=(), *,
+              window_end, causal):
   mask, whole = own("mask_token_id"), found.target.vocab_size
   learned = mask == whole and keys("vocab_size") == whole + 1
   if learned:
     keys.trust("vocab_size", whole)
   fields = found.layer(keys, max(1, found.count(r"layers\.(\d+)\.")))
+  if fields["windows"]:
+    fields["window_end"] = window_end
+  # Unless the configuration sets `causal`, the layers with a window are causal,
+  # even if `windows` omits their window because it has no effect.
+  causal = [kind == SLIDING if causal is None else causal
+            for kind in keys("layer_types", [FULL] * fields["layers"])]
   config = found.target.config
   found.check("width", fields["width"], config.width)
   found.copy("embed_tokens.weight", "embedding", more=learned)
@@ -172,13 +186,22 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=()):
     found.fail(f"has markov_head_type {kind!r}; specjax supports "
                f"{', '.join(_MARKOV_READ)}")
   confidence = _confidence(found, own)
-  return ParallelHeads(**fields | dict(
+  heads = ParallelHeads(**fields | dict(
       block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
+      causal=causal if any(causal) else (),
       markov=_MARKOV_READ[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
       confidence=confidence, mask_token=None if learned else mask,
       logit_softcap=config.logit_softcap,
       embedding_scale=config.embedding_scale))
+  # In shorter windows, z-lab's slots see fewer slots of the block than those of
+  # SpecForge.
+  if heads.window_end == "slot" and 0 < max(
+      heads.windows, default=0) < heads.block_size:
+    found.fail(f"has sliding_window {max(heads.windows)} and block_size "
+               f"{heads.block_size}; specjax supports only windows that are at "
+               "least as long as a block")
+  return heads
 
 
 def _confidence(found, own):
@@ -198,10 +221,16 @@ def _parallel_speculators(heads, algorithm, architecture, **keys):
   The id of a trained mask is the first id after the target's vocabulary.
   """
   mask = heads.mask_token
+  # In speculators only layers with a window are causal. So a causal layer
+  # without a window is written with a window that has no effect.
+  causal = heads.causal or (False,) * heads.layers
+  windows = [heads.window(i) or (heads.context_length if causal[i] else 0)
+             for i in range(heads.layers)]
   return speculators_keys(
       heads, algorithm, architecture, layer_keys(
-          heads, vocab_size=input_size(heads), logit_softcap=None,
+          heads, windows, vocab_size=input_size(heads), logit_softcap=None,
           embedding_scale=1.0),
+      sliding_window_non_causal=any(windows) and not any(causal),
       block_size=heads.block_size, draft_vocab_size=heads.draft_size,
       mask_token_id=heads.vocab_size if mask is None else mask,
       aux_hidden_state_layer_ids=list(heads.taps), **keys)

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax import attention
+from specjax.caches.dense import visible_slots
 from specjax.interfaces import Cache
 from specjax.models import layers
 from specjax.models.features import FeatureConfig
+from specjax.trees import topology
 
 
 @struct.dataclass
@@ -22,7 +24,9 @@ class Keys:
   The first pass reads T positions from the target's features. Each later pass
   reads the positions again from the layer's own output. There, a position
   attends to the keys that were visible to it in the first pass. From every
-  later pass it attends only to the key at its own position.
+  later pass it attends only to the key at its own position. The i-th later pass
+  stands for the token i positions further. If the layer has a window, the
+  window therefore ends i positions further, and the first keys leave it.
 
   Attributes:
     k: keys `[B, T, H, D]` of the first pass; None before that pass.
@@ -56,18 +60,24 @@ class Keys:
     return self.replace(k=grown(self.k, k), v=grown(self.v, v))
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
-             softcap: float = 0.0) -> jax.Array:
+             window: int = 0, softcap: float = 0.0) -> jax.Array:
     """Returns the output of attention, with the shape of `query`.
 
     `query` is `[B, S, G * H, D]`: G query heads share each of the H key heads.
     """
     del layer
+    own = 0 if self.own_k is None else self.own_k.shape[2]
+    if window:
+      visible = visible_slots(
+          jnp.zeros(visible.shape[:1], jnp.int32), visible, self.k.shape[1],
+          window, topology.depths_of(visible) + own)
     part = attention.block_attention(
         query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
         softcap=softcap)
-    if self.own_k is not None:
-      part = attention.merge(part, _own_part(query, self.own_k, self.own_v,
-                                             softcap))
+    if own:  # without a window, the slice `-0:` contains all keys
+      part = attention.merge(part, _own_part(
+          query, self.own_k[:, :, -window:], self.own_v[:, :, -window:],
+          softcap))
     return part[0].astype(self.v.dtype)
 
 

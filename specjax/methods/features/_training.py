@@ -95,7 +95,8 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
 
   One reused module is trained as in the training-time test of EAGLE-3
   (arXiv:2503.01840, figure 6). At step k, position t attends to the keys of
-  step 1 up to position t, and to its own keys of steps 2 to k. With several
+  step 1 up to position t, and to its own keys of steps 2 to k. If the layer has
+  a window, the window ends at position t + k - 1, as in decoding. With several
   modules, a module attends to its own keys up to position t (DeepSeek-V3,
   arXiv:2412.19437, section 2.2).
 

@@ -209,13 +209,26 @@ def _read_mtp_qwen(found: Found) -> FeatureHeads:
   return _mtp_of_target(found, modules)
 
 
+def _without_windows(found: Found, fields: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fields of MTP layers, or raises an error for windows.
+
+  The configuration describes the target's layers. It does not say which window
+  a module has, and modules of speculators are trained without windows.
+  """
+  if fields["windows"]:
+    found.fail(f"has sliding_window {max(fields['windows'])}; specjax reads "
+               "modules for multi-token prediction only without windows: take "
+               "another drafter")
+  return fields
+
+
 def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
   """Returns heads whose `modules` layers have the target's architecture."""
   keys, config = found.keys(), found.target.config
   if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
     found.fail("has attention with an output gate, which specjax does not "
                "support; take a drafter without it")
-  fields = found.layer(keys)
+  fields = _without_windows(found, found.layer(keys))
   keys.refuse_others()
   found.check_sizes(fields)
   return MTPHeads(**fields | dict(
@@ -231,7 +244,7 @@ def _read_mtp_speculators(found: Found) -> FeatureHeads:
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
-  fields = found.layer(keys, 1)
+  fields = _without_windows(found, found.layer(keys, 1))
   for name, part in (("embed_tokens", "embedding"), ("lm_head", "head")):
     found.copy(f"{name}.weight", part)
   keys.ignore("layer_types")
@@ -301,7 +314,7 @@ def _write_specforge(heads: FeatureHeads) -> dict[str, Any]:
 
 def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
   return speculators_keys(
-      heads, "eagle3", "Eagle3Speculator", layer_keys(heads),
+      heads, "eagle3", "Eagle3Speculator", layer_keys(heads, heads.windows),
       **_eagle3_keys(heads),
       eagle_aux_hidden_state_layer_ids=list(heads.taps),
       norm_before_residual=heads.norm_before_residual,
