@@ -136,7 +136,16 @@ _DATA = shared.data(
     "documents in SOURCE (default: stdlib), or answers the first messages of "
     "conversations in SOURCE. self:SOURCE,MORE also adds the complete "
     "conversations of MORE. Other values, and values of SOURCE")
-_FIELD = shared.field()
+_FIELD = shared.field(
+    None, "Field of a record with the text or the turns. Default: the first "
+    "field with a conversation, otherwise text")
+shared.template_variables()
+_LAST_TURN = flags.DEFINE_bool(
+    "last_turn", False, "With conversations: train only the last answer of "
+    "each. Default: all answers")
+_PREVIEW = flags.DEFINE_integer(
+    "preview", 0, "Print this number of training rows, with the trained text "
+    "in « », and stop before the training. Default: train", 0)
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
@@ -248,7 +257,7 @@ def _source() -> drafter_rows.Source:
       held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
       prompt_tokens=_SELF_PROMPT_TOKENS.value,
       temperature=_SELF_TEMPERATURE.value, self_chat=_SELF_CHAT.value,
-      seed=_SEED.value,
+      seed=_SEED.value, last_turn=_LAST_TURN.value,
       rows_per_file=_SELF_ROWS_PER_FILE.value,
       keeps_features=_KEEP_FEATURES.value, answers_only=_ANSWERS_ONLY.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
@@ -404,6 +413,8 @@ def main() -> None:
       _SELF_ROWS_PER_FILE) if flag.present])
   output_dir, text, learner, row_tokens, rows = _prepare(
       start, source, target, tokenizer, mesh)
+  if _PREVIEW.value:
+    return source.preview(tokenizer, rows()[0], _PREVIEW.value)
   heads, params, objective = learner
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters in addition to the target's "

@@ -26,8 +26,9 @@ TOO_LONG = (f"at most {MOST_NODES - 1}, because one pass verifies all tokens "
 PUBLISHED = ("a model directory (Hugging Face or specjax format), a .gguf "
              "file, smollm2, or OWNER/NAME on the Hugging Face hub")
 _EXAMPLES = {"output_dir": "results/mine", "output": "results/mine.store"}
-_DATA = ("stdlib, stdlib-no-tests, a text file, a .jsonl file, a directory of "
-         "text files, or hf:NAME[:SPLIT] for a Hugging Face dataset")
+_DATA = ("stdlib, stdlib-no-tests, a text file, a file of JSON or CSV records, "
+         "a directory of such files, or hf:NAME[:SPLIT] for a Hugging Face "
+         "dataset")
 _SHIPPED = [s.name for s in prompt_sets.PROMPT_SETS.values() if s.shipped]
 _HOSTED = [s.name for s in prompt_sets.PROMPT_SETS.values() if s.hf_id]
 _LOCAL = [name for name in prompt_sets.PROMPT_SETS
@@ -126,8 +127,17 @@ def prompt_field():
 
 def chat(help_: str = "Format each prompt as a user message in the target's "
          "chat template, and stop at the model's end-of-text tokens"):
-  """Defines --chat, the chat format of prompts."""
+  """Defines --chat, the chat format of prompts, and --chat_template_kwargs."""
+  template_variables()
   return flags.DEFINE_bool("chat", False, help_)
+
+
+def template_variables():
+  """Defines --chat_template_kwargs, read by `models.load_models`."""
+  return flags.DEFINE_string(
+      "chat_template_kwargs", None, "JSON object with variables of the "
+      "target's chat template, such as '{\"enable_thinking\": false}'. "
+      "Default: none")
 
 
 def datastore():
@@ -260,7 +270,7 @@ def data(help_: str = "Training text"):
   return flags.DEFINE_string("data", "stdlib", f"{help_}: {_DATA}")
 
 
-def field(default: str = "text",
+def field(default: str | None = "text",
           help_: str = "Field that contains the text in .jsonl files and "
           "Hugging Face datasets"):
   """Defines --field, the name of the text field in a record."""

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 from typing import NamedTuple
 
+from absl import flags
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +34,7 @@ _ACROSS = ("against_transformers.py, generate.py, replay.py, "
 _COUNTED = 2_000_000  # largest number of characters for token frequencies
 DRAFTERS = (*sj.zoo.DRAFTERS, *sj.zoo.FOR_SMOLLM2)  # bundled draft models
 HEADS = (*sj.zoo.HEADS, *sj.zoo.HEADS_FOR_SMOLLM2)
+VARIABLES = "chat_template_kwargs"  # flag of scripts that format conversations
 ITSELF = "itself"  # name of a draft model that is a copy of the target
 
 
@@ -76,11 +78,22 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   load = functools.cache(functools.partial(_load, dtype=dtype))
   model = load(place)
   tokenizer = tokenizer_of(model, target)
+  variables = flags.FLAGS.get_flag_value(VARIABLES, None)
+  if variables is not None:
+    tokenizer = tokenizer.with_variables(_json_object(variables))
   members = {label(name): load(path) for name, path in paths.items()}
   for name, member in members.items() if same_tokens else ():
     check_tokens(model, member, name)
     _tell_of_tokens(member, name)
   return model, members, tokenizer
+
+
+def _json_object(text: str) -> dict[str, Any]:
+  """Returns the value of --chat_template_kwargs."""
+  found = files.parse_json(text, f"--{VARIABLES}")
+  if not isinstance(found, dict):
+    raise ValueError(f"--{VARIABLES} is {text!r}; it must be a JSON object")
+  return found
 
 
 def _check_labels(names: list[str]) -> None:

@@ -48,6 +48,8 @@ class TokenFiles:
       from files, so only accessed parts are in memory.
     answered: masks of the two parts, each `[T]` bool, True for tokens of an
       assistant's answer. None if the corpus has no conversations.
+    starts: offsets of the first tokens of the documents or conversations in the
+      two parts, each int64.
     documents: numbers of documents, or of conversations with an answer, in the
       two parts.
     num_bytes: numbers of UTF-8 bytes in the two parts; 0 for conversations.
@@ -61,6 +63,7 @@ class TokenFiles:
 
   tokens: tuple[np.ndarray, np.ndarray]
   answered: tuple[np.ndarray, np.ndarray] | None
+  starts: tuple[np.ndarray, np.ndarray]
   documents: tuple[int, int]
   num_bytes: tuple[int, int]
   corpus: str
@@ -72,7 +75,8 @@ class TokenFiles:
   @property
   def size(self) -> int:
     """Size of all files in bytes."""
-    return sum(x.nbytes for x in (*self.tokens, *(self.answered or ())))
+    return sum(x.nbytes for x in (
+        *self.tokens, *self.starts, *(self.answered or ())))
 
   def counts(self, vocab_size: int, answers_only: bool) -> np.ndarray:
     """Returns `[V]`, the number of occurrences of each token in training.
@@ -154,10 +158,12 @@ def _open(path: pathlib.Path) -> TokenFiles | None:
   """
   try:
     about = files.read_json(path / _ABOUT, "delete it")
-    arrays = {file: _mapped(path / file, dtype, about["tokens"][i])
-              for i, side in enumerate(_SIDES) for file, dtype in (
-                  (f"{side}.tokens", _DTYPE), (f"{side}.answered", bool))
-              if about["chat"] or dtype is _DTYPE}
+    arrays = {f"{side}.{kind}": _mapped(path / f"{side}.{kind}", dtype,
+                                        about[sizes][i])
+              for i, side in enumerate(_SIDES) for kind, dtype, sizes in (
+                  ("tokens", _DTYPE, "tokens"), ("starts", np.int64, "starts"),
+                  ("answered", bool, "tokens"))
+              if about["chat"] or dtype is not bool}
   except (OSError, ValueError, KeyError):
     return None
   with contextlib.suppress(OSError):
@@ -165,7 +171,7 @@ def _open(path: pathlib.Path) -> TokenFiles | None:
   both = lambda kind: tuple(arrays[f"{side}.{kind}"] for side in _SIDES)
   return TokenFiles(
       tokens=both("tokens"), answered=both("answered") if about["chat"]
-      else None, documents=tuple(about["documents"]),
+      else None, starts=both("starts"), documents=tuple(about["documents"]),
       num_bytes=tuple(about["num_bytes"]), corpus=about["corpus"],
       fingerprints=tuple(about["fingerprints"]), copies=about["copies"],
       note=about["note"], path=path)
@@ -189,16 +195,23 @@ class _Writer:
   def __init__(self, stack: contextlib.ExitStack, path: pathlib.Path):
     self._files = [
         [stack.enter_context(open(path / f"{side}.{kind}", "wb"))
-         for kind in ("tokens", "answered")] for side in _SIDES]
+         for kind in ("tokens", "answered", "starts")] for side in _SIDES]
+    self._written = [0, 0]
     self.num_bytes = [0, 0]
     self.note = ""
 
-  def add(self, side: int, ids: Sequence[int], answered: Sequence[bool] = ()
-          ) -> None:
-    """Appends tokens to the training part (`side` 0) or held-out part (1)."""
-    tokens, marks = self._files[side]
+  def add(self, side: int, ids: Sequence[int], starts: Sequence[int],
+          answered: Sequence[bool] = ()) -> None:
+    """Appends tokens to the training part (`side` 0) or held-out part (1).
+
+    `starts` are the offsets in `ids` at which documents begin.
+    """
+    tokens, marks, offsets = self._files[side]
     tokens.write(np.asarray(ids, _DTYPE).tobytes())
     marks.write(np.asarray(answered, bool).tobytes())
+    offsets.write((np.asarray(starts, np.int64) + self._written[side]).tobytes()
+                  )
+    self._written[side] += len(ids)
 
 
 def _write(path, source, field, tokenizer, chat, last_turn):
@@ -238,10 +251,12 @@ def _write(path, source, field, tokenizer, chat, last_turn):
   first.add_array("[0]", path / "training.tokens", _DTYPE)
   # No other process uses the temporary directory. So the write need not be
   # atomic, unlike that of `files.write_json`.
+  count = lambda kind, dtype: [
+      (path / f"{side}.{kind}").stat().st_size // np.dtype(dtype).itemsize
+      for side in _SIDES]
   (path / _ABOUT).write_text(json.dumps({
       "chat": chat, "documents": documents, "num_bytes": writer.num_bytes,
-      "tokens": [(path / f"{side}.tokens").stat().st_size // _DTYPE.itemsize
-                 for side in _SIDES],
+      "tokens": count("tokens", _DTYPE), "starts": count("starts", np.int64),
       "corpus": digest.value, "fingerprints": [both.value, first.value],
       "copies": len(held_out) - len(seen),
       "note": writer.note}))
@@ -249,11 +264,13 @@ def _write(path, source, field, tokenizer, chat, last_turn):
 
 def _write_texts(writer, tokenizer, documents):
   waiting, sizes = ([], []), [0, 0]
+  between = token_streams.separator(tokenizer)
 
   def write(side):
     writer.num_bytes[side] += sum(len(text.encode()) for text in waiting[side])
     for ids in token_streams.encode(tokenizer, waiting[side]):
-      writer.add(side, ids)
+      # Text is never encoded as the special token between documents.
+      writer.add(side, ids, np.flatnonzero(ids == between))
     waiting[side].clear()
     sizes[side] = 0
 
@@ -287,7 +304,8 @@ def _write_chats(writer, tokenizer, chats, silent):
           refused.append(f"{chat.place}: {found}")
         else:
           written += 1
-          writer.add(side, *found)
+          ids, answered = found
+          writer.add(side, ids, [0], answered)
   if not written:
     raise ValueError(f"no conversation can be used; {refused[0]}")
   left_out = [*refused, *(f"{place}: it has no answer" for place in silent)]

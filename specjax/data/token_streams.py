@@ -34,10 +34,7 @@ def encode(tokenizer: "Tokenizer", texts: Iterable[str]
   Raises:
     ValueError: see `Tokenizer.encode_stream`.
   """
-  between = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-  if between is None:
-    raise ValueError("the tokenizer has neither bos nor eos to separate "
-                     "documents; set one in its tokenizer_config.json")
+  between = separator(tokenizer)
   waiting, size = [], 0  # pairs (separator ids before a piece, the piece)
   for text in texts:
     token_bytes.check_text(text)
@@ -50,6 +47,19 @@ def encode(tokenizer: "Tokenizer", texts: Iterable[str]
         waiting, size = [], 0
   if waiting:
     yield _joined(tokenizer, waiting)
+
+
+def separator(tokenizer: "Tokenizer") -> int:
+  """Returns the token before each document: `bos`, or `eos` without `bos`.
+
+  Raises:
+    ValueError: the tokenizer has neither token.
+  """
+  between = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+  if between is None:
+    raise ValueError("the tokenizer has neither bos nor eos to separate "
+                     "documents; set one in its tokenizer_config.json")
+  return between
 
 
 def _joined(tokenizer: "Tokenizer", pieces: list[tuple[list[int], str]]

@@ -341,9 +341,9 @@ def _renamed(tensors: Tensors, architecture: Architecture,
                      "merge_and_unload")
   [embedding] = architecture.names["embedding"].names
   for known in (architecture.prefix, ""):
-    prefix, end = next((name.rpartition(f"{known}{embedding}.weight")[:2]
-                        for name in tensors
-                        if name.endswith(f"{known}{embedding}.weight")), ("", ""))
+    end = f"{known}{embedding}.weight"
+    prefix = next((name.removesuffix(end) for name in tensors
+                   if name.endswith(end)), "")
     if prefix and all(name.startswith(prefix) for name in tensors):
       tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
   tensors = {name.removeprefix(architecture.prefix): tensor

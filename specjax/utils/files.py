@@ -212,10 +212,13 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     ValueError: the file is not JSON or has another format.
   """
   path = pathlib.Path(path)
-  manifest = read_json(path, f"choose another path, or delete {path.parent}")
+  # The other files are worth more than this one, so do not advise to delete
+  # them.
+  fix = (f"restore it, or choose another path: the other files of the {what} in "
+         f"{path.parent} are not damaged")
+  manifest = read_json(path, fix)
   if not manifest:
-    raise ValueError(f"{path} describes no {what}; choose another path, or "
-                     f"delete {path.parent}")
+    raise ValueError(f"{path} describes no {what}; {fix}")
   if manifest.get("format") != _FORMAT:
     raise ValueError(
         f"{path.parent} holds a {what} of another version of specjax, whose "

@@ -29,7 +29,7 @@ _SOURCE = drafter_rows.Source(
     data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
     self_rows=4, prompt_tokens=3, temperature=1.0, self_chat=False,
     rows_per_file=None, directory=pathlib.Path("self"),
-    keeps_features=False, answers_only=None, seed=0)
+    keeps_features=False, answers_only=None, last_turn=False, seed=0)
 
 
 @pytest.mark.parametrize("changes, words", [

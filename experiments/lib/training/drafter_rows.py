@@ -100,6 +100,7 @@ class Source:
     directory: directory of generated rows.
     answers_only: True if the loss only includes tokens of answers. None means
       True if and only if the rows contain answers.
+    last_turn: if True, only the last answer of a conversation is trained.
     keeps_features: True if the target's hidden states are stored in memory.
     seed: seed for the shuffle, the choice of documents and the sampling.
   """
@@ -116,6 +117,7 @@ class Source:
   rows_per_file: int | None
   directory: pathlib.Path
   answers_only: bool | None
+  last_turn: bool
   keeps_features: bool
   seed: int
 
@@ -166,6 +168,9 @@ class Source:
     if self.answers_only and not self.chat and not given:
       raise ValueError("--answers_only requires conversations, from --data or "
                        "--self_chat; leave --answers_only out")
+    if self.last_turn and not given:
+      raise ValueError("--last_turn requires --data with conversations; leave "
+                       "--last_turn out")
     prompts_lib.check_chat(tokenizer, self.chat, "--self_chat")
     if given:
       prompts_lib.check_chat(
@@ -226,12 +231,20 @@ class Source:
         lambda size: text.files.counts(size, self.weighs))
 
   def num_rows(self, text: Text, row_tokens: int) -> int:
-    """Returns the number of rows in an epoch."""
-    if text.chats is not None:
-      return len(text.chats[0].tokens)
+    """Returns the number of rows in an epoch, without rows that are skipped."""
+    if text.is_chat or text.chats is not None:
+      rows = text.chats[0] if text.chats is not None else (
+          self._complete_rows(text.files, row_tokens)[0])
+      return len(self._useful(rows))
     if self.own is not None:
       return self.self_rows
     return len(text.streams[0]) // (row_tokens - 1)
+
+  def _useful(self, rows: Rows) -> np.ndarray:
+    """Returns the numbers of the rows with a token that is trained."""
+    if not self.weighs:
+      return np.arange(len(rows.tokens))
+    return np.flatnonzero(rows.answered[:, 1:].any(axis=1))
 
   def text(self, tokenizer: Tokenizer) -> Text:
     """Reads the source, and tokenises it unless the target answers messages."""
@@ -244,8 +257,9 @@ class Source:
       return Text(corpus=fingerprint(documents), sides=tuple(
           [d.text for d in side] for side in corpora.split(documents)))
     turns = None if self.own else self.turns
-    files = token_cache.read(self.own or self.data, turns or self.field,
-                             tokenizer, chat=turns is not None)
+    files = token_cache.read(
+        self.own or self.data, turns or self.field or "text", tokenizer,
+        chat=turns is not None, last_turn=self.last_turn)
     return Text(corpus=files.corpus, files=files)
 
   def _messages(self) -> list[corpora.Document]:
@@ -254,7 +268,7 @@ class Source:
     These are the documents, or the first user turn of each conversation.
     """
     if self.turns is None:
-      return corpora.read_documents(self.own, self.field)
+      return corpora.read_documents(self.own, self.field or "text")
     prompt_of = functools.partial(
         conversations.prompt_of, fields=record_files.alternatives(self.turns))
     return [corpora.Document(name, text)
@@ -344,6 +358,16 @@ class Source:
 
     return sample
 
+  def preview(self, tokenizer: Tokenizer, batch: Batches, count: int) -> None:
+    """Prints the first training rows, with the trained text in « »."""
+    for i in range(count):
+      step, row = divmod(i, self.batch_size)
+      rows = batch(step)
+      tokens = rows["tokens"][row]
+      trained = (rows["weights"][row] > 0 if "weights" in rows
+                 else np.ones(len(tokens) - 1, bool))
+      print(f"{i}: {token_cache.marked(tokenizer, tokens, [0, *trained])}")
+
   def _complete_rows(self, files: token_files.TokenFiles, row_tokens: int
                      ) -> tuple[Rows, Rows]:
     """Returns training rows and held-out rows of complete conversations.
@@ -385,9 +409,7 @@ class Source:
     If the loss only includes tokens of answers, rows without answers are left
     out.
     """
-    useful = np.arange(len(rows.tokens))
-    if self.weighs:
-      useful = np.flatnonzero(rows.answered[:, 1:].any(axis=1))
+    useful = self._useful(rows)
     order = distillation.RowBatches(useful, self.batch_size, self.seed)
     if self.keeps_features:
       read = jax.jit(objective.read)
