@@ -21,7 +21,7 @@ setuptools.setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["specjax", "specjax.*"]),
-    package_data={"specjax": ["py.typed", "models/zoo/**/*"]},
+    package_data={"specjax": ["py.typed", "data/*.json", "models/zoo/**/*"]},
     install_requires=[
         "absl-py",
         "chex",

@@ -241,12 +241,10 @@ def _template_tokens(backend: tokenizers.Tokenizer
 
   Each of them is None if the tokenizer does not add it.
   """
-  encoding = backend.encode("a")
-  marks = encoding.special_tokens_mask
-  if not any(marks):
-    return None, None
-  return (encoding.ids[0] if marks[0] else None,
-          encoding.ids[-1] if marks[-1] and len(marks) > 1 else None)
+  found, plain = (backend.encode("a", add_special_tokens=marks).ids
+                  for marks in (True, False))
+  return (found[0] if found[:1] != plain[:1] else None,
+          found[-1] if found[-1:] != plain[-1:] else None)
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:

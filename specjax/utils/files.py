@@ -214,8 +214,8 @@ def read_manifest(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
   path = pathlib.Path(path)
   # The other files are worth more than this one, so do not advise to delete
   # them.
-  fix = (f"restore it, or choose another path: the other files of the {what} in "
-         f"{path.parent} are not damaged")
+  fix = (f"restore it, or choose another path: the other files of the {what} "
+         f"in {path.parent} are not damaged")
   manifest = read_json(path, fix)
   if not manifest:
     raise ValueError(f"{path} describes no {what}; {fix}")
