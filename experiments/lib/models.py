@@ -78,9 +78,9 @@ def load_models(target: str, drafters: list[str], choices: str = "", *,
   load = functools.cache(functools.partial(_load, dtype=dtype))
   model = load(place)
   tokenizer = tokenizer_of(model, target)
-  variables = flags.FLAGS.get_flag_value(VARIABLES, None)
-  if variables is not None:
-    tokenizer = tokenizer.with_variables(_json_object(variables))
+  if VARIABLES in flags.FLAGS and flags.FLAGS[VARIABLES].value is not None:
+    tokenizer = tokenizer.with_variables(
+        _json_object(flags.FLAGS[VARIABLES].value))
   members = {label(name): load(path) for name, path in paths.items()}
   for name, member in members.items() if same_tokens else ():
     check_tokens(model, member, name)

@@ -260,7 +260,7 @@ _REFUSED = [
     (["--prompts=missing.txt"], ["missing.txt", ".jsonl"]),
     (["--prompts=not_json.jsonl"], ["not_json.jsonl line 1", "not JSON"]),
     (["--prompts=binary.txt"], ["binary.txt", "not UTF-8"]),
-    (["--prompts=table.csv"], ["'.csv'", ".jsonl"]),
+    (["--prompts=table.csv"], ["table.csv", "no prompt"]),
     (["--prompts=piqa=not_json.jsonl"], ["not_json.jsonl line 1", "PIQA"]),
     (["--prompts=piqa=other.jsonl"], ["other.jsonl", "PIQA", "'goal'"]),
     (["--verifier=block"], ["--verifier", "token"]),

@@ -428,7 +428,7 @@ def test_heads_learn_from_conversations(tmp_path, target_dir):
       "chat_template": "{% for m in messages %}{{ m.role + ':' + m.content }}"
                        "{{ eos_token }}{% endfor %}"}))
   (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"conversations": [
-      {"from": "human", "value": "q" * 30},
+      {"from": "human", "value": f"{'q' * 28}{i:02}"},
       {"from": "gpt", "value": chr(97 + i % 7) * 20}]}) + "\n"
       for i in range(40)))
   train = ["--method=medusa", f"--target={target}", "--data=chat.jsonl",
