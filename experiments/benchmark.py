@@ -73,6 +73,7 @@ from specjax.models import Transformer
 from specjax.sampling import sample
 from specjax.training import loop
 from specjax.training import optimizers
+from specjax.training.objective import weights_of
 
 _PAIRS = flags.DEFINE_integer(
     "pairs", 15, "Number of timings per ratio, at least 3. Each timing "
@@ -236,7 +237,7 @@ def _training(target: Transformer, params: Any):
     hidden, drafter, _ = carry
     loss = lambda drafter: objective.loss(
         {"target": params, "drafter": drafter}, hidden, tokens,
-        jnp.ones(tokens[:, 1:].shape), False)[0]
+        weights_of({"tokens": tokens}), False)[0]
     return hidden, drafter, jax.grad(loss)(drafter)
 
   hidden = jax.jit(forward)(params, None)

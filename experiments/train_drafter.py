@@ -109,6 +109,7 @@ import optax
 
 from specjax import methods
 from specjax.data import Tokenizer
+from specjax.data.batches import HeldOutRows
 from specjax.models import Pretrained
 from specjax.training import evaluation
 from specjax.training import loop
@@ -342,7 +343,7 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
       "self": source.own is not None, "dtype": dtype,
       **{flag.name: flag.value for flag in (
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
-          _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _ACCUMULATE, _RATE_RATIO,
+          _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _RATE_RATIO,
           _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED)},
       **({_ANSWERS_ONLY.name: True} if source.weighs else {})}, _STEPS.value)
 
@@ -352,7 +353,7 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
              mesh: jax.sharding.Mesh | None
              ) -> tuple[
     pathlib.Path, drafter_rows.Text, drafter_heads.Learner, int,
-    Callable[[], tuple[drafter_rows.Batches, np.ndarray]]]:
+    Callable[[], tuple[drafter_rows.Batches, HeldOutRows]]]:
   """Reads the training text and creates the heads.
 
   With --self_chat, the target answers the messages of the text, which can take

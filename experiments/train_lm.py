@@ -311,7 +311,7 @@ def _layer_skip(model: Transformer) -> objectives.LayerSkipObjective | None:
 
 def _save_heads(output_dir: pathlib.Path,
                 objective: objectives.MTPJointObjective, trained: Params,
-                held_out: np.ndarray, spent: dict[str, Any], dtype: str
+                corpus: TokenFiles, spent: dict[str, Any], dtype: str
                 ) -> dict[str, Any]:
   """Measures and writes the multi-token prediction heads.
 
@@ -319,7 +319,7 @@ def _save_heads(output_dir: pathlib.Path,
     output_dir: directory of the run.
     objective: objective of the run.
     trained: `{"target": params, "drafter": params}` in the saved precision.
-    held_out: `[T]` held-out tokens.
+    corpus: tokens with a held-out part.
     spent: training data and number of training tokens.
     dtype: dtype of the evaluation.
 
@@ -329,10 +329,11 @@ def _save_heads(output_dir: pathlib.Path,
   heads = objective.mtp.heads
   methods.save_heads(
       output_dir, heads, trained["drafter"], objective.model)
-  size = min(_CONTEXT_LENGTH.value + 1, len(held_out))
-  measured = evaluation.head_accuracy(
-      objective, batches.spread_rows(held_out, _HELD_OUT_ROWS, size))(
-          loop.cast(trained, dtype))
+  held_out = batches.held_out_rows(
+      corpus.tokens[1], corpus.starts[1], _HELD_OUT_ROWS,
+      min(_CONTEXT_LENGTH.value + 1, len(corpus.tokens[1])))
+  measured = evaluation.head_accuracy(objective, held_out.tokens)(
+      loop.cast(trained, dtype))
   tokens_per_step = _BATCH_SIZE.value * _CONTEXT_LENGTH.value
   _, minutes = metrics.spent(
       output_dir, tokens_per_step, spent["tokens"] // tokens_per_step)
@@ -448,7 +449,7 @@ def main() -> None:
            "tokens": steps * windows.batch_size * windows.length}
   if heads is not None:
     final |= _save_heads(
-        output_dir, objective, saved, corpus.tokens[1], spent, dtype)
+        output_dir, objective, saved, corpus, spent, dtype)
   curves.draw(output_dir, ["bits_per_byte"], "nats per token")
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})

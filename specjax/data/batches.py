@@ -1,6 +1,7 @@
 """Reproducible batches of token windows."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,14 +52,62 @@ class TokenWindows:
     return self.tokens[starts + np.arange(self.length + 1)].astype(np.int32)
 
 
-def spread_rows(tokens: np.ndarray, count: int, size: int) -> np.ndarray:
-  """Returns `[count, size]` int32, equally spaced rows of `[T]` tokens.
+class HeldOutRows(NamedTuple):
+  """Rows for evaluation, and the observations of their intervals.
+
+  Rows of one document are correlated. An interval over rows must therefore
+  treat the rows of a document as one observation.
+
+  Attributes:
+    tokens: `[R, size]` int32 rows.
+    clusters: `[R]` document numbers, equal for rows of the same documents.
+  """
+
+  tokens: np.ndarray
+  clusters: np.ndarray
+
+
+def held_out_rows(tokens: np.ndarray, starts: np.ndarray, count: int, size: int,
+                  useful: np.ndarray | None = None) -> HeldOutRows:
+  """Returns at most `count` rows that do not overlap, equally spaced.
+
+  Rows of different clusters have no document in common. A document of at least
+  `size` tokens is cut into rows from its start, and its last tokens are left
+  out. Otherwise a row begins at the start of a document and continues into the
+  next documents. The next row then begins at the next start of a document.
+
+  >>> held_out_rows(np.arange(7), np.array([0, 5]), count=9, size=2)
+  HeldOutRows(tokens=array([[0, 1],
+         [2, 3],
+         [5, 6]], dtype=int32), clusters=array([0, 0, 1]))
+
+  Args:
+    tokens: `[T]` held-out tokens.
+    starts: offsets of the first tokens of the documents.
+    count: maximum number of rows.
+    size: number of tokens of a row.
+    useful: `[T]` bool. Rows without a useful token after the first are left
+      out. None means that all tokens are useful.
 
   Raises:
-    ValueError: the stream is shorter than a row.
+    ValueError: no row can be cut.
   """
   if len(tokens) < size:
     raise ValueError(f"the held-out text has {len(tokens)} tokens, but a row "
                      f"has {size}; give more text, or shorter rows")
-  starts = np.linspace(0, len(tokens) - size, count).astype(int)
-  return tokens[starts[:, None] + np.arange(size)].astype(np.int32)
+  places, clusters, free = [], [], 0
+  ends = [*starts[1:].tolist(), len(tokens)]
+  for document, (start, end) in enumerate(zip(starts.tolist(), ends)):
+    if start < free or start + size > len(tokens):
+      continue
+    free = start + max(1, (end - start) // size) * size
+    for place in range(start, free, size):
+      if useful is None or useful[place + 1:place + size].any():
+        places.append(place)
+        clusters.append(document)
+  if not places:
+    raise ValueError(f"the held-out text has {len(tokens)} tokens, and no row "
+                     f"of {size} contains an answer; give more text")
+  chosen = np.unique(np.linspace(0, len(places) - 1, count).astype(int))
+  rows = np.array(places)[chosen, None] + np.arange(size)
+  return HeldOutRows(tokens[rows].astype(np.int32), np.array(clusters)[chosen])

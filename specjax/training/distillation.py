@@ -39,6 +39,16 @@ _MANIFEST = "rows.json"
 _MOST_LOGITS = 2**27  # largest size of logits [rows, C, V] in a pass: 512 MB
 
 
+def prompt_starts(num_tokens: int, count: int, length: int, seed: int = 0
+                  ) -> np.ndarray:
+  """Returns the random positions `[count]` of the pieces of `cut_prompts`."""
+  if num_tokens < length:
+    raise ValueError(f"the text has {num_tokens} tokens, but a prompt has "
+                     f"{length}; give more text, or shorter prompts")
+  rng = np.random.default_rng(seed)
+  return rng.integers(num_tokens - length + 1, size=count)
+
+
 def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
                 ) -> np.ndarray:
   """Returns pieces at random positions of a stream of tokens.
@@ -58,11 +68,7 @@ def cut_prompts(tokens: np.ndarray, count: int, length: int, seed: int = 0
   Raises:
     ValueError: the stream is shorter than one piece.
   """
-  if len(tokens) < length:
-    raise ValueError(f"the text has {len(tokens)} tokens, but a prompt has "
-                     f"{length}; give more text, or shorter prompts")
-  rng = np.random.default_rng(seed)
-  starts = rng.integers(len(tokens) - length + 1, size=count)
+  starts = prompt_starts(len(tokens), count, length, seed)
   return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(
       np.int32)
 

@@ -19,7 +19,6 @@ from specjax.training.objective import check_batch
 from specjax.training.objective import check_same_tokens
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.utils import fields
 
@@ -51,7 +50,8 @@ class Distillation:
     divergence: name in `divergences.DIVERGENCES`.
     keep: share of the tokens used by the loss, in (0, 1]. A value below 1
       requires the parameters "reference" of a reference drafter, which is also
-      called as `model`.
+      called as `model`. With gradient accumulation, it is the share of each
+      part of a batch.
   """
 
   model: Model
@@ -85,16 +85,20 @@ class Distillation:
     q = self.model(params["drafter"], read).logits
     weights = weights_of(batch)
     accepted = 1 - divergences.total_variation(p, jax.lax.stop_gradient(q))
-    metrics = {"acceptance": weighted_mean(accepted, weights)}
+    metrics = {"acceptance": weights.mean(accepted)}
     divergence = divergences.DIVERGENCES[self.divergence](p, q)
     if self.keep < 1:
       reference = self.model(params["reference"], read).logits
       behind = jax.lax.stop_gradient(divergences.forward_kl(
           p, q) - divergences.forward_kl(p, reference))
+      part = weights.of_part(weights.all)
       least = jnp.nanquantile(
-          jnp.where(weights > 0, behind, jnp.nan), 1 - self.keep)
-      weights = jnp.where(behind >= least, weights, 0)
-    return weighted_mean(divergence, weights), metrics
+          jnp.where(part > 0, behind, jnp.nan), 1 - self.keep)
+      # The used tokens of a part get the weight of all its tokens.
+      used = jnp.where(behind >= least, part, 0)
+      ratio = jnp.sum(part) / jnp.maximum(jnp.sum(used), 1e-9)
+      divergence = jnp.where(used > 0, divergence * ratio, 0)
+    return weights.mean(divergence), metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +192,9 @@ class AcceptedLength:
     log_p, log_q = (windows(jax.nn.log_softmax(x)) for x in logits)
     labels = windows(tokens[:, 1:])[..., None]
     accepted = accepted_length(self.rule, log_p, log_q, labels)
-    weights = jnp.min(windows(weights_of(batch)), axis=-1)
-    mean = weighted_mean(accepted, weights)
+    weights = weights_of(batch)
+    mean = weights.mean(
+        accepted, jnp.min(windows(weights.all), axis=-1))
     return -mean, {"accepted": mean}
 
 

@@ -5,6 +5,7 @@ Functions such as `bits_per_byte` return a `Measure` for `Trainer.evaluate`. A
 """
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -151,7 +152,8 @@ def held_out_loss(objective: Objective, tokens: ArrayLike, *,
 
 
 def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
-                     rounds: int, seed: int = 0) -> Measure:
+                     rounds: int, seed: int = 0,
+                     clusters: Sequence[Hashable] | None = None) -> Measure:
   """Returns a function that measures the block efficiency on held-out prompts.
 
   The block efficiency is 1 + E[tau], with the number tau of accepted tokens in
@@ -164,11 +166,13 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
     rounds: largest number of rounds per prompt. A row has fewer rounds if its
       context is full.
     seed: seed of the sampling, the same for every call.
+    clusters: a label for each prompt, equal for prompts of one document. None
+      means that each prompt is a cluster.
 
   Returns:
     Function of `{"target": ..., "drafter": ...}`. Its result has the key
-    "block_efficiency". If there are enough prompts, the result also has the
-    ends of the 95 % interval over prompts, as "block_efficiency/low" and
+    "block_efficiency". If there are enough clusters, the result also has the
+    ends of the 95 % interval over clusters, as "block_efficiency/low" and
     "block_efficiency/high". The function raises `ValueError` if no prompt is
     shorter than the context.
   """
@@ -189,19 +193,20 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
       raise ValueError(
           f"no prompt leaves room in the context of {decoder.context_length} "
           "tokens, so no round was decoded; give shorter prompts")
-    return _with_interval("block_efficiency", accepted, active)
+    return _with_interval("block_efficiency", accepted, active, clusters)
 
   return evaluate
 
 
-def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray
+def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray,
+                   clusters: Sequence[Hashable] | None = None
                    ) -> dict[str, float]:
   """Returns 1 + sum(totals) / sum(counts) by name, and its interval.
 
   The keys are `name`, `name/low` and `name/high`.
   """
   result = estimate(lambda total, count: 1 + total / count, totals, counts,
-                    least=1)
+                    clusters=clusters, least=1)
   ends = {} if np.isnan(result.low) else {
       f"{name}/low": result.low, f"{name}/high": result.high}
   return {name: result.value, **ends}
@@ -227,7 +232,8 @@ def interval(measured: Mapping[str, float], name: str,
 
 def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   batch_size: int = 2, top: int = 5, first: int = 0,
-                  seed: int = 0) -> Measure:
+                  seed: int = 0, clusters: Sequence[Hashable] | None = None
+                  ) -> Measure:
   """Returns a function that measures the heads of a drafter on held-out rows.
 
   The target reads the rows and generates nothing. The correct token at a
@@ -245,7 +251,7 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     probability sum_v min(p(v), q(v)). p and q are the distributions of the
     target and of the head.
 
-  Intervals treat every row as one observation.
+  Intervals treat every cluster of rows as one observation.
 
   Args:
     objective: the drafter's objective, with its target.
@@ -254,6 +260,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     top: largest j of the top-j accuracies.
     first: first position that is measured.
     seed: seed of the positions, for objectives that draw positions.
+    clusters: a label for each row, equal for rows of one document. None means
+      that each row is a cluster.
 
   Returns:
     Function of `{"target": ..., "drafter": ...}`. Head 0 is the target's LM
@@ -300,7 +308,7 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
       raise ValueError(f"first is {first}, but rows of {tokens.shape[1]} "
                        "tokens have no measurable position from there on; give "
                        "a smaller value")
-    values = _means(sums, rows)
+    values = _means(sums, rows, clusters)
     return {**values, "by_row": rows} if by_row else values
 
   return evaluate
@@ -325,18 +333,20 @@ def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
           "positions": jnp.sum(counts, axis=1)}
 
 
-def _means(sums: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]
-           ) -> dict[str, float]:
+def _means(sums: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray],
+           clusters: Sequence[Hashable] | None) -> dict[str, float]:
   """Returns the results of `head_accuracy` from sums over positions.
 
   Args:
     sums: sums of all heads, see `_sums`.
     rows: results of `_accepted_by_row`.
+    clusters: a label for each row, or None.
   """
   values = {}
   for name, accepted in rows.items():
     if name != "positions":
-      values |= _with_interval(name, accepted, rows["positions"])
+      values |= _with_interval(
+          name, accepted, rows["positions"], clusters)
   for k, count in enumerate(sums["counts"]):
     values[f"head_{k}/loss"] = sums["loss"][k] / count
     for reference in ("", "data_"):

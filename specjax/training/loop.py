@@ -108,7 +108,8 @@ class Trainer:
     log: settings of the log.
     accumulate: number of equal parts of a batch. The gradients of the parts are
       computed one after another and averaged. A step then requires the memory
-      of one part.
+      of one part. The average is the gradient of the complete batch if the
+      objective uses `objective.Weights`, or has no weights.
     compute_dtype: dtype of all parameters in the objective and in `evaluate`.
       Trained parameters are updated and saved in their original dtypes. None
       means `default_dtype()`.
@@ -338,9 +339,15 @@ def train_step(state: TrainState, frozen: Mapping[str, _Tree],
            key: jax.Array) -> Loss:
     return objective(cast(trainable, dtype), frozen, batch, key)
 
+  def before_parts(batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    if not hasattr(objective, "before_parts"):
+      return {}
+    params = {**frozen, **cast(state.params, dtype)}
+    return objective.before_parts(params, batch)
+
   (value, metrics), grads = _averaged(
-      jax.value_and_grad(loss, has_aux=True), accumulate, state.params, batch,
-      jax.random.fold_in(key, state.step), layout)
+      jax.value_and_grad(loss, has_aux=True), before_parts, accumulate,
+      state.params, batch, jax.random.fold_in(key, state.step), layout)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
   state = state.replace(step=state.step + 1, params=params,
@@ -351,14 +358,16 @@ def train_step(state: TrainState, frozen: Mapping[str, _Tree],
   return layout.pin(state) if layout else state, (value, metrics)
 
 
-def _averaged(grad: Callable[..., tuple[Loss, _Tree]], accumulate: int,
-              trainable: Mapping[str, _Tree], batch: Mapping[str, jax.Array],
-              key: jax.Array, layout: layout_lib.Layout | None
-              ) -> tuple[Loss, _Tree]:
+def _averaged(grad: Callable[..., tuple[Loss, _Tree]],
+              before_parts: Callable[..., Mapping[str, jax.Array]],
+              accumulate: int, trainable: Mapping[str, _Tree],
+              batch: Mapping[str, jax.Array], key: jax.Array,
+              layout: layout_lib.Layout | None) -> tuple[Loss, _Tree]:
   """Returns `((loss, metrics), gradients)`, averaged over parts of a batch.
 
-  The weight of a part in the average is the sum of the weights of its tokens.
-  Parts have equal weights if the batch has no token weights.
+  Every part contains the complete batch as "whole", so that the objective can
+  divide by the weights of all tokens (see `objective.Weights`). The complete
+  batch takes no memory, because the device holds it already.
   """
   if accumulate == 1:
     return grad(trainable, batch, key)
@@ -367,23 +376,24 @@ def _averaged(grad: Callable[..., tuple[Loss, _Tree]], accumulate: int,
       else jnp.broadcast_to(x, accumulate), batch)
   if layout:
     parts = layout.pin_parts(parts)
-  keys = jax.random.split(key, accumulate)
-  shares = jnp.full(accumulate, 1 / accumulate)
-  if "weights" in batch:
-    sums = jnp.sum(parts["weights"], axis=(1, 2), dtype=shares.dtype)
-    total = jnp.sum(sums)
-    shares = jnp.where(total > 0, sums / jnp.where(total > 0, total, 1), shares)
+  more = jax.lax.map(before_parts, parts)
+  parts = {**parts, **more}
+  batch = {**batch, **{
+      name: x.reshape(-1, *x.shape[2:]) for name, x in more.items()}}
+  numbers = jnp.arange(accumulate, dtype=jnp.int32)
 
-  def add(total: _Tree, part: tuple[_Tree, jax.Array, jax.Array]
-          ) -> tuple[_Tree, None]:
-    *arguments, share = part
-    return jax.tree.map(lambda x, new: x + (share * new).astype(x.dtype),
-                        total, grad(trainable, *arguments)), None
+  def part_grad(part: _Tree, number: jax.Array) -> tuple[Loss, _Tree]:
+    part = {**part, "whole": batch, "part": number}
+    return grad(trainable, part, key)
+
+  def add(total: _Tree, part: tuple[_Tree, jax.Array]) -> tuple[_Tree, None]:
+    return jax.tree.map(lambda x, new: x + (new / accumulate).astype(x.dtype),
+                        total, part_grad(*part)), None
 
   shapes = jax.eval_shape(
-      grad, trainable, *jax.tree.map(lambda x: x[0], (parts, keys)))
+      part_grad, *jax.tree.map(lambda x: x[0], (parts, numbers)))
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  return jax.lax.scan(add, zero, (parts, keys, shares))[0]
+  return jax.lax.scan(add, zero, (parts, numbers))[0]
 
 
 def _check_loss(loss: float, first: float, step: int) -> None:

@@ -11,7 +11,6 @@ from specjax.training.objective import Batch
 from specjax.training.objective import check_batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 
 
@@ -66,4 +65,4 @@ class NextToken:
     tokens = batch["tokens"]
     logits = self.model(params["target"], tokens[:, :-1]).logits
     nats = cross_entropy(logits, tokens[:, 1:])
-    return weighted_mean(nats, weights_of(batch)), {}
+    return weights_of(batch).mean(nats), {}

@@ -7,6 +7,7 @@ from typing import Protocol
 from typing import runtime_checkable
 
 import chex
+from flax import struct
 import jax
 import jax.numpy as jnp
 
@@ -45,12 +46,18 @@ class Objective(Protocol):
         reads the first S tokens of a row. `progress []` float32 is the
         completed fraction of the run's steps. `weights [B, S]` float32, which
         are optional, are the weights in the mean of all tokens after the first.
-        Without them, all weights are 1.
-      key: PRNG key of the step.
+        Without them, all weights are 1. With gradient accumulation, the arrays
+        are a part of a batch. `whole` is then the complete batch, and `part []`
+        int32 the number of the part, from 0 (see `Weights`).
+      key: PRNG key of the step, equal for all parts of a batch.
 
     Returns:
       The loss, usually in nats, and scalar metrics by name, see `Trainer`.
     """
+
+  # An objective may also have `before_parts(params, batch) -> arrays by name`.
+  # With gradient accumulation, the loop calls it for all parts of a batch
+  # before the first gradient, and adds the arrays to the parts and to `whole`.
 
 
 @runtime_checkable
@@ -93,30 +100,100 @@ def check_batch(batch: Batch) -> None:
     chex.assert_equal_shape([batch["weights"], tokens[:, 1:]])
 
 
-def weights_of(batch: Batch) -> jax.Array:
-  """Returns the weights `[B, S]` float32 of the tokens after the first.
+@struct.dataclass
+class Weights:
+  """Weights of the tokens after the first in a batch, for weighted means.
 
-  >>> weights_of({"tokens": jnp.array([[5, 1, 2]])}).tolist()
+  With gradient accumulation, an objective computes its loss for one part of a
+  batch at a time, and the loop averages the losses of the parts. The result is
+  the loss of the complete batch because every mean is divided by the total
+  weight of the complete batch, scaled to the size of a part.
+
+  Attributes:
+    all: `[B, S]` float32 weights of the complete batch.
+    part: `[]` int32, number of the part, from 0.
+    size: number b of rows of a part.
+  """
+
+  all: jax.Array
+  part: jax.Array | int
+  size: int = struct.field(pytree_node=False)
+
+  def of_part(self, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns the part's rows of an array of the complete batch.
+
+    Draw random numbers for the complete batch and select the part's rows, so
+    that they do not depend on the number of parts.
+
+    Args:
+      x: array with B entries along `axis`.
+      axis: axis of the rows.
+    """
+    if self.size == len(self.all):
+      return x
+    return jax.lax.dynamic_slice_in_dim(
+        x, self.part * self.size, self.size, axis)
+
+  def divide(self, total: jax.Array, by: jax.Array) -> jax.Array:
+    """Returns the part's weighted sum, divided by the total weight.
+
+    Args:
+      total: weighted sum `[...]` over the rows of the part.
+      by: total weight `[...]` of the complete batch. If it is 0, the result is
+        0.
+    """
+    return total / jnp.where(by > 0, by * (self.size / len(self.all)), 1)
+
+  def mean(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Returns the weighted mean `[]` of `x`, or 0 if all weights are 0.
+
+    >>> batch = {"tokens": jnp.array([[5, 1, 2]]),
+    ...          "weights": jnp.array([[3.0, 1.0]])}
+    >>> float(weights_of(batch).mean(jnp.array([[1.0, 5.0]])))
+    2.0
+
+    Args:
+      x: values of the part, `[b, ...]`.
+      weights: weights `[B, ...]` of the values of the complete batch. None
+        means `all`.
+    """
+    weights = self.all if weights is None else weights
+    part = self.of_part(weights)
+    chex.assert_equal_shape([x, part])
+    return self.divide(jnp.sum(part * x), jnp.sum(weights))
+
+
+def weights_of(batch: Batch) -> Weights:
+  """Returns the weights of a batch's tokens after the first.
+
+  >>> weights_of({"tokens": jnp.array([[5, 1, 2]])}).all.tolist()
   [[1.0, 1.0]]
   """
-  shape = batch["tokens"][:, 1:].shape
-  return jnp.asarray(
-      batch.get("weights", jnp.ones(shape, jnp.float32)), jnp.float32)
+  whole = batch.get("whole", batch)
+  weights = whole.get(
+      "weights", jnp.ones(whole["tokens"][:, 1:].shape, jnp.float32))
+  return Weights(jnp.asarray(weights, jnp.float32), batch.get("part", 0),
+                 len(batch["tokens"]))
 
 
-def weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns the weighted mean of `x`, or 0 if all weights are 0.
+def has_weight(weights: jax.Array, size: int) -> jax.Array:
+  """Returns the mask of windows with at least one positive weight.
 
-  >>> float(weighted_mean(jnp.array([1.0, 5.0]), jnp.array([3.0, 1.0])))
-  2.0
+  Objectives that train at sampled positions sample them from this mask, because
+  labels without a weight contribute nothing to the loss.
+
+  >>> has_weight(jnp.array([[0.0, 0.0, 1.0, 0.0]]), 2).tolist()
+  [[False, True, True]]
 
   Args:
-    x: values of any shape.
-    weights: weights of the same shape.
+    weights: weights `[B, S]`.
+    size: number of weights in a window.
+
+  Returns:
+    `[B, S - size + 1]` bool, one entry for the start of each window.
   """
-  chex.assert_equal_shape([x, weights])
-  total = jnp.sum(weights)
-  return jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
+  before = jnp.pad(jnp.cumsum(weights > 0, axis=1), ((0, 0), (1, 0)))
+  return before[:, size:] > before[:, :-size]
 
 
 def check_same_tokens(model: Model, target: Model) -> None:

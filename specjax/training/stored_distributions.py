@@ -10,7 +10,7 @@ from specjax.interfaces import Model
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import weights_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,5 +80,5 @@ class StoredLaws:
     nats = -jnp.sum(probs * log_top, axis=-1) - jnp.where(
         drawn >= 0, log_drawn, 0)
     accepted = jnp.sum(jnp.minimum(probs, jnp.exp(log_top)), axis=-1)
-    mean = lambda x: weighted_mean(x, batch["weights"])
+    mean = weights_of(batch).mean
     return mean(nats), {"acceptance": mean(accepted)}

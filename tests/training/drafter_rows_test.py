@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "experiments"))
 from lib.training import answered  # noqa: E402
 from lib.training import drafter_rows  # noqa: E402
 
+from specjax.data import batches  # noqa: E402
 from specjax.data import tokenizers  # noqa: E402
 
 # A token is a byte.
@@ -57,8 +58,8 @@ def test_rows_of_texts_as_they_are(tmp_path):
   learned, held_out = map(_BYTES.decode, text.streams)
   assert len(text.files.documents) == 2 and text.files.documents[0] > 30
   batch, rows = source.rows(None, None, text, 7, None)()
-  assert rows.shape == (2, 7)
-  for row in rows:
+  assert rows.tokens.shape == (2, 7)
+  for row in rows.tokens:
     assert _BYTES.decode(row) in held_out
   np.testing.assert_array_equal(batch(3)["tokens"], batch(3)["tokens"])
   assert batch(3)["tokens"].shape == (2, 7)
@@ -91,6 +92,7 @@ def test_rows_of_conversations(tmp_path, only):
   text = source.text(_CHAT)
   assert text.is_chat and sum(text.files.documents) == 60
   batch, held_out = source.rows(None, None, text, 8, None)()
+  held_out = held_out.tokens
   assert len(held_out) == 2 and held_out.dtype == np.int32
   letters = lambda tokens: np.array([
       bytes.isupper(_CHAT.token_bytes(t)) or t == _CHAT.eos
@@ -124,7 +126,7 @@ def test_short_and_useless_conversations(tmp_path, capsys):
           f"{path} line 5: it has no answer") in capsys.readouterr().err
   batch, held_out = source.rows(None, None, text, 30, None)()
   assert batch(0)["tokens"].shape == (2, 30)
-  assert held_out.shape == (1, len(text.streams[1]))
+  assert held_out.tokens.shape == (1, len(text.streams[1]))
   with pytest.raises(ValueError, match="--row_tokens is 300"):
     source.rows(None, None, text, 300, None)
   path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
@@ -149,11 +151,12 @@ def test_conversations_that_the_target_goes_on_from(tmp_path):
 def test_tokens_of_answers_alone():
   # Broken: a weight is that of another row or of the token before.
   rows = np.arange(6 * 5).reshape(6, 5)
-  chats = answered.Rows(rows, rows % 3 == 0), answered.Rows(rows[:2], None)
+  chats = answered.Rows(rows, rows % 3 == 0), batches.HeldOutRows(
+      rows[:2], np.arange(2))
   source = dataclasses.replace(_SOURCE, self_chat=True, answers_only=True)
   text = drafter_rows.Text(corpus="", chats=chats)
   batch, held_out = source.rows(None, None, text, 5, None)()
-  assert held_out is chats[1].tokens
+  assert held_out is chats[1]
   for step in (0, 4):
     found = batch(step)
     np.testing.assert_array_equal(

@@ -259,7 +259,7 @@ def test_eagle1_by_hand():
   np.testing.assert_allclose(metrics["law_loss"], law, rtol=1e-4)
 
   noise = eagle_objective.uniform_noise(
-      jax.random.key(0), jnp.zeros((20, 64, 16)), 0.2)
+      jax.random.key(0), (20, 64, 16), 0.2)
   assert 0.79 < np.abs(noise).max() < 0.8 and abs(np.mean(noise)) < 0.01
   loud = objectives.Eagle1Objective(model=_pair().target, heads=heads)
   assert len({round(_loss(loud, drafter, rows, key)[0], 4)

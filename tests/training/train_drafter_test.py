@@ -18,6 +18,7 @@ from specjax.models import Transformer
 from specjax.training import distillation
 from specjax.training import evaluation
 from specjax.training import loop
+from specjax.training import objective as objective_lib
 from specjax.training import optimizers
 from specjax.utils import processes
 
@@ -209,7 +210,8 @@ def test_gradients_taken_head_by_head_are_the_gradients(kind):
   # Broken: the hand-written rule of differentiation.
   heads, params = _heads(kind)
   hidden, lm_head = _normal((2, _S, _D)), _normal((_D, _V))
-  weights, counts = jnp.array([0.5, -2.0]), jnp.abs(_normal((2, _S)))
+  weights = jnp.array([0.5, -2.0])
+  counts = objective_lib.Weights(jnp.abs(_normal((2, _S))), part=0, size=2)
   number = lambda k: jnp.asarray(k + 1, jnp.int32)
 
   def plain(params, hidden):

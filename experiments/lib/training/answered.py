@@ -13,6 +13,7 @@ import numpy as np
 from lib import common
 from lib import models
 from lib.prompts import reading as prompts_lib
+from specjax.data import batches
 from specjax.data import conversations
 from specjax.data import record_files
 from specjax.data import Tokenizer
@@ -149,6 +150,14 @@ class Conversations:
     return cut(np.concatenate([np.asarray(x, np.int32) for x in texts]),
                np.concatenate([np.asarray(x, bool) for x in answers]),
                self.row_tokens)
+
+  def held_out_rows(self, chats: Sequence[Conversation]
+                    ) -> batches.HeldOutRows:
+    """Joins conversations and cuts them into rows that do not overlap."""
+    lengths = [len(chat.tokens) for chat in chats]
+    return batches.held_out_rows(
+        np.concatenate([np.asarray(chat.tokens, np.int32) for chat in chats]),
+        np.cumsum([0, *lengths[:-1]]), len(chats), self.row_tokens)
 
 
 def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:

@@ -6,12 +6,11 @@ import math
 import pathlib
 from typing import Any
 
-import numpy as np
-
 from lib import common
 from lib.figures import curves
 import specjax as sj
 from specjax.analysis import Estimate
+from specjax.data.batches import HeldOutRows
 from specjax.methods import Heads
 from specjax.methods import Method
 from specjax.models import Pretrained
@@ -28,7 +27,7 @@ DECODED_ROWS, DECODED_ROUNDS = 64, 16  # largest numbers in greedy decoding
 
 def evaluation_of(method: Method, target: Pretrained, heads: Heads,
                   params: Mapping[str, Any], objective: DrafterObjective,
-                  held_out: np.ndarray) -> evaluation.Measure:
+                  held_out: HeldOutRows) -> evaluation.Measure:
   """Returns the evaluation function of a training run.
 
   The function measures the accuracy of each head, the block efficiency of
@@ -42,16 +41,19 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
     heads: heads of the target.
     params: parameters of the heads. Only their structure is used.
     objective: training objective.
-    held_out: `[R, S]`, tokens of held-out rows.
+    held_out: held-out rows.
 
   Returns:
     A function that maps parameters `{"target", "drafter", ...}` to a dict
     `{name: number}`. The dict also contains "by_row" of
-    `evaluation.head_accuracy`.
+    `evaluation.head_accuracy`, with the label of each row's documents as
+    "clusters".
   """
   accuracy = evaluation.head_accuracy(
-      method.measure(target.model, heads), held_out)
-  prompts = held_out[:DECODED_ROWS, :max(1, held_out.shape[1] // 4)]
+      method.measure(target.model, heads), held_out.tokens,
+      clusters=held_out.clusters)
+  prompts = held_out.tokens[
+      :DECODED_ROWS, :max(1, held_out.tokens.shape[1] // 4)]
   room = target.model.context_length - prompts.shape[1]
   attach = functools.partial(heads.attach, target.model)
   model, _ = attach(target.params, params)
@@ -59,12 +61,17 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
       method.chain(heads).decoder(
           model, transform=sj.LogitsTransform(temperature=0)),
       prompts, rounds=min(DECODED_ROUNDS,
-                          max(1, room // (heads.num_forecasts + 1))))
-  loss = evaluation.held_out_loss(objective, held_out)
-  return lambda params: {
-      **accuracy(params, by_row=True),
-      **decoded(attach(params["target"], params["drafter"])[1]),
-      **loss(params)}
+                          max(1, room // (heads.num_forecasts + 1))),
+      clusters=held_out.clusters[:DECODED_ROWS])
+  loss = evaluation.held_out_loss(objective, held_out.tokens)
+
+  def evaluate(params: Mapping[str, Any]) -> dict[str, Any]:
+    measured = accuracy(params, by_row=True)
+    measured["by_row"]["clusters"] = held_out.clusters
+    return {**measured, **loss(params),
+            **decoded(attach(params["target"], params["drafter"])[1])}
+
+  return evaluate
 
 
 def scalars(measured: Measured) -> dict[str, float]:

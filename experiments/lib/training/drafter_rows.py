@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -20,12 +21,14 @@ from lib.prompts import reading as prompts_lib
 from lib.training import answered
 from lib.training import token_cache
 from lib.training.answered import Rows
+from specjax.analysis.intervals import FEWEST
 from specjax.data import batches
 from specjax.data import conversations
 from specjax.data import corpora
 from specjax.data import record_files
 from specjax.data import token_files
 from specjax.data import Tokenizer
+from specjax.data.batches import HeldOutRows
 from specjax.methods import Heads
 from specjax.models import Pretrained
 from specjax.models import Transformer
@@ -57,7 +60,7 @@ class Text:
   corpus: str
   files: token_files.TokenFiles | None = None
   sides: tuple[list[str], list[str]] | None = None
-  chats: tuple[Rows, Rows] | None = None
+  chats: tuple[Rows, HeldOutRows] | None = None
 
   @property
   def streams(self) -> tuple[np.ndarray, np.ndarray]:
@@ -313,11 +316,11 @@ class Source:
         chats.answer(some, self.directory / name, seed)
         for some, (name, _, seed) in zip(prompts, self._written))
     return dataclasses.replace(text, chats=(
-        chats.rows([*training, *complete]), chats.rows(held_out)))
+        chats.rows([*training, *complete]), chats.held_out_rows(held_out)))
 
   def rows(self, target: Pretrained, objective: Objective, text: Text,
            row_tokens: int, mesh: jax.sharding.Mesh | None
-           ) -> Callable[[], tuple[Batches, np.ndarray]]:
+           ) -> Callable[[], tuple[Batches, HeldOutRows]]:
     """Returns a function `() -> (step -> batch, held-out rows)`.
 
     `rows` does all checks. If the target continues the beginnings of documents,
@@ -336,17 +339,25 @@ class Source:
     if chats is not None:
       training, held_out = chats
       batch = self._batches(training, objective, target)
-      return lambda: (batch, held_out.tokens)
+      self._report(held_out)
+      return lambda: (batch, held_out)
     if self.own is None:
       training, held_out = text.streams
       windows = batches.TokenWindows(
           training, self.batch_size, row_tokens - 1, self.seed)
-      held_out = batches.spread_rows(held_out, self.held_out_rows, row_tokens)
+      held_out = batches.held_out_rows(
+          held_out, text.files.starts[1], self.held_out_rows, row_tokens)
+      self._report(held_out)
       return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
     prompts = self._beginnings(text.streams, row_tokens)
+    # A generated row belongs to the document in which its prompt begins.
+    clusters = np.searchsorted(
+        text.files.starts[1], distillation.prompt_starts(
+            len(text.streams[1]), self.held_out_rows, self.prompt_tokens,
+            self.seed), "right")
     decoder = common.autoregressive(target.model, self.temperature)
 
-    def sample() -> tuple[Batches, np.ndarray]:
+    def sample() -> tuple[Batches, HeldOutRows]:
       training, held_out = (
           distillation.sample_rows(
               decoder, {"target": target.params}, some, length=row_tokens,
@@ -354,7 +365,8 @@ class Source:
               placement=meshes.placement(mesh), **self._files)
           for some, (name, _, seed) in zip(prompts, self._written))
       rows = Rows(training, np.ones(training.shape, bool))
-      return self._batches(rows, objective, target), held_out
+      batch = self._batches(rows, objective, target)
+      return batch, HeldOutRows(held_out, clusters)
 
     return sample
 
@@ -368,26 +380,27 @@ class Source:
                  else np.ones(len(tokens) - 1, bool))
       print(f"{i}: {token_cache.marked(tokenizer, tokens, [0, *trained])}")
 
+  def _report(self, held_out: HeldOutRows) -> None:
+    """Prints the number of held-out rows if there are too few."""
+    count, size = held_out.tokens.shape
+    documents = len(np.unique(held_out.clusters))
+    if count < self.held_out_rows or documents < FEWEST:
+      print(f"{count} held-out rows of {size} tokens do not overlap "
+            f"(--held_out_rows={self.held_out_rows}); intervals are over their "
+            f"{documents} clusters of documents and need {FEWEST}",
+            file=sys.stderr)
+
   def _complete_rows(self, files: token_files.TokenFiles, row_tokens: int
-                     ) -> tuple[Rows, Rows]:
+                     ) -> tuple[Rows, HeldOutRows]:
     """Returns training rows and held-out rows of complete conversations.
 
     If the held-out conversations have fewer tokens than a row, the held-out row
     is shorter.
     """
     training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
-    size = min(row_tokens, len(files.tokens[1]))
-    held_out = answered.cut(files.tokens[1], files.answered[1], max(1, size))
-    useful = np.flatnonzero(held_out.answered[:, 1:].any(axis=1))
-    if not len(useful):
-      raise ValueError(
-          f"--data: the held-out conversations have {len(files.tokens[1])} "
-          f"tokens, and no row of {size} contains an answer; give more "
-          "conversations")
-    useful = useful[np.unique(np.linspace(
-        0, len(useful) - 1, self.held_out_rows).astype(int))]
-    return training, Rows(held_out.tokens[useful].astype(np.int32),
-                          held_out.answered[useful])
+    return training, batches.held_out_rows(
+        files.tokens[1], files.starts[1], self.held_out_rows,
+        min(row_tokens, len(files.tokens[1])), files.answered[1])
 
   def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
                   ) -> list[np.ndarray]:

@@ -115,9 +115,9 @@ def _print(name: str, rows: list[Row]) -> None:
     print(f"{drafter_report.shown(length):22s}"
           f"{_behind(name, rows[0], row):22s}"
           f"{drafter_report.shown(decoded):22s}{row['minutes']:7.1f}")
-  print("[95 % interval over held-out rows]. less than best: difference to the "
-        "best run on\nthe same rows. It can be significant although the "
-        "intervals of the runs overlap.")
+  print("[95 % interval over held-out documents]. less than best: difference "
+        "to the best\nrun on the same rows. It can be significant although the "
+        "intervals of the runs\noverlap.")
 
 
 def _behind(name: str, best: Row, row: Row) -> str:
@@ -128,12 +128,13 @@ def _behind(name: str, best: Row, row: Row) -> str:
   """
   most, other = best["by_row"], row["by_row"]
   if (row is best or _changes_rows(name)
-      or most["positions"] != other["positions"]):
+      or any(most[key] != other.get(key) for key in (
+          "positions", "clusters"))):
     return "-"
   return drafter_report.shown(estimate(
       lambda most, other, count: (most - other) / count,
       most[drafter_report.CURVE], other[drafter_report.CURVE],
-      other["positions"]))
+      other["positions"], clusters=other["clusters"]))
 
 
 def _changes_rows(name: str) -> bool:

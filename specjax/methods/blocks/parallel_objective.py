@@ -42,10 +42,10 @@ from specjax.models.transformer import Transformer
 from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
+from specjax.training.objective import has_weight
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 
 POSITION_WEIGHTS = ("decay", "dpace")
@@ -139,23 +139,28 @@ class ParallelObjective:
     """
     chex.assert_rank(batch["tokens"], 2)
     params, tokens = {**frozen, **trainable}, batch["tokens"]
-    anchors = self.draw(key, *tokens.shape)
-    found = self.blocks(params, tokens, anchors)
+    batch_weights = weights_of(batch)
+    of_part = batch_weights.of_part
+    rows = batch.get("whole", batch)["tokens"]
+    every = self.draw(key, *rows.shape, batch_weights.all)
+    found = self.blocks(params, tokens, of_part(every))
     nats = cross_entropy(found.logits, found.labels)
-    counts = _at(weights_of(batch), anchors, nats.shape[-1])
-    weights = counts * self.weights(nats)
-    known = counts * self._known(found.labels)
-    nats = jnp.where(self._known(found.labels), nats, 0)
+    counts = _at(batch_weights.all, every, nats.shape[-1])
+    weights = of_part(counts) * self.weights(nats)
+    known = counts * self._known(_at(rows[:, 1:], every, nats.shape[-1]))
+    nats = jnp.where(of_part(known) > 0, nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
-    total = jnp.sum(
-        weights if self.position_weights == "decay" else counts)
-    mean = lambda x: jnp.sum(weights * x) / jnp.where(total > 0, total, 1)
+    # The weights of "decay" depend only on the slot, so those of the complete
+    # batch are known. The weights of "dpace" are divided by the slots.
+    total = jnp.sum(counts * self.weights(jnp.zeros_like(counts))
+                    if self.position_weights == "decay" else counts)
+    mean = lambda x: batch_weights.divide(jnp.sum(weights * x), total)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
-    by_slot = jax.vmap(weighted_mean, (-1, -1))(nats, known)
+    by_slot = jax.vmap(batch_weights.mean, (-1, -1))(nats, known)
     metrics = {f"head_{k}/train_loss": x for k, x in enumerate(by_slot, 1)}
-    metrics["acceptance"] = weighted_mean(accepted, counts)
-    metrics["accepted"] = weighted_mean(
+    metrics["acceptance"] = batch_weights.mean(accepted, counts)
+    metrics["accepted"] = batch_weights.mean(
         jnp.sum(jnp.cumprod(accepted, axis=-1), axis=-1), counts[..., 0])
     if self.heads.confidence != "none":
       sure = self.heads.confidences(
@@ -185,16 +190,21 @@ class ParallelObjective:
     return jnp.broadcast_to(
         jnp.exp(-place / self.position_decay), nats.shape)
 
-  def draw(self, key: jax.Array, rows: int, size: int) -> jax.Array:
+  def draw(self, key: jax.Array, rows: int, size: int,
+           weights: jax.Array | None = None) -> jax.Array:
     """Returns distinct random anchors `[B, n]` int32, with blocks in the row.
 
-    The first token of a row is never an anchor, because an anchor's block needs
-    at least one token before it.
+    Anchors whose block predicts a token with a positive weight come first. The
+    other anchors are only used if a row has less than n such anchors. The first
+    token of a row is never an anchor, because an anchor's block needs at least
+    one token before it.
 
     Args:
       key: PRNG key.
       rows: number B of rows.
-      size: number of tokens of a row.
+      size: number S + 1 of tokens of a row.
+      weights: weights `[B, S]` of the tokens after the first. None means that
+        all weights are positive.
     """
     count = size - 1 - self.heads.num_forecasts
     if count < 1:
@@ -203,6 +213,9 @@ class ParallelObjective:
           f"{self.heads.num_forecasts} after its anchor; give longer rows or "
           "reduce block_size")
     order = jax.random.uniform(key, (rows, count))
+    if weights is not None:
+      useful = has_weight(weights[:, 1:], self.heads.num_forecasts)
+      order = jnp.where(useful, order, order - 1)
     return 1 + jax.lax.top_k(order, min(self.anchors, count))[1]
 
   def blocks(self, params: Params, tokens: jax.Array, anchors: jax.Array

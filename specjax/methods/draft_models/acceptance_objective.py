@@ -15,7 +15,7 @@ from specjax.training.objective import Batch
 from specjax.training.objective import check_same_tokens
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import Weights
 from specjax.training.objective import weights_of
 
 
@@ -79,7 +79,9 @@ class Acceptance:
     """
     chex.assert_rank(batch["tokens"], 2)
     params = {**frozen, **trainable}
-    read = self._mixed(params["drafter"], batch["tokens"][:, :-1], key)
+    weights = weights_of(batch)
+    read = self._mixed(
+        params["drafter"], batch["tokens"][:, :-1], key, weights)
     p = self.target(params["target"], read).logits
     out = self.model(params["drafter"], read)
     accepted, hidden = jax.lax.stop_gradient(
@@ -88,12 +90,12 @@ class Acceptance:
     sure = logits[..., 1] - logits[..., 0]
     nats = -(accepted * jax.nn.log_sigmoid(sure) + self.rejection_weight
              * (1 - accepted) * jax.nn.log_sigmoid(-sure))
-    mean = lambda x: weighted_mean(x, weights_of(batch))
-    return mean(nats), {"acceptance": mean(accepted),
-                        "forecast": mean(jax.nn.sigmoid(sure))}
+    return weights.mean(nats), {
+        "acceptance": weights.mean(accepted),
+        "forecast": weights.mean(jax.nn.sigmoid(sure))}
 
-  def _mixed(self, drafter: Params, tokens: jax.Array, key: jax.Array
-             ) -> jax.Array:
+  def _mixed(self, drafter: Params, tokens: jax.Array, key: jax.Array,
+             weights: Weights) -> jax.Array:
     """Replaces random tokens by samples of the draft model.
 
     Each sample is conditioned on the original tokens before it. The first token
@@ -101,8 +103,10 @@ class Acceptance:
     """
     which, draw = jax.random.split(key)
     laws = jax.nn.softmax(self.model(drafter, tokens).logits[:, :-1])
-    keys = jax.random.split(draw, laws.shape[:2])
+    shape = len(weights.all), laws.shape[1]
+    keys = weights.of_part(jax.random.split(draw, shape))
     drawn = jax.vmap(jax.vmap(sampling.sample))(keys, laws)
-    replaced = jax.random.bernoulli(which, self.mixing, drawn.shape)
+    replaced = weights.of_part(
+        jax.random.bernoulli(which, self.mixing, shape))
     return tokens.at[:, 1:].set(
         jnp.where(replaced, drawn, tokens[:, 1:]).astype(tokens.dtype))

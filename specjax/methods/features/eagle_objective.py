@@ -28,7 +28,7 @@ from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import Weights
 from specjax.training.objective import weights_of
 
 _NOISE_TOKENS = 512  # row length at which the noise has scale 1
@@ -37,15 +37,15 @@ _NOISE_TOKENS = 512  # row length at which the noise has scale 1
 _NORMALIZERS = ("rows", "mask")
 
 
-def uniform_noise(key: jax.Array, features: jax.Array, width: float
-                  ) -> jax.Array:
-  """Returns uniform noise for `features [B, S, F]`.
+def uniform_noise(key: jax.Array, shape: tuple[int, int, int], width: float,
+                  dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+  """Returns uniform noise for features of shape `[B, S, F]`.
 
   The noise is in +-(width / 2) * 512 / S. The factor 512 / S comes from the
   published code.
   """
-  return width * _NOISE_TOKENS / features.shape[1] * jax.random.uniform(
-      key, features.shape, features.dtype, -0.5, 0.5)
+  return width * _NOISE_TOKENS / shape[1] * jax.random.uniform(
+      key, shape, dtype, -0.5, 0.5)
 
 
 class _Unrolled:
@@ -162,17 +162,20 @@ class Eagle1Objective(_Unrolled):
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     features, law, _ = self._seen(params, batch)
-    counts = weights_of(batch)[:, 1:]
-    noisy = features + uniform_noise(key, features, self.noise)
+    weights = weights_of(batch)
+    shape = len(weights.all), *features.shape[1:]
+    noisy = features + weights.of_part(
+        uniform_noise(key, shape, self.noise, features.dtype))
     out = next(_training.forecasts(self.heads, params, noisy, tokens, 1))
     # The label of position t is the feature at t + 1. The last position has no
     # label.
     log_q = jax.nn.log_softmax(self.heads.logits(
         params["drafter"], params["target"], out.read[:, :-1]))
-    feature_loss = weighted_mean(jnp.mean(optax.huber_loss(
+    mean = lambda x: weights.mean(x, weights.all[:, 1:])
+    feature_loss = mean(jnp.mean(optax.huber_loss(
         out.hidden[:, :-1].astype(jnp.float32),
-        features[:, 1:].astype(jnp.float32)), axis=-1), counts)
-    law_loss = -weighted_mean(jnp.sum(law[:, 1:] * log_q, axis=-1), counts)
+        features[:, 1:].astype(jnp.float32)), axis=-1))
+    law_loss = -mean(jnp.sum(law[:, 1:] * log_q, axis=-1))
     return feature_loss + self.law_weight * law_loss, {
         "feature_loss": feature_loss, "law_loss": law_loss}
 
@@ -222,11 +225,22 @@ class Eagle3Objective(_Unrolled):
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     features, law, counts = self._seen(params, batch)
+    every = batch.get("whole", batch).get("counts", counts)
     losses = self._losses(
-        params, features, law, counts, weights_of(batch), tokens)
+        params, features, law, counts, every, weights_of(batch), tokens)
     weights = self.decay**jnp.arange(len(losses))
     return jnp.sum(weights * losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
+
+  def before_parts(self, params: Params, batch: Batch) -> Batch:
+    """Returns the target's output for the normalizer "mask".
+
+    The normalizer is the number of positions in the complete batch, which only
+    the target's output determines. The target is not run again later.
+    """
+    if self.normalizer == "rows" or "features" in batch:
+      return {}
+    return self.read(params, batch["tokens"])
 
   def losses(self, params: Params, features: jax.Array, logits: jax.Array,
              tokens: jax.Array) -> jax.Array:
@@ -240,8 +254,9 @@ class Eagle3Objective(_Unrolled):
     """
     chex.assert_rank([features, logits, tokens], [3, 3, 2])
     counts = self._counts(logits)
-    return self._losses(params, features, self._law(logits), counts,
-                        jnp.ones_like(counts), tokens)
+    return self._losses(
+        params, features, self._law(logits), counts, counts,
+        Weights(jnp.ones_like(counts), part=0, size=len(counts)), tokens)
 
   def _counts(self, logits):
     """Returns `[B, S]`, 1 at positions that the loss includes, else 0."""
@@ -251,9 +266,14 @@ class Eagle3Objective(_Unrolled):
     drafted[np.array(self.heads.ids)] = 1
     return jnp.asarray(drafted)[jnp.argmax(logits, axis=-1)]
 
-  def _losses(self, params, features, law, counts, weights, tokens):
-    """Returns the losses `[K]` of the steps, for labels `law [B, S, Vd]`."""
-    heads, found, counts = self.heads, [], counts * weights
+  def _losses(self, params, features, law, counts, every, weights, tokens):
+    """Returns the losses `[K]` of the steps, for labels `law [b, S, Vd]`.
+
+    `counts [b, S]` and `every [B, S]` are the results of `_counts` for a part
+    and for the complete batch. `every` is only used by the normalizer "mask".
+    """
+    heads, found = self.heads, []
+    counts = counts * weights.of_part(weights.all)
     for k, out in enumerate(_training.forecasts(
         heads, params, features, tokens, heads.num_forecasts), 1):
       # Position t predicts token t + 1 + k. The target's distribution of this
@@ -261,10 +281,9 @@ class Eagle3Objective(_Unrolled):
       log_q = jax.nn.log_softmax(heads.logits(
           params["drafter"], params["target"], out.read[:, :-k]))
       nats = -jnp.sum(law[:, k:] * log_q, axis=-1)
-      total = jnp.sum(
-          weights if self.normalizer == "rows" else counts[:, k:])
-      found.append(jnp.sum(counts[:, k:] * nats)
-                   / jnp.where(total > 0, total, 1))
+      total = jnp.sum(weights.all if self.normalizer == "rows" else
+                      (every * weights.all)[:, k:])
+      found.append(weights.divide(jnp.sum(counts[:, k:] * nats), total))
     return jnp.stack(found)
 
 

@@ -25,7 +25,7 @@ from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import Weights
 from specjax.training.objective import weights_of
 
 
@@ -72,16 +72,16 @@ class MTPObjective:
     return jnp.sum(weights * losses) / jnp.sum(weights), _by_head(losses)
 
   def losses(self, params: Params, features: jax.Array, tokens: jax.Array,
-             weights: jax.Array) -> jax.Array:
+             weights: Weights) -> jax.Array:
     """Returns the losses `[K]` of depths 1..K, in nats.
 
     Args:
       params: parameters `{"target": ..., "drafter": ...}`.
       features: features `[B, S, F]` of the target.
       tokens: token ids `[B, S + 1]` int32.
-      weights: loss weights `[B, S]` of all tokens except the first.
+      weights: weights of the tokens after the first.
     """
-    chex.assert_rank([features, tokens, weights], [3, 2, 2])
+    chex.assert_rank([features, tokens], [3, 2])
     found = []
     for k, out in enumerate(_training.forecasts(
         self.heads, params, features, tokens, self.heads.num_forecasts), 1):
@@ -90,8 +90,8 @@ class MTPObjective:
       labels = tokens[:, 1 + k:]
       logits = self.heads.logits(params["drafter"], params["target"],
                                  out.read[:, :labels.shape[1]])
-      found.append(weighted_mean(
-          cross_entropy(logits, labels), weights[:, k:]))
+      found.append(weights.mean(
+          cross_entropy(logits, labels), weights.all[:, k:]))
     return jnp.stack(found)
 
   def score(self, params: Params, tokens: jax.Array, key: jax.Array,
@@ -137,7 +137,7 @@ class MTPJointObjective:
     _training.check_rows(tokens, self.mtp.heads)
     seen = _training.read(self.model, self.mtp.heads, params, tokens[:, :-1])
     weights = weights_of(batch)
-    lm_loss = weighted_mean(cross_entropy(seen.logits, tokens[:, 1:]), weights)
+    lm_loss = weights.mean(cross_entropy(seen.logits, tokens[:, 1:]))
     losses = self.mtp.losses(params, seen.features, tokens, weights)
     return lm_loss + self.weight * jnp.mean(losses), {
         "lm_loss": lm_loss, **_by_head(losses)}

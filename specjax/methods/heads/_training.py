@@ -29,11 +29,11 @@ from specjax.methods.strategy import TRAVERSAL
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Params
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import Weights
 
 
 def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
-                  weights: jax.Array) -> jax.Array:
+                  weights: Weights) -> jax.Array:
   """Returns the cross-entropy of head k, averaged over positions t.
 
   At position t the head predicts token t + 1 + k. The average excludes
@@ -43,21 +43,21 @@ def forecast_loss(logits: jax.Array, k: jax.Array | int, tokens: jax.Array,
     logits: logits `[B, S, V]` of head k.
     k: number of the head, `[]`, from 1.
     tokens: token ids `[B, S + 1]` int32.
-    weights: weights `[B, S]` of the tokens after the first.
+    weights: weights of the tokens after the first.
 
   Returns:
     Loss `[]` in nats. It is 0 if the predicted tokens have weight 0.
   """
-  chex.assert_rank([logits, tokens, weights], [3, 2, 2])
+  chex.assert_rank([logits, tokens], [3, 2])
   size = logits.shape[1]
   at = jnp.arange(size) + k
   label = lambda x: jnp.take(x, jnp.minimum(at, size - 1), axis=1)
-  return weighted_mean(cross_entropy(logits, label(tokens[:, 1:])),
-                       label(weights) * (at < size))
+  return weights.mean(cross_entropy(logits, label(tokens[:, 1:])),
+                      label(weights.all) * (at < size))
 
 
 def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
-              k: jax.Array, tokens: jax.Array, weights: jax.Array,
+              k: jax.Array, tokens: jax.Array, weights: Weights,
               lm_head: jax.Array) -> jax.Array:
   """Returns the loss `[]` of one head, see `forecast_loss`.
 
@@ -67,14 +67,14 @@ def head_loss(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     hidden: hidden states `[B, S, D]`.
     k: number of the head, `[]` int32, from 1.
     tokens: token ids `[B, S + 1]` int32.
-    weights: weights `[B, S]` of the tokens after the first.
+    weights: weights of the tokens after the first.
     lm_head: LM head `[D, V]`.
   """
   return forecast_loss(heads.head(params, hidden, lm_head), k, tokens, weights)
 
 
 def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
-                tokens: jax.Array, weights: jax.Array, lm_head: jax.Array,
+                tokens: jax.Array, weights: Weights, lm_head: jax.Array,
                 tuned: bool) -> jax.Array:
   """Returns the loss of every head, `[K]`, see `forecast_loss`.
 
@@ -88,11 +88,11 @@ def head_losses(heads: HiddenStateHeads, params: Params, hidden: jax.Array,
     params: parameters of all heads, stacked along K.
     hidden: hidden states `[B, S, D]`.
     tokens: token ids `[B, S + 1]` int32.
-    weights: weights `[B, S]` of the tokens after the first.
+    weights: weights of the tokens after the first.
     lm_head: LM head `[D, V]`.
     tuned: True if `hidden` gets a gradient, to train the target.
   """
-  chex.assert_rank([hidden, tokens, weights, lm_head], [3, 2, 2, 2])
+  chex.assert_rank([hidden, tokens, lm_head], [3, 2, 2])
   return _one_by_one(heads, tuned, params, hidden, tokens, weights, lm_head)
 
 

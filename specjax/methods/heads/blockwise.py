@@ -30,7 +30,6 @@ from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.utils import fields
 
@@ -169,8 +168,8 @@ class BlockwiseObjective:
     weights = weights_of(batch)
     output = self.model(params["target"], tokens[:, :-1])
     head = networks.lm_head(params["target"])
-    next_token = lambda: weighted_mean(
-        cross_entropy(output.logits, tokens[:, 1:]), weights)
+    next_token = lambda: weights.mean(
+        cross_entropy(output.logits, tokens[:, 1:]))
     if self.one_head:
       first = 0 if tuned else 1
       k = jax.random.randint(key, (), first, self.heads.num_forecasts + 1)

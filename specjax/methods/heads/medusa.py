@@ -36,7 +36,7 @@ from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
+from specjax.training.objective import Weights
 from specjax.training.objective import weights_of
 from specjax.utils import fields
 
@@ -238,7 +238,7 @@ class MedusaObjective:
                      "target" in trainable)
 
   def loss(self, params: Params, hidden: jax.Array, tokens: jax.Array,
-           weights: jax.Array, tuned: bool) -> Loss:
+           weights: Weights, tuned: bool) -> Loss:
     """Returns `(L1, metrics)`.
 
     The LM head gets no gradient.
@@ -247,10 +247,10 @@ class MedusaObjective:
       params: parameters `{"target": ..., "drafter": ...}`.
       hidden: hidden states `[B, S, D]` of the target.
       tokens: token ids `[B, S + 1]` int32.
-      weights: weights `[B, S]` of the tokens after the first.
+      weights: weights of the tokens after the first.
       tuned: True if `hidden` gets a gradient, to train the target.
     """
-    chex.assert_rank([hidden, tokens, weights], [3, 2, 2])
+    chex.assert_rank([hidden, tokens], [3, 2])
     losses = _training.head_losses(
         self.heads, params["drafter"], hidden, tokens, weights,
         networks.lm_head(params["target"]), tuned)
@@ -329,7 +329,7 @@ class MedusaJointObjective:
       nats = divergences.forward_kl(teacher.logits, output.logits)
     else:
       nats = cross_entropy(output.logits, tokens[:, 1:])
-    lm_loss = weighted_mean(nats, weights)
+    lm_loss = weights.mean(nats)
     loss, metrics = self.medusa.loss(
         params, output.hidden, tokens, weights, "target" in trainable)
     weight = self.heads_weight(batch["progress"])

@@ -37,9 +37,9 @@ from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
+from specjax.training.objective import has_weight
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -173,13 +173,16 @@ class PaSSObjective:
     params = {**frozen, **trainable}
     tokens = batch["tokens"]
     weights = weights_of(batch)
+    every = self._cuts(key, weights.all)
+    label = lambda x, positions, k: jnp.take_along_axis(
+        x, positions + k, axis=1)
 
     def loss(k, logits, positions):
-      label = lambda x: jnp.take_along_axis(x, positions + k, axis=1)
-      return weighted_mean(
-          cross_entropy(logits, label(tokens[:, 1:])), label(weights))
+      return weights.mean(
+          cross_entropy(logits, label(tokens[:, 1:], positions, k)),
+          label(weights.all, every, k))
 
-    losses = self.score(params, tokens, key, loss)
+    losses = self._scores(params, tokens, weights.of_part(every), loss)
     return jnp.sum(losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
@@ -195,16 +198,39 @@ class PaSSObjective:
         for the logits at [LA]_t. `positions` are the positions m of the last
         true token before each cut.
     """
-    batch, size = tokens.shape[0], tokens.shape[1] - 1
+    positions = self._cuts(key, jnp.ones_like(tokens[:, 1:]))
+    return self._scores(params, tokens, positions, score)
+
+  def _cuts(self, key, weights):
+    """Returns random cut positions `[B, cuts]` for `weights [B, S]`.
+
+    A look-ahead token of each cut predicts a token with a positive weight. In
+    rows without such cuts, all positions are possible.
+    """
+    batch, size = weights.shape
     count = self.embeddings.count
     if size <= count:
       raise ValueError(f"a row predicts {size} tokens and there are {count} "
                        "look-ahead tokens; give longer rows or fewer "
                        "look-ahead tokens")
+    # Entry m is the mask of the tokens that a cut after position m predicts.
+    useful = has_weight(weights[:, 1:], count)
     positions = jax.random.randint(key, (batch, self.cuts), 0, size - count)
+    # Positions that predict no trained token are drawn again, from the useful
+    # ones. The distribution is then uniform over the useful positions.
+    number = jnp.sum(useful, axis=1, keepdims=True)
+    again = jax.random.randint(
+        jax.random.fold_in(key, 1), positions.shape, 0, jnp.maximum(number, 1))
+    again = jnp.take_along_axis(
+        jnp.argsort(~useful, axis=1, stable=True), again, axis=1)
+    keep = jnp.take_along_axis(useful, positions, axis=1) | (number == 0)
+    return jnp.where(keep, positions, again)
+
+  def _scores(self, params, tokens, positions, score):
+    """Returns the stacked results of `score` for cuts at `positions [B, n]`."""
     logits = self.logits(params, tokens[:, :-1], positions)
     scores = [score(t, logits[:, :, t - 1], positions)
-              for t in range(1, count + 1)]
+              for t in range(1, self.embeddings.count + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
 
   def logits(self, params: Params, tokens: jax.Array, positions: jax.Array

@@ -39,7 +39,6 @@ from specjax.sampling import LogitsTransform
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -350,8 +349,8 @@ class KangarooObjective:
     log_q = jax.nn.log_softmax(q_logits)
     accepted = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
     weights = weights_of(batch)
-    return -weighted_mean(jnp.sum(p * log_q, axis=-1), weights), {
-        "acceptance": weighted_mean(jax.lax.stop_gradient(accepted), weights)}
+    return -weights.mean(jnp.sum(p * log_q, axis=-1)), {
+        "acceptance": weights.mean(jax.lax.stop_gradient(accepted))}
 
   def _logits(self, params: Params, tokens: jax.Array
               ) -> tuple[jax.Array, jax.Array]:

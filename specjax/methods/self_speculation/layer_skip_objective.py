@@ -13,7 +13,6 @@ from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Params
-from specjax.training.objective import weighted_mean
 from specjax.training.objective import weights_of
 
 CURRICULA = ("rotational", "gradual", "constant")
@@ -143,9 +142,10 @@ class LayerSkipObjective:
     params = {**frozen, **trainable}["target"]
     tokens, layers = batch["tokens"], self.model.config.layers
     progress = batch["progress"]
-    keep = jax.random.bernoulli(
+    batch_weights = weights_of(batch)
+    keep = batch_weights.of_part(jax.random.bernoulli(
         key, 1 - self.dropout_rates(progress)[:, None],
-        (layers, tokens.shape[0])).astype(jnp.float32)
+        (layers, len(batch_weights.all))).astype(jnp.float32), axis=1)
     # The attention and the MLP of a layer are dropped together.
     keep = jnp.repeat(keep[:, None], 2, axis=1)
     states, hidden = [], None
@@ -158,8 +158,7 @@ class LayerSkipObjective:
 
     def loss(hidden):
       out = self.model.run(params, Sublayers.between(0, 0), hidden=hidden)
-      return weighted_mean(
-          cross_entropy(out.logits, tokens[:, 1:]), weights_of(batch))
+      return batch_weights.mean(cross_entropy(out.logits, tokens[:, 1:]))
 
     weights = self.exit_weights(progress)
     exits = jnp.stack(self._exits(progress))
