@@ -20,7 +20,9 @@ from specjax.utils import files
 from specjax.utils import processes
 
 MANIFEST = "run.json"
-_EXTRA = {"format", "steps"}  # entries added to a manifest by `claim_run`
+# Entries added to a manifest by `claim_run`, and `accumulate`, which earlier
+# versions stored although it changes only the memory of a step.
+_EXTRA = {"format", "steps", "accumulate"}
 # Files written only by runs. Files of the tokenizer may exist before a run.
 _FILES = ("config.json", "heads.json", "*.safetensors*", "*.bin", "metrics.csv",
           "checkpoints", "best")

@@ -19,7 +19,6 @@ import numpy as np
 
 import specjax as sj
 from specjax import methods
-from specjax.data import batches
 from specjax.data import corpora
 from specjax.training import evaluation
 
@@ -39,8 +38,9 @@ def main():
       sj.zoo.heads_path("medusa"), model, jnp.float32)
   initial = heads.init(jax.random.key(0), target)
   _, held_out = corpora.split(corpora.read_documents("stdlib", "text"))
-  rows = batches.spread_rows(
-      pair.tokenizer.encode_stream([d.text for d in held_out]), _ROWS, _SIZE)
+  tokens = pair.tokenizer.encode_stream([d.text for d in held_out])
+  starts = np.linspace(0, len(tokens) - _SIZE, _ROWS).astype(int)
+  rows = tokens[starts[:, None] + np.arange(_SIZE)].astype(np.int32)
   accuracy = evaluation.head_accuracy(method.measure(model, heads), rows)
   decoder = method.chain(heads).decoder(
       heads.attach(model, target, trained)[0],
