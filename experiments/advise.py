@@ -81,10 +81,10 @@ def main() -> None:
   target, candidates, _ = judging.load(
       used["drafters"], used["target"], used["dtype"], decoders.Batch(size=1),
       gamma=used["gamma"], nodes=used["nodes"], datastore=used["datastore"])
-  room = judging.context(candidates) - max(
-      x.drafter.num_nodes for x in candidates.values())
+  length, owner = judging.context(candidates)
+  room = length - max(x.drafter.num_nodes for x in candidates.values())
   if max(contexts) > room:
-    raise ValueError(f"--context contains {max(contexts)}, and the models have "
+    raise ValueError(f"--context contains {max(contexts)}, and the {owner} has "
                      f"room for {room} tokens before a draft; give at most "
                      f"{room}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "advice")

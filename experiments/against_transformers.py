@@ -282,8 +282,9 @@ def main():
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   variants = _our_variants(target, drafters, eos, prompts.all,
                            limit + _GAMMA.value + 1)
-  context = min(variant.program.context_length for variant in variants.values())
-  prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, context)
+  prompts_lib.check_room(prompts.longest, _NEW_TOKENS.value, *min(
+      (variant.program.context_length, variant.program.context_owner)
+      for variant in variants.values()))
   progress.say("loading the models into transformers")
   model = generation.load_torch(_TARGET.value, target)
   [assistant] = [_assistant(target, name, member) for name, member in zip(

@@ -89,7 +89,7 @@ def main() -> None:
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   prompts_lib.check_room(
-      read.longest, _NEW_TOKENS.value, judging.context(found))
+      read.longest, _NEW_TOKENS.value, *judging.context(found))
   output_dir = common.output_directory(_OUTPUT_DIR.value, "arena")
   rows = []
   for name, candidate in found.items():

@@ -122,12 +122,14 @@ def _rows(target: Pretrained, first: sj.zoo.Member, tokenizer: Tokenizer,
     ValueError: the lengths or numbers of rows do not fit together.
   """
   length = _PROMPT_TOKENS.value + _CONTINUATION.value
-  context = min(one.model.context_length for one in (target, first))
+  context, owner = min((target.model.context_length, "target"),
+                       (first.model.context_length, "drafter"),
+                       key=lambda pair: pair[0])
   if length > context:
     raise ValueError(
         f"--prompt_tokens is {_PROMPT_TOKENS.value} and --continuation "
-        f"{_CONTINUATION.value}; together they may be {context}, the shorter "
-        "context length of target and drafter")
+        f"{_CONTINUATION.value}; together they may be {context}, the context "
+        f"length of the {owner}")
   if _CONTINUATION.value % _WINDOW.value:
     raise ValueError(f"--window is {_WINDOW.value} and does not divide "
                      f"--continuation={_CONTINUATION.value}; set a divisor")

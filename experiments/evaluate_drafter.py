@@ -150,7 +150,7 @@ def _of_models(rules: list[str], gammas: Sequence[int], sizes: Sequence[int],
     found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
   prompts_lib.check_room(
-      read.longest, _NEW_TOKENS.value, judging.context(found))
+      read.longest, _NEW_TOKENS.value, *judging.context(found))
   return judging.Judge(
       target=target, candidates=found, rules=rules, gammas=gammas,
       read=read, new_tokens=_NEW_TOKENS.value, batch=batch, seed=_SEED.value,
@@ -209,8 +209,8 @@ def _faults(judge: judging.Judge, own: models.SelfDrafter,
       judge.decoder("chain", 1.0), judge.params("chain"), prompts)
   if tokenizer.chat_template is not None:
     other = _read(tokenizer, not _CHAT.value).all[:_PROBED]
-    if max(map(len, other)) + _NEW_TOKENS.value <= judging.context(
-        judge.candidates):
+    length, _ = judging.context(judge.candidates)
+    if max(map(len, other)) + _NEW_TOKENS.value <= length:
       found += conformance.check_format(
           *heads, rows, _written(target, other), chat=_CHAT.value)
   return found

@@ -108,7 +108,8 @@ def _record() -> analysis.Record:
       verifier=common.VERIFIERS[_ACTING.value],
       transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
-  prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length)
+  prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length,
+                     decoder.context_owner)
   _check_size(target.model.vocab_size)
   record = analysis.record(
       decoder, {"target": target.params, "drafter": params}, read.all,

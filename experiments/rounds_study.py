@@ -164,7 +164,7 @@ def main():
       raise ValueError(f"--drafter contains {name}, whose probabilities do not "
                        "depend on the sequence alone; leave it out")
     prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
-                           decoder.context_length)
+                           decoder.context_length, decoder.context_owner)
     texts = _texts(decoder, {"target": target.params, "drafter": params},
                    read.all)
     rows += _rows(name, texts, gammas, read.clusters)

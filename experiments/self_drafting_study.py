@@ -449,9 +449,10 @@ def main():
   target = batches.with_placed_params(batch, target)
   sources = [_language_model(name, target, member, batch)
              for name, member in members.items()]
-  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
-      target.model.context_length, *(x.context_length for x in _drafters(
-          sources))))
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
+      (target.model.context_length, "target"),
+      *((x.context_length, "drafter") for x in _drafters(sources)),
+      key=lambda pair: pair[0]))
   progress.say("measuring the heads' accuracies")
   sources = _sources(target, sources, tokenizer, read.extra, batch)
   capacity = _capacity(sources, read.longest)

@@ -448,8 +448,9 @@ def _load(budgets: list[int], temperatures: list[float],
       extra=_CALIBRATION_PROMPTS)
   [drafter] = drafters.values()
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, min(
-      target.model.context_length, drafter.model.context_length))
+  prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
+      (target.model.context_length, "target"),
+      (drafter.model.context_length, "drafter"), key=lambda pair: pair[0]))
   setting = _Setting(
       target, drafter, read.extra, budgets, read.longest, eos, batch)
   for temperature in temperatures:  # rejects invalid values early

@@ -239,8 +239,9 @@ class _Setting:
 
     This also creates all decoders, so invalid configurations raise here.
     """
-    prompts_lib.check_room(self.read.longest, _NEW_TOKENS.value, min(
-        variant.decoder.context_length for temperature in self.temperatures
+    prompts_lib.check_room(self.read.longest, _NEW_TOKENS.value, *min(
+        (variant.decoder.context_length, variant.decoder.context_owner)
+        for temperature in self.temperatures
         for variant in self.configurations(temperature).values()))
 
   @functools.cached_property

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from specjax.models.safetensors_files import NOT_QUANTIZED
+
 # Keys of training, generation, other tasks and other libraries. They do not
 # change the model's output, so they may have any value.
 _HARMLESS = frozenset("""
@@ -52,9 +54,10 @@ _NAMES = (
 _SYNONYMS = {name: names for names in _NAMES for name in names}
 # For these keys, null means "off". For other keys, null means a missing key.
 _OFF_BY_NULL = ("sliding_window",)
+_NO_ROPE = ("specjax does not have layers without rotary positions, so this "
+            "model cannot be loaded")
 _ADVICE = {
-    "no_rope_layers": "the model has layers without rotary positions, so it "
-                      "cannot be used: take another model",
+    "no_rope_layers": _NO_ROPE, "no_rope_layer_interval": _NO_ROPE,
     # Keys with lists of layers. If a user removed such a key, a drafter would
     # read other layers.
     "layers": "if it lists the target's layers that a drafter reads, write it "
@@ -271,12 +274,25 @@ class Keys:
         "support for this architecture and which may change the model's "
         f"output; {advice}")
 
+  def refuse_quantized(self) -> None:
+    """Raises `ValueError` if the weights are quantised."""
+    # mlx-lm writes both keys with equal values, which do not name the method.
+    for name, method in (("quantization", "mlx"), ("quantization_config", "")):
+      value = self._given.get(name)
+      if isinstance(value, Mapping):
+        method = value.get("quant_method") or method
+      if value:
+        raise ValueError(
+            f"{self.source} has {_short(value)} for {name}, so the weights are "
+            f"quantised{f' by {method}' if method else ''}; {NOT_QUANTIZED}")
+
   def refuse_others(self) -> None:
     """Raises `ValueError` if a key was not read and may change the output.
 
     A value that is null, false, 0 or empty is assumed to have no effect, except
     for the keys of `_PLAIN`.
     """
+    self.refuse_quantized()
     for name, value in self._given.items():
       if name in self._known or name in _HARMLESS:
         continue

@@ -89,6 +89,7 @@ def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:
   if (directory / WEIGHTS).is_file():
     return open_safetensors(directory / WEIGHTS)
   if not (directory / INDEX).is_file():
+    check_merged(directory)
     raise ValueError(_no_weights(directory))
   places = _weight_map(directory / INDEX)
   shards = {}
@@ -141,6 +142,18 @@ def _no_weights(directory: pathlib.Path) -> str:
       return pickled(path)
   return (f"{directory} holds no {WEIGHTS} and no {INDEX}; give a directory of "
           "a published model, or a .gguf file")
+
+
+def check_merged(directory: pathlib.Path) -> None:
+  """Raises `ValueError` for the files of an adapter without its model."""
+  if (directory / "adapter_config.json").is_file():
+    raise ValueError(unmerged(f"{directory} contains an adapter, which"))
+
+
+def unmerged(subject: str) -> str:
+  """Returns the error message for an adapter of PEFT, named by `subject`."""
+  return (f"{subject} is not merged with its model; load it with PEFT, and "
+          "save the result of merge_and_unload()")
 
 
 def pickled(path: pathlib.Path) -> str:

@@ -56,11 +56,6 @@ _WITHOUT_EFFECT = re.compile(
     r"|renormalize_logits|remove_invalid_values)$")
 _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
                           "encoder_repetition_penalty"), 1)
-# Tensors of AWQ, GPTQ, bitsandbytes, compressed-tensors, FP8 and mlx.
-_QUANTIZED = re.compile(
-    r"\.(qweight|qzeros|scales|g_idx|SCB|weight\.(absmax|quant_map|quant_state"
-    r"\..*)|weight_packed|weight_scale|weight_scale_inv)$")
-_ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer)\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Tensors of Gemma 3's image encoder. They are skipped, because only the
 # language model is loaded.
@@ -249,14 +244,15 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
                     context_length: int | None) -> Pretrained:
   config_path = directory / "config.json"
   if not config_path.is_file():
+    model_files.check_merged(directory)
     raise ValueError(f"{directory} has no config.json; give the directory of a "
                      "model, or a .gguf file")
   config = read_json(config_path, "download it again")
   tokenizer = _tokenizer(directory)
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
+  Keys(config, str(config_path)).refuse_quantized()
   tensors = model_files.open_directory(directory)
-  _check_quantization(config_path, config, tensors)
   text, model_type, outer, place = config, config.get("model_type"), None, ""
   if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
     text, tensors = _without_images(config, tensors)
@@ -284,22 +280,6 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
                    architecture)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
-
-
-def _check_quantization(path: pathlib.Path, config: Mapping[str, Any],
-                        tensors: Tensors) -> None:
-  """Raises `ValueError` if the weights of a directory are quantised."""
-  settings = config.get("quantization_config") or {}
-  method = settings.get("quant_method") if isinstance(settings, dict) else None
-  if config.get("quantization"):  # its value is that of quantization_config
-    method = method or "mlx"
-  found = next(filter(_QUANTIZED.search, tensors), None)
-  if settings or config.get("quantization") or found:
-    where = f"the tensor {found}" if found else "config.json"
-    raise ValueError(
-        f"{path.parent} has quantised weights{f' ({method})' if method else ''}"
-        f", according to {where}; give weights that are not quantised, or a "
-        "GGUF file")
 
 
 def _without_images(config: Mapping[str, Any], tensors: Tensors
@@ -330,22 +310,13 @@ def _renamed(tensors: Tensors, architecture: Architecture,
 
   Tensors of drafters and of computed values are left out. A prefix of all names
   is removed, such as `_orig_mod.` of torch.compile or `module.` of DDP.
-
-  Raises:
-    ValueError: the files contain an adapter that is not merged.
   """
-  adapter = next(filter(_ADAPTER.search, tensors), None)
-  if adapter:
-    raise ValueError(f"the tensor {adapter} belongs to an adapter that is not "
-                     "merged with its model; save the result of PEFT's "
-                     "merge_and_unload")
   [embedding] = architecture.names["embedding"].names
-  for known in (architecture.prefix, ""):
-    end = f"{known}{embedding}.weight"
-    prefix = next((name.removesuffix(end) for name in tensors
-                   if name.endswith(end)), "")
-    if prefix and all(name.startswith(prefix) for name in tensors):
-      tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
+  ends = [f"{known}{embedding}.weight" for known in (architecture.prefix, "")]
+  prefix = next((name.removesuffix(end) for end in ends for name in tensors
+                 if name.endswith(end)), "")
+  if all(name.startswith(prefix) for name in tensors):
+    tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
   tensors = {name.removeprefix(architecture.prefix): tensor
              for name, tensor in tensors.items()
              if not _COMPUTED.search(name) and not _drafts(name, config)}

@@ -94,7 +94,9 @@ def _merged(keys: Keys, parts: Mapping[str, Mapping[str, Any]], *beside: str
   for name, value in given.items():
     is_valid, form = _FORMS.get(name, _NUMBER)
     if not is_valid(value):
-      keys.needs(f"{name} of rope scaling", value, form)
+      place = next((place for place, x in keys.said(name).items()
+                    if x == value), f"{name} of rope scaling")
+      keys.needs(place, value, form)
   return given
 
 
@@ -111,12 +113,13 @@ def _are_positive(values: Any) -> bool:
 _NUMBER = is_number, "a number"
 _POSITIVE = _is_positive, "a number above 0"
 _LIST = _are_positive, "a list of numbers above 0"
-_FORMS = {
-    "rope_type": (lambda value: isinstance(value, str), "a string"),
-    "short_factor": _LIST, "long_factor": _LIST, "factor": _POSITIVE,
-    "rope_theta": _POSITIVE, "partial_rotary_factor": _POSITIVE,
-    "original_max_position_embeddings": _POSITIVE,
-    "truncate": (lambda value: isinstance(value, bool), "true or false")}
+_FORMS = dict.fromkeys((
+    "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", _ORIGINAL),
+    _POSITIVE) | {
+        "rope_type": (lambda value: isinstance(value, str), "a string"),
+        "short_factor": _LIST, "long_factor": _LIST,
+        "truncate": (lambda value: isinstance(value, bool), "true or false")}
 
 
 def _spelled(part: Mapping[str, Any]) -> Fields:
@@ -142,12 +145,14 @@ def _scaling(keys: Keys, given: Fields) -> tuple[RopeScaling | None, int]:
   length = keys.size("max_position_embeddings")
   original = given.pop(_ORIGINAL, None) or keys.size(_ORIGINAL, length)
   if kind not in _KINDS:
-    keys.refuse("rope scaling", kind)
+    keys.needs("rope_type of rope scaling", kind,
+               f"one of {', '.join(_KINDS)}, which specjax supports")
   long = (keys.context_length or 0) > original
   try:
     values = _KINDS[kind](given, length / original, original, long)
   except KeyError as e:
-    keys.refuse(f"rope scaling {kind}", f"no {e.args[0]}")
+    raise ValueError(f"{keys.source} has no {e.args[0]} for rope scaling {kind}"
+                     ", which requires it; download the file again") from None
   for name, value in given.items():
     keys.refuse(f"{name} of rope scaling {kind}", value)
   # "longrope" has factors for short and for long sequences. Keys in the cache

@@ -22,6 +22,8 @@ from specjax.utils.files import check_downloaded
 
 _AGAIN = ("it is truncated or no safetensors file: download it again, or write "
           "it again")
+# Advice at the end of errors about quantised weights.
+NOT_QUANTIZED = "give weights that are not quantised, or a GGUF file"
 _AT_ONCE = 1 << 16  # number of weights read at a time
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16,
@@ -101,8 +103,7 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
         entry[key] for key in ("dtype", "shape", "data_offsets"))
     if dtype not in DTYPES:
       raise ValueError(f"{path} has the tensor {name} as {dtype}; specjax "
-                       f"reads {', '.join(DTYPES)}: give weights that are not "
-                       "quantised, or a GGUF file")
+                       f"reads {', '.join(DTYPES)}: {NOT_QUANTIZED}")
     dtype = np.dtype(DTYPES[dtype])
     if not 0 <= begin <= end <= size - 8 - length:
       raise ValueError(f"{path} ends before its tensor {name}; {_AGAIN}")
@@ -181,8 +182,7 @@ def check_float(source: str, name: str, tensor: StoredTensor) -> None:
   """
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise ValueError(f"{source} has the tensor {name} as {tensor.dtype.name}, "
-                     "an integer type; give weights that are not quantised, or "
-                     "a GGUF file")
+                     f"an integer type; {NOT_QUANTIZED}")
 
 
 def converted(x: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:

@@ -32,7 +32,8 @@ def _sizes(keys: Keys, epsilon: str = "rms_norm_eps",
 
 
 def _biases(keys: Keys) -> Fields:
-  return dict.fromkeys(("qkv_bias", "out_bias"), bool(keys("attention_bias")))
+  return dict.fromkeys(("qkv_bias", "out_bias"),
+                       keys.switch("attention_bias", False))
 
 
 def layer_windows(keys: Keys, types: list[str]) -> Fields:
@@ -46,7 +47,8 @@ def layer_windows(keys: Keys, types: list[str]) -> Fields:
   layers = keys.size("num_hidden_layers")
   if not isinstance(types, list) or len(types) != layers or any(
       kind not in (SLIDING, FULL) for kind in types):
-    keys.refuse("layer_types", types)
+    keys.needs("layer_types", types, f"a list with the type of each of {layers}"
+               f" layers, and specjax supports {SLIDING} and {FULL}")
   keys("sliding_window")  # accepted, and required only if a layer has a window
   if SLIDING not in types:
     return {}
@@ -82,7 +84,7 @@ def _upper_windows(keys: Keys) -> Fields:
 
 def llama(keys: Keys) -> Fields:
   return (_sizes(keys) | read_rope(keys) | _biases(keys)
-          | dict(mlp_bias=bool(keys("mlp_bias"))))
+          | dict(mlp_bias=keys.switch("mlp_bias", False)))
 
 
 def mistral(keys: Keys) -> Fields:
@@ -106,8 +108,8 @@ def olmo2(keys: Keys) -> Fields:
 
 def phi3(keys: Keys) -> Fields:
   for name in ("interpolate_factor", "full_attn_mod"):  # keys of Phi-4-mini
-    if keys(name, 1) != 1:
-      keys.refuse(name, keys(name))
+    if (value := keys.number(name, 1)) != 1:
+      keys.refuse(name, value)
   return (_sizes(keys) | read_rope(keys, fraction="partial_rotary_factor")
           | _same_window(keys))
 
@@ -158,7 +160,7 @@ def gemma3(keys: Keys) -> Fields:
 
 def gpt2(keys: Keys) -> Fields:
   heads, width = keys.size("n_head"), keys.size("n_embd")
-  if keys("scale_attn_by_inverse_layer_idx"):
+  if keys.switch("scale_attn_by_inverse_layer_idx", False):
     keys.refuse("scale_attn_by_inverse_layer_idx", True)
   return dict(
       vocab_size=keys.size("vocab_size"), width=width,

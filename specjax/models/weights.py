@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from collections.abc import Mapping
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -9,12 +10,23 @@ import chex
 import jax
 import numpy as np
 
+from specjax.models.model_files import unmerged
 from specjax.models.safetensors_files import check_float
+from specjax.models.safetensors_files import NOT_QUANTIZED
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import locate
 from specjax.models.tensor_layouts import Same
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
+
+# Tensors of AWQ, GPTQ, bitsandbytes, compressed-tensors, FP8 and mlx.
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|weight\.(absmax|quant_map|quant_state"
+    r"\..*)|weight_packed|weight_scale|weight_scale_inv)$")
+# Tensors of PEFT.
+_ADAPTER = re.compile(
+    r"\.(lora_([AB]|embedding_[AB]|magnitude_vector)|base_layer"
+    r"|modules_to_save|original_module)(\.|$)")
 
 
 class Place(NamedTuple):
@@ -82,10 +94,10 @@ def fill(template: chex.ArrayTree, table: Table | None,
     used: names of tensors that the file may contain and that are ignored.
 
   Raises:
-    ValueError: a tensor is missing, unknown, of another shape or of integers,
-      or the table lacks a parameter. Errors are raised before any tensor is
-      read.
+    ValueError: a tensor is missing, unknown, quantised or of another shape, or
+      the table lacks a parameter. Errors are raised before any tensor is read.
   """
+  _check_plain(source, tensors)
   stored = places(template, table, sizes)
   used = set(used)
   for place in stored:
@@ -104,13 +116,28 @@ def fill(template: chex.ArrayTree, table: Table | None,
                      ).block_until_ready() for place in stored])
 
 
+def _check_plain(source: str, tensors: Collection[str]) -> None:
+  """Raises `ValueError` for quantised weights and for unmerged adapters."""
+  for name in tensors:
+    if _QUANTIZED.search(name):
+      raise ValueError(f"{source} has the tensor {name}, so the weights are "
+                       f"quantised; {NOT_QUANTIZED}")
+    if _ADAPTER.search(name):
+      raise ValueError(unmerged(
+          f"{source} has the tensor {name} of an adapter, which"))
+
+
 def _check(tensors: Mapping[str, StoredTensor], name: str,
            shape: tuple[int, ...], source: str, kind: str) -> None:
   """Raises `ValueError` unless a tensor has this shape and a float dtype."""
   if name not in tensors:
+    prefixed = next((x for x in tensors if x.endswith(f".{name}")), None)
+    fix = "download the file again, or give files of one model"
+    if prefixed:
+      fix = (f"if {prefixed} is this tensor, remove the prefix "
+             f"{prefixed.removesuffix(name)!r} from the names")
     raise ValueError(f"{source} has no tensor {name} {shape}, which {kind} "
-                     "requires; download the file again, or give files of one "
-                     "model")
+                     f"requires; {fix}")
   if tensors[name].shape != shape:
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
                      f"but {kind} requires {shape}; give files of one model")

@@ -489,6 +489,16 @@ _REFUSED = {
     "another kind of Hydra": (
         "hydra", dict(hydra_head_arch="prefix-mlp"),
         "has hydra_head_arch 'prefix-mlp'"),
+    "a prefix of a tensor": (
+        "eagle1", dict(drop=("layers.0.mlp.up_proj.weight",), tensors={
+            "module.layers.0.mlp.up_proj.weight": np.ones((32, 16))}),
+        "no tensor layers.0.mlp.up_proj.weight.* prefix 'module.'"),
+    "quantised tensors": (
+        "eagle1", dict(tensors={"fc.weight_scale": np.ones(16)}),
+        "fc.weight_scale, so the weights are quantised"),
+    "a quantised drafter": (
+        "eagle1", dict(quantization_config={"quant_method": "fp8"}),
+        "quantised by fp8"),
     "layers of an unknown type": (
         "eagle3_windows", _layer(
             "eagle3_windows", layer_types=["chunked_attention"]),

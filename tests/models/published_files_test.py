@@ -133,11 +133,34 @@ def test_a_prefix_of_all_tensors(copy, prefix):
     ("model.layers.0.mlp.up_proj.weight_scale_inv", ["quantised"]),
     ("model.layers.0.mlp.up_proj.weight.absmax", ["quantised"]),
     ("model.layers.0.mlp.up_proj.lora_A.default.weight",
-     ["adapter", "merge_and_unload"])])
+     ["adapter", "merge_and_unload"]),
+    ("lm_head.modules_to_save.weight", ["adapter", "merge_and_unload"])])
 def test_tensors_of_other_programs(copy, tensor, words):
   # Broken: the user is told to download files again that are complete.
   _refuses(copy("llama_tied", lambda held: held | {
       tensor: np.ones((2, 2), np.float32)}), *words)
+
+
+def test_a_prefix_of_some_tensors(copy):
+  # Broken: the user downloads again what a compiled part of a model wrote.
+  _refuses(copy("llama", lambda held: {
+      key.replace("model.", "model._orig_mod."): x for key, x in held.items()}),
+           "no tensor", "prefix '_orig_mod.'")
+
+
+def test_an_adapter_without_its_model(tmp_path):
+  # Broken: "no config.json", of a directory that is complete.
+  (tmp_path / "adapter_config.json").write_text("{}")
+  _refuses(tmp_path, "adapter", "merge_and_unload")
+  shutil.copy(GOLDEN / "llama" / "config.json", tmp_path)
+  _refuses(tmp_path, "adapter", "merge_and_unload")
+
+
+def test_a_quantised_model_is_refused_before_its_files_are_opened(copy):
+  # Broken: "download it again", of a file in a dtype of eight bits.
+  target = copy("llama_tied", quantization_config={"quant_method": "fp8"})
+  (target / "model.safetensors").write_bytes(b"")
+  _refuses(target, "quantised by fp8")
 
 
 def test_a_drafter_beside_the_target(copy):
@@ -149,6 +172,10 @@ def test_a_drafter_beside_the_target(copy):
   found = load_pretrained(target, dtype=jnp.float32)
   assert found.model == loaded("qwen3").model
   params_equal(found.params, loaded("qwen3").params, rtol=0, atol=0)
+  # All names of a tied model begin with its usual prefix.
+  target = copy("llama_tied", lambda held: held | {
+      extra[1]: np.ones((2, 2), np.float32)}, num_nextn_predict_layers=1)
+  assert load_pretrained(target).model == loaded("llama_tied").model
 
 
 def test_generation_defaults(tmp_path, capfd):
@@ -335,10 +362,33 @@ def _refuses(path, *words, **options):
      ["'8' for original_max", "must be a number above 0"]),
     ("llama_tied", dict(rope_parameters=dict(
         rope_type="yarn", factor=2, truncate="no")), ["truncate", "true or f"]),
+    ("llama_tied", dict(rope_parameters=None, rope_scaling=dict(
+        rope_type="llama3", factor=2, low_freq_factor=0, high_freq_factor=4)),
+     ["0 for low_freq_factor", "must be a number above 0"]),
+    ("llama_yarn", dict(rope_parameters=dict(
+        rope_type="yarn", factor=2, beta_fast=-1)),
+     ["-1 for beta_fast", "must be a number above 0"]),
+    ("llama_yarn", dict(rope_parameters=dict(
+        rope_type="yarn", factor=2, attention_factor="1")),
+     ["'1' for attention_factor", "must be a number above 0"]),
+    ("gpt_neox", dict(rope_parameters=None, rotary_emb_base="1e4"),
+     ["'1e4' for rotary_emb_base;", "must be a number above 0"]),
+    ("llama_tied", dict(attention_bias="false"),
+     ["attention_bias", "'false'", "true or false"]),
+    ("llama_tied", dict(mlp_bias="false"), ["mlp_bias", "true or false"]),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx="false"),
+     ["'false' for scale_attn", "true or false"]),
+    ("phi3", dict(interpolate_factor="1"), ["interpolate_factor", "a number"]),
+    ("gemma3", dict(layer_types=["linear_attention"] * 3),
+     ["layer_types", "sliding_attention", "full_attention"]),
     ("llama_tied", dict(no_rope_layers=[1, 0]), ["without rotary positions"]),
+    ("llama_tied", dict(no_rope_layer_interval=4),
+     ["without rotary positions"]),
     ("llama_tied", dict(quantization={"bits": 4}), ["quantised", "mlx"]),
     ("llama_tied", dict(quantization_config={"quant_method": "fp8"}),
      ["quantised", "fp8", "GGUF"]),
+    ("llama_tied", dict(quantization={"bits": 4}, quantization_config={
+        "bits": 4}), ["quantised by mlx"]),
     ("llama_tied", dict(is_causal=False), ["is_causal", "False"]),
     ("llama_tied", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
     ("mistral", dict(sliding_window_size=6), ["sliding_window_size", "6"]),

@@ -167,13 +167,21 @@ def check_chat(tokenizer: Tokenizer, chat: bool, flag: str = "--chat") -> None:
                      "that was trained to chat")
 
 
-def check_room(longest: int, new_tokens: int, context: int) -> None:
-  """Raises `ValueError` if rows are longer than the models' context."""
+def check_room(longest: int, new_tokens: int, context: int,
+               owner: str = "target") -> None:
+  """Raises `ValueError` if rows are longer than a model's context.
+
+  Args:
+    longest: number of tokens of the longest prompt.
+    new_tokens: number of generated tokens.
+    context: smallest context length of all models.
+    owner: name of the model with this context length, for the error.
+  """
   if longest + new_tokens > context:
     raise ValueError(f"{longest} tokens of a prompt and --max_new_tokens="
-                     f"{new_tokens} exceed the context length of {context}, "
-                     "the target's or a draft model's; set a smaller "
-                     "--max_new_tokens or --prompt_tokens")
+                     f"{new_tokens} exceed the context length of the "
+                     f"{owner}, {context}; set a smaller --max_new_tokens or "
+                     "--prompt_tokens")
 
 
 def _document(text: str):

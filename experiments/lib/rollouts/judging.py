@@ -281,10 +281,15 @@ class Judge:
         observed={name: list(self.observed(name)) for name in self.candidates})
 
 
-def context(judged: Mapping[str, Candidate]) -> int:
-  """Returns the smallest context length of all candidates."""
-  return min(one.strategies[0].decoder(one.model).context_length
-             for one in judged.values())
+def context(judged: Mapping[str, Candidate]) -> tuple[int, str]:
+  """Returns the smallest context length of all candidates.
+
+  The result is `(length, owner)`. The owner is "target" or "drafter", the model
+  with this context length.
+  """
+  decoders = [one.strategies[0].decoder(one.model) for one in judged.values()]
+  return min((decoder.context_length, decoder.context_owner)
+             for decoder in decoders)
 
 
 def load(names: list[str], target: str, dtype: str | None,
