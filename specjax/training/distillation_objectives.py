@@ -50,8 +50,7 @@ class Distillation:
     divergence: name in `divergences.DIVERGENCES`.
     keep: share of the tokens used by the loss, in (0, 1]. A value below 1
       requires the parameters "reference" of a reference drafter, which is also
-      called as `model`. With gradient accumulation, it is the share of each
-      part of a batch.
+      called as `model`.
   """
 
   model: Model
@@ -88,17 +87,30 @@ class Distillation:
     metrics = {"acceptance": weights.mean(accepted)}
     divergence = divergences.DIVERGENCES[self.divergence](p, q)
     if self.keep < 1:
-      reference = self.model(params["reference"], read).logits
-      behind = jax.lax.stop_gradient(divergences.forward_kl(
-          p, q) - divergences.forward_kl(p, reference))
-      part = weights.of_part(weights.all)
-      least = jnp.nanquantile(
-          jnp.where(part > 0, behind, jnp.nan), 1 - self.keep)
-      # The used tokens of a part get the weight of all its tokens.
-      used = jnp.where(behind >= least, part, 0)
-      ratio = jnp.sum(part) / jnp.maximum(jnp.sum(used), 1e-9)
-      divergence = jnp.where(used > 0, divergence * ratio, 0)
+      behind = (batch["whole"]["behind"] if "whole" in batch
+                else self._behind(params, read, p, q))
+      # The used tokens get the weight of all tokens.
+      used = jnp.where(behind >= jnp.nanquantile(jnp.where(
+          weights.all > 0, behind, jnp.nan), 1 - self.keep), weights.all, 0)
+      ratio = jnp.sum(weights.all) / jnp.maximum(jnp.sum(used), 1e-9)
+      divergence = jnp.where(weights.of_part(used) > 0, divergence * ratio, 0)
     return weights.mean(divergence), metrics
+
+  def _behind(self, params: Params, read: jax.Array, p: jax.Array, q: jax.Array
+              ) -> jax.Array:
+    """Returns by how much the drafter is worse than the reference, `[B, S]`."""
+    reference = self.model(params["reference"], read).logits
+    return jax.lax.stop_gradient(
+        divergences.forward_kl(p, q) - divergences.forward_kl(p, reference))
+
+  def before_parts(self, params: Params, batch: Batch) -> Batch:
+    """Returns the values that select the tokens of a complete batch."""
+    if self.keep == 1:
+      return {}
+    read = batch["tokens"][:, :-1]
+    p, q = (model(params[name], read).logits for model, name in (
+        (self.target, "target"), (self.model, "drafter")))
+    return {"behind": self._behind(params, read, p, q)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

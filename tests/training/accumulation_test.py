@@ -34,6 +34,10 @@ _ALL = {
         model=model, heads=heads.PARALLEL, anchors=4,
         position_weights="dpace"), heads.PARALLEL.init, {}),
     "EAGLE-3 divided by the mask": _narrow_eagle,
+    "a share of the tokens": lambda model: (objectives.Distillation(
+        model=pair().drafter, target=model, keep=0.4),
+        lambda key, target: jax.tree.map(
+            lambda x: 0.9 * x, pair().params["drafter"]), {}),
 }
 
 
@@ -62,7 +66,8 @@ def test_parts_have_the_gradient_of_the_batch(name):
   trainable, frozen = {"target": target}, {}
   if init is not None:
     own = "stop" if "stop" in objective.needs else "drafter"
-    frozen = {"target": target, "drafter": pair().params["drafter"]}
+    frozen = dict.fromkeys(("drafter", "reference"), pair().params["drafter"])
+    frozen["target"] = target
     trainable = {own: init(jax.random.key(0), target)}
     frozen.pop(own, None)
   rng = np.random.default_rng(1)
