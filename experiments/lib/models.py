@@ -321,17 +321,6 @@ def heads_directory(name: str) -> pathlib.Path:
           else pathlib.Path(name))
 
 
-def _unmeasured(heads: Any):
-  """Returns assumed accuracies of heads whose accuracy was not measured.
-
-  The result has one row for the target's LM head and one row for each head. All
-  rows are equal. Entry k = 1, ..., 10 is 1 - 0.5**k, the assumed probability
-  that the correct token is among the k most likely tokens.
-  """
-  row = np.cumsum(0.5 ** np.arange(1, 11)).tolist()
-  return [row] * (1 + heads.num_forecasts)
-
-
 def drafts_for_itself(name: str, target: str | None = None) -> bool:
   """Returns True if a name denotes a self-drafter (heads or embeddings).
 
@@ -368,21 +357,33 @@ class SelfDrafter(NamedTuple):
     tokenizer: tokenizer of the target.
     heads: heads or embeddings, an instance of a class in `methods`.
     params: parameters of the heads.
-    training: record of the training run with train_drafter.py.
+    training: record of the training run with train_drafter.py, or None for
+      published drafters without a record. Its entry "accuracy" has, for the
+      target's LM head and each head, the shares of positions at which the
+      correct token was among the j = 1, 2, ... most likely ones.
   """
 
   target: Pretrained
   tokenizer: Tokenizer
   heads: Any
   params: Any
-  training: dict[str, Any]
+  training: dict[str, Any] | None
+
+  @property
+  def recorded(self) -> list[float] | None:
+    """The accuracy `[K]` of the heads in training, or None without a record."""
+    return self.training and [row[0] for row in self.training["accuracy"][1:]]
 
   def tree(self, nodes: int) -> tuple[int, ...]:
     """Returns the best draft tree for the accuracy measured in training.
 
-    If the heads have no tree of `nodes` nodes, it is their largest tree.
+    Without a record, the correct token is assumed to be the j-th most likely
+    one with probability 0.5**j, for j = 1 to 10. If the heads have no tree of
+    `nodes` nodes, it is their largest tree.
     """
-    accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
+    accuracy = np.tile(0.5 ** np.arange(1, 11), (self.heads.num_forecasts, 1))
+    if self.training:
+      accuracy = np.diff(self.training["accuracy"][1:], axis=1, prepend=0)
     heads, ranks = accuracy.shape
     most = sum(ranks**depth for depth in range(heads + 1))
     return sj.trees.medusa_tree(accuracy, min(nodes, most))
@@ -428,23 +429,18 @@ def load_self_drafter(name: str, target: Pretrained,
     tokenizer = tokenizer_of(target, name)
   heads, params = methods.load_heads(
       directory, target.model, dtype and jnp.dtype(dtype), target.params)
-  return SelfDrafter(target, tokenizer, heads, params, _training(
-      directory, heads))
+  return SelfDrafter(target, tokenizer, heads, params, _training(directory))
 
 
-def _training(directory: pathlib.Path, heads: Any) -> dict[str, Any]:
-  """Returns the record of a training run, including the heads' accuracy.
-
-  Without a record, the accuracy of published drafters is assumed
-  (`_unmeasured`).
-  """
+def _training(directory: pathlib.Path) -> dict[str, Any] | None:
+  """Returns the record of a training run, or None for published drafters."""
   path = directory / "training.json"
   again = "run train_drafter.py again, with the same flags"
   if not path.exists():
     if (directory / "heads.json").exists():
       raise ValueError(f"{path}, the record of the heads' accuracy, is "
                        f"missing; {again}")
-    return {"accuracy": _unmeasured(heads)}
+    return None
   training = files.read_json(path, again)
   accuracy = training.get("accuracy")
   if not (isinstance(accuracy, list) and len(accuracy) > 1

@@ -1,6 +1,5 @@
 """The offline evaluation of drafters: statistics, traces, faults, arena."""
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -16,12 +15,9 @@ from scripts import run_all
 
 import specjax as sj
 from specjax import methods
-from specjax import zoo
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import common  # noqa: E402
-from lib import conformance  # noqa: E402
 from lib import models  # noqa: E402
 from lib.configurations import decoders  # noqa: E402
 from lib.configurations import loading  # noqa: E402
@@ -326,114 +322,3 @@ def test_the_arena_adds_a_drafter(tmp_path):
   for name in "arena.md", "arena.csv", "arena.png", "arena.pdf":
     assert (tmp_path / "out" / name).stat().st_size > 100
   assert "the same name" in refused["code"]
-
-
-@pytest.fixture(scope="module")
-def written():
-  """The bundled target, and text that it wrote."""
-  pair = zoo.load()
-  prompts = [pair.tokenizer.encode(x) for x in (
-      "class Stack:\n  ", "def read(path):\n  ", "import os\n\ndef ",
-      "The function returns ", "for i in range(10):\n", "try:\n  ",
-      "# Copyright", "x = np.")]
-  text = common.autoregressive(pair.target.model, 1.0).generate(
-      {"target": pair.target.params}, prompts, jax.random.key(0),
-      max_new_tokens=64)
-  size = min(map(len, text.tokens))
-  return pair.target, np.array([row[-size:] for row in text.tokens])
-
-
-def _heads(name, target, **changes):
-  heads, params = methods.load_heads(
-      zoo.heads_path(name), target.model, None, target.params)
-  return dataclasses.replace(heads, **changes), params
-
-
-def _permuted(fault, heads, params):
-  return next(changed for name, changed in conformance._permuted(heads, params)
-              if fault in name)
-
-
-def _planted(name, target):
-  """Heads with a fault, and a part of the name that the report gives it."""
-  eagle = lambda **changes: _heads("eagle3", target, forecasts=1, **changes)
-  heads, params = eagle()
-  if name in ("early", "norm", "reverse"):
-    taps, fault = {
-        "early": ((0, 1, 3), "one layer too early"),
-        "norm": ((1, 2, "final"), "after the target's norm"),
-        "reverse": ((4, 2, 1), "in the reverse order")}[name]
-    return *eagle(taps=taps), fault
-  if name == "base":
-    return *eagle(rope_theta=30.0), "the RoPE base is 30"
-  if name == "fusion":
-    return heads, _permuted("joined", heads, params), "joined in the wrong"
-  if name == "pairs":
-    heads, params = _heads("eagle3", target)
-    return heads, _permuted("RoPE", heads, params), "another RoPE"
-  if name == "not loaded":
-    return heads, {**params, "head": jnp.zeros_like(params["head"])}, (
-        "was not loaded")
-  if name == "not used":
-    return heads, {**params, "extra": jnp.eye(3)}, "is not used"
-  if name == "vocabulary":
-    return *eagle(ids=tuple(range(len(heads.ids)))), "map from draft tokens"
-  heads, params = _heads("medusa", target)
-  return heads, jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), params), (
-      "one position too")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [
-    "early", "norm", "reverse", "base", "fusion", "pairs", "not loaded",
-    "not used", "vocabulary", "shifted"])
-def test_a_planted_fault_is_named_first(name, written):
-  target, rows = written
-  heads, params, fault = _planted(name, target)
-  found = conformance.check(heads, params, target, rows)
-  assert found and fault in found[0].fault, found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name,changes", [
-    ("medusa", {}), ("eagle3", {"forecasts": 1}), ("parallel", {})])
-def test_sound_heads_have_no_fault(name, changes, written):
-  target, rows = written
-  heads, params = _heads(name, target, **changes)
-  assert not conformance.check(heads, params, target, rows)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("chat,fault", [
-    (True, "have a chat template"), (False, "lack the chat template")])
-def test_a_wrong_format_of_the_prompts_is_named(chat, fault, written):
-  target, rows = written
-  heads = *_heads("eagle3", target, forecasts=1), target
-  strange = rows.copy()  # a template of which the heads saw no token
-  strange[:, ::2] = np.random.default_rng(0).integers(
-      target.model.vocab_size, size=strange[:, ::2].shape)
-  [found] = conformance.check_format(*heads, strange, rows, chat)
-  assert fault in found.fault
-  assert not conformance.check_format(*heads, rows, strange, chat)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Forgetful(sj.drafters.DraftModel):
-  """Loses the keys of all tokens at the end of every round."""
-
-  def commit(self, params, drafter, *args):
-    return jax.tree.map(lambda x: 0 * x if x.ndim > 2 else x, drafter)
-
-
-@pytest.mark.parametrize("kind,faults", [
-    (sj.drafters.DraftModel, 0), (_Forgetful, 1)])
-def test_a_wrong_state_after_rejections_is_named(kind, faults):
-  pair = sj.testing.tiny_pair(7)
-  decoder = sj.Decoder(
-      target=pair.target, verifier=sj.verifiers.Token(),
-      drafter=kind(model=pair.drafter, gamma=3))
-  found = conformance.check_state(decoder, pair.params, [[1, 2, 3], [4, 5]])
-  assert len(found) == faults, found

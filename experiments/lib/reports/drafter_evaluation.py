@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lib import common
-from lib.conformance import Finding
+from lib.conformance import Result
 from lib.figures import style
 from lib.rollouts import statistics
 from specjax import analysis
@@ -178,13 +178,13 @@ class Results:
 
 
 def write(output_dir: pathlib.Path, results: Results,
-          faults: Sequence[Finding] | None, title: str) -> None:
+          faults: Result | None, title: str) -> None:
   """Prints the report, and writes it with its tables and figure.
 
   Args:
     output_dir: directory of the files.
     results: results of the evaluation.
-    faults: faults of the drafter, or None if there was no search for faults.
+    faults: result of the search for faults, or None without a search.
     title: names of the drafter and the target.
   """
   rows, positions = results.rows(), results.positions()
@@ -252,14 +252,12 @@ def markdown(rows: list[dict[str, str]]) -> str:
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _fault_section(faults: Sequence[Finding] | None) -> str:
+def _fault_section(faults: Result | None) -> str:
   if faults is None:
     return ""
-  if not faults:
-    return ("\n## Faults\n\nNo faults: no other interpretation of the heads is "
-            "better, and all their tensors are used.\n")
-  return "\n## Faults\n\n" + "".join(
-      f"- **{fault.fault}**: {fault.evidence}.\n" for fault in faults)
+  return f"\n## Faults\n\n{faults.summary}.\n" + "".join(
+      f"{'' if i else chr(10)}- **{fault.fault}**: {fault.evidence}.\n"
+      for i, fault in enumerate(faults.findings))
 
 
 def _draw(rows: list[dict[str, Any]], positions: list[dict[str, Any]],
