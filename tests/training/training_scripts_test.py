@@ -421,7 +421,8 @@ def test_distill(tmp_path):
 @pytest.mark.timeout(300)
 def test_heads_learn_from_conversations(tmp_path, target_dir):
   # Broken: a ShareGPT file needs more than --data, the run learns from what
-  # users say, or a run that learns from answers goes on with all tokens.
+  # users say, or a run that learns from answers goes on with all tokens or
+  # other rows, or counts padding as tokens.
   pytest.importorskip("jinja2")
   target = tmp_path / "target"
   shutil.copytree(target_dir, target)
@@ -430,18 +431,22 @@ def test_heads_learn_from_conversations(tmp_path, target_dir):
       "chat_template": "{% for m in messages %}{{ m.role + ':' + m.content }}"
                        "{{ eos_token }}{% endfor %}"}))
   (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"conversations": [
-      {"from": "human", "value": f"{'q' * 28}{i:02}"},
-      {"from": "gpt", "value": chr(97 + i % 7) * 20}]}) + "\n"
-      for i in range(40)))
+      {"from": "human", "value": f"q{i:02}"},
+      {"from": "gpt", "value": chr(97 + i % 7) * (i % 3)}]}) + "\n"
+      for i in range(60)))
   train = ["--method=medusa", f"--target={target}", "--data=chat.jsonl",
            "--batch_size=2", "--row_tokens=24", "--held_out_rows=2",
            "--heads=2", "--evaluate_every=0", "--steps=2", "--output_dir=out"]
-  result, other, plain = scripts.run_all(
+  result, other, joined, plain = scripts.run_all(
       "train_drafter.py", train, [*train, "--noanswers_only"],
+      [*train, "--pack"],
       [*train, f"--target={target_dir}", "--output_dir=other"], cwd=tmp_path)
   study = scripts.last_line(result)
   assert all(np.isfinite(study["loss"]))
+  assert 0 < study["tokens"] < 2 * 2 * 23  # without padding
+  assert sum(study["by_row"]["positions"]) < 2 * 21  # of answers alone
   run = json.loads((tmp_path / "out/run.json").read_text())
   assert run["answers_only"] is True
   assert "answers_only" in other["code"]
+  assert "pack is False there and" in joined["code"]
   assert "--data=chat.jsonl, which holds conversations, needs" in plain["code"]
