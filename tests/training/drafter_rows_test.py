@@ -6,6 +6,7 @@ import pathlib
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 from scripts import ROOT
@@ -15,6 +16,7 @@ sys.path.append(str(ROOT / "experiments"))
 from lib.training import answered  # noqa: E402
 from lib.training import drafter_rows  # noqa: E402
 
+from specjax import testing  # noqa: E402
 from specjax.data import batches  # noqa: E402
 from specjax.data import tokenizers  # noqa: E402
 from specjax.training import distillation  # noqa: E402
@@ -251,6 +253,28 @@ def test_messages_with_the_rest_of_their_record(tmp_path):
                    (("user", "w"),): {}}
   # Copies of a message are on the same side.
   assert sorted(map(len, sides)) == [1, 2]
+
+
+def test_documents_that_the_target_continues(tmp_path, capsys):
+  # Broken: a run with too few held-out documents for an interval says nothing,
+  # or rows of generated text are padded or left out.
+  for i in range(40):
+    (tmp_path / f"{i:02}.txt").write_text(chr(97 + i % 26) * 20)
+  source = dataclasses.replace(
+      _SOURCE, data=f"self:{tmp_path}", directory=tmp_path / "self")
+  model = testing.MarkovModel(257, context_length=12)
+  target = types.SimpleNamespace(
+      model=model, params=model.init(jax.random.key(0)))
+  text = source.text(_BYTES)
+  capsys.readouterr()
+  make = source.rows(target, None, text, 8, None)
+  assert "2 held-out rows of 8 tokens (--held_out_rows=2) are from " in (
+      capsys.readouterr().err)  # before the target writes
+  data = make()
+  assert data.num_rows == 4 and data.tokens_per_row == 7
+  assert data.held_out.counted.all()
+  assert (data.batch(0)["weights"] == 1).all()
+  assert data.batch(0)["tokens"].shape == (2, 8)
 
 
 def test_tokens_of_answers_alone():
