@@ -295,14 +295,14 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     number `[R]` of rounds in every row.
   """
   tokens = np.asarray(tokens, np.int32)
-  counted = (np.ones(tokens.shape, bool) if counted is None
-             else np.asarray(counted, bool))
-  chex.assert_equal_shape([tokens, counted])
+  batches = [(tokens[i:i + batch_size], None if counted is None else
+              np.asarray(counted, bool)[i:i + batch_size])
+             for i in range(0, len(tokens), batch_size)]
   key = jax.random.key(seed)
 
   @jax.jit
   def measure(params: Mapping[str, chex.ArrayTree], rows: jax.Array,
-              counted: jax.Array
+              counted: jax.Array | None
               ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1)
@@ -318,8 +318,7 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
   def evaluate(params: Mapping[str, chex.ArrayTree], by_row: bool = False
                ) -> dict[str, Any]:
     parts = processes.gathered([
-        measure(params, tokens[i:i + batch_size], counted[i:i + batch_size])
-        for i in range(0, len(tokens), batch_size)])
+        measure(params, *batch) for batch in batches])
     sums = jax.tree.map(lambda *x: sum(np.asarray(y, np.float64) for y in x),
                         *(part for part, _ in parts))
     rows = jax.tree.map(lambda *x: np.concatenate(x).astype(np.float64),
@@ -350,7 +349,8 @@ def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
               "data_block_efficiency": heads["data_rank"] == 0}
   lengths = {name: jnp.sum(jnp.cumprod(counts * x, axis=0), axis=0)
              for name, x in accepted.items()}
-  return {**{name: jnp.sum(x, axis=1) for name, x in lengths.items()},
+  return {**{name: jnp.sum(counts[0] * x, axis=1)
+             for name, x in lengths.items()},
           "positions": jnp.sum(counts[0], axis=1)}
 
 
@@ -397,8 +397,8 @@ def by_head(measured: Mapping[str, float], name: str
 
 
 def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
-              first: int, counted: jax.Array, k: jax.Array, logits: jax.Array,
-              positions: jax.Array) -> dict[str, jax.Array]:
+              first: int, counted: jax.Array | None, k: jax.Array,
+              logits: jax.Array, positions: jax.Array) -> dict[str, jax.Array]:
   """Returns the outcomes of one head at every position.
 
   The outcomes are the head's cross-entropy in nats ("nats"), the ranks of the
@@ -410,7 +410,7 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
     target_probs: `[B, S, V]` probabilities of the target.
     greedy: `[B, S]` most likely tokens of the target.
     first: first position that is measured.
-    counted: `[B, S + 1]` mask of tokens whose prediction is evaluated.
+    counted: `[B, S + 1]` mask of tokens whose prediction is evaluated, or None.
     k: number of the head.
     logits: `[B, P, V]` logits of the head.
     positions: `[B, P]` positions of the predictions.
@@ -420,12 +420,14 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
   p = jnp.take_along_axis(target_probs, at[..., None] - 1, axis=1)
   q = jax.nn.softmax(logits.astype(jnp.float32))
+  counts = positions >= first
+  if counted is not None:
+    counts &= jnp.take_along_axis(counted, at, axis=1)
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
           "data_rank": rank(logits, data),
           "target_rank": rank(logits, target),
           "overlap": jnp.sum(jnp.minimum(p, q), axis=-1),
-          "counts": (positions >= first) & jnp.take_along_axis(
-              counted, at, axis=1)}
+          "counts": counts}
 
 
 def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
