@@ -109,7 +109,6 @@ import optax
 
 from specjax import methods
 from specjax.data import Tokenizer
-from specjax.data.batches import HeldOutRows
 from specjax.models import Pretrained
 from specjax.training import evaluation
 from specjax.training import loop
@@ -144,6 +143,10 @@ shared.template_variables()
 _LAST_TURN = flags.DEFINE_bool(
     "last_turn", False, "With conversations: train only the last answer of "
     "each. Default: all answers")
+_PACK = flags.DEFINE_bool(
+    "pack", False, "With conversations: join them and cut them into rows of "
+    "--row_tokens tokens. A token then also attends to earlier conversations "
+    "of its row. Default: each row is one conversation, padded at its end")
 _PREVIEW = flags.DEFINE_integer(
     "preview", 0, "Print this number of training rows, with the trained text "
     "in « », and stop before the training. Default: train", 0)
@@ -174,7 +177,8 @@ _NARROW_HEAD = flags.DEFINE_bool(
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
-    "row_tokens", None, "Length of a training row in tokens. Default: the "
+    "row_tokens", None, "Length of a training row in tokens. Conversations "
+    "that are longer lose their ends (see --pack). Default: the "
     f"target's context length, at most {drafter_rows.ROW_TOKENS_DEFAULT}", 3)
 _BATCH_SIZE = shared.batch_size()
 _ACCUMULATE = flags.DEFINE_integer(
@@ -217,7 +221,7 @@ _SELF_CHAT = flags.DEFINE_bool(
     "Default: true if SOURCE contains conversations, otherwise false")
 _ANSWERS_ONLY = flags.DEFINE_bool(
     "answers_only", None, "With conversations: train only on the assistant's "
-    "tokens. --noanswers_only trains on all tokens. Evaluation always uses all "
+    "tokens, and evaluate only their prediction. --noanswers_only uses all "
     "tokens. Default: true if the data contains conversations")
 _SELF_ROWS = flags.DEFINE_integer(
     "self_rows", 2048, "With --data=self: number of rows (with --self_chat: "
@@ -258,7 +262,7 @@ def _source() -> drafter_rows.Source:
       held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
       prompt_tokens=_SELF_PROMPT_TOKENS.value,
       temperature=_SELF_TEMPERATURE.value, self_chat=_SELF_CHAT.value,
-      seed=_SEED.value, last_turn=_LAST_TURN.value,
+      seed=_SEED.value, last_turn=_LAST_TURN.value, pack=_PACK.value,
       rows_per_file=_SELF_ROWS_PER_FILE.value,
       keeps_features=_KEEP_FEATURES.value, answers_only=_ANSWERS_ONLY.value,
       directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
@@ -345,7 +349,10 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
           _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _RATE_RATIO,
           _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED)},
-      **({_ANSWERS_ONLY.name: True} if source.weighs else {})}, _STEPS.value)
+      **({_ANSWERS_ONLY.name: True} if source.weighs else {}),
+      # Runs of versions without --pack joined conversations.
+      **({_PACK.name: False} if source.has_conversations and not source.pack
+         else {})}, _STEPS.value)
 
 
 def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
@@ -353,7 +360,7 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
              mesh: jax.sharding.Mesh | None
              ) -> tuple[
     pathlib.Path, drafter_rows.Text, drafter_heads.Learner, int,
-    Callable[[], tuple[drafter_rows.Batches, HeldOutRows]]]:
+    Callable[[], drafter_rows.Data]]:
   """Reads the training text and creates the heads.
 
   With --self_chat, the target answers the messages of the text, which can take
@@ -379,17 +386,17 @@ def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
 
 
 def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
-             rate: float, tuned: bool, batch: drafter_rows.Batches,
-             num_rows: int, **more: object) -> loop.Trainer:
+             rate: float, tuned: bool, data: drafter_rows.Data,
+             **more: object) -> loop.Trainer:
   """Returns a trainer whose batches contain the progress of the run."""
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
       loss=f"weighted sum over {learner.heads.num_forecasts} heads",
       learning_rate=_schedule(rate, lengths), wandb=_WANDB.value,
-      steps_per_epoch=num_rows / _BATCH_SIZE.value)
+      steps_per_epoch=data.num_rows / _BATCH_SIZE.value)
   return loop.Trainer(
       objective=learner.objective, optimizer=_optimizer(rate, tuned, lengths),
-      batch=lambda step: {**batch(step), "progress": share(step)}, log=log,
+      batch=lambda step: {**data.batch(step), "progress": share(step)}, log=log,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
       keep_checkpoints=_KEEP_CHECKPOINTS.value, accumulate=_ACCUMULATE.value,
@@ -415,7 +422,7 @@ def main() -> None:
   output_dir, text, learner, row_tokens, rows = _prepare(
       start, source, target, tokenizer, mesh)
   if _PREVIEW.value:
-    return source.preview(tokenizer, rows()[0], _PREVIEW.value)
+    return source.preview(tokenizer, rows().batch, _PREVIEW.value)
   heads, params, objective = learner
   added = common.num_parameters(params)
   print(f"{method.name}: {added:,} parameters in addition to the target's "
@@ -427,19 +434,20 @@ def main() -> None:
       output_dir, objective, source, text, row_tokens,
       (target.params, params if _HEADS_FROM.value else ()), rate, dtype)
   steps = runs.last_step(output_dir, _STEPS.value)
-  batch, held_out = rows()
+  data = rows()
   evaluate = evaluation.remembered(drafter_report.evaluation_of(
-      method, target, heads, params, objective, held_out), list(trainable))
+      method, target, heads, params, objective, data.held_out), list(trainable))
   measure = lambda trained: evaluate({**frozen, **loop.cast(trained, dtype)})
   before = measure(trainable)
   saves = drafter_saves.Saves(
       directory=output_dir, method=method, heads=heads, target=target,
       tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, data=_DATA.value,
-      corpus=text.corpus, tokens_per_step=_BATCH_SIZE.value * (row_tokens - 1),
+      corpus=text.corpus,
+      tokens_per_step=round(_BATCH_SIZE.value * data.tokens_per_row),
       heads_from=_HEADS_FROM.value, untrained=before)
   trainer = _trainer(
-      learner, lengths, rate, start.trains_target, batch,
-      source.num_rows(text, row_tokens), steps=steps, directory=output_dir,
+      learner, lengths, rate, start.trains_target, data, steps=steps,
+      directory=output_dir,
       evaluate=lambda params: drafter_report.scalars(evaluate(params)),
       saved_dtype=_SAVE_DTYPE.value, evaluated=saves.evaluated, mesh=mesh,
       tokens_per_step=saves.tokens_per_step, compute_dtype=dtype,

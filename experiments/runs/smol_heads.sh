@@ -31,7 +31,7 @@ print(*(json.dumps({"text": text}) for text in messages), sep="\n")
 P
 own="--target=smollm2 --data=self:$out/messages.jsonl --self_chat --self_rows=512
   --held_out_rows=16 --self_temperature=0.6 --self_prompt_tokens=128
-  --row_tokens=256 --self_dir=$out/self"
+  --row_tokens=256 --pack --self_dir=$out/self"
 python experiments/train_drafter.py $own --method=eagle3 --steps=1100 \
   --mlp_width=1024 --draft_vocabulary=6144 --narrow_head --keep_features \
   --evaluate_every=100 --batch_size=2 --checkpoint_every=50 \

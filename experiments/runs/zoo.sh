@@ -85,7 +85,7 @@ python experiments/distill.py --target=smollm2 --chat \
 python experiments/runs/smol_prompts.py "$DATA" given > "$runs/given.jsonl"
 python experiments/train_drafter.py --method=eagle1 --target=smollm2 \
   --data="self:$runs/smol.jsonl,$runs/given.jsonl" --field=prompt \
-  --self_chat --noanswers_only --self_rows=192 \
+  --self_chat --noanswers_only --pack --self_rows=192 \
   --self_prompt_tokens=112 --self_temperature=0.6 --held_out_rows=16 \
   --row_tokens=288 --keep_features \
   --heads=3 --mlp_width=1024 --fusion_norms --law_weight=0.5 \

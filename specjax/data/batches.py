@@ -61,14 +61,25 @@ class HeldOutRows(NamedTuple):
   Attributes:
     tokens: `[R, size]` int32 rows.
     clusters: `[R]` document numbers, equal for rows of the same documents.
+    counted: `[R, size]` bool, True for tokens whose prediction is evaluated.
   """
 
   tokens: np.ndarray
   clusters: np.ndarray
+  counted: np.ndarray
+
+
+def spread(total: int, count: int) -> np.ndarray:
+  """Returns at most `count` of the numbers 0..total - 1, equally spaced.
+
+  >>> spread(9, 3).tolist()
+  [0, 4, 8]
+  """
+  return np.unique(np.linspace(0, total - 1, count).astype(int))
 
 
 def held_out_rows(tokens: np.ndarray, starts: np.ndarray, count: int, size: int,
-                  useful: np.ndarray | None = None) -> HeldOutRows:
+                  counted: np.ndarray | None = None) -> HeldOutRows:
   """Returns at most `count` rows that do not overlap, equally spaced.
 
   Rows of different clusters have no document in common. A document of at least
@@ -76,18 +87,17 @@ def held_out_rows(tokens: np.ndarray, starts: np.ndarray, count: int, size: int,
   out. Otherwise a row begins at the start of a document and continues into the
   next documents. The next row then begins at the next start of a document.
 
-  >>> held_out_rows(np.arange(7), np.array([0, 5]), count=9, size=2)
-  HeldOutRows(tokens=array([[0, 1],
-         [2, 3],
-         [5, 6]], dtype=int32), clusters=array([0, 0, 1]))
+  >>> rows = held_out_rows(np.arange(7), np.array([0, 5]), count=9, size=2)
+  >>> rows.tokens.tolist(), rows.clusters.tolist()
+  ([[0, 1], [2, 3], [5, 6]], [0, 0, 1])
 
   Args:
     tokens: `[T]` held-out tokens.
     starts: offsets of the first tokens of the documents.
     count: maximum number of rows.
     size: number of tokens of a row.
-    useful: `[T]` bool. Rows without a useful token after the first are left
-      out. None means that all tokens are useful.
+    counted: `[T]` bool, True for tokens whose prediction is evaluated. Rows
+      without such a token after the first are left out. None means all tokens.
 
   Raises:
     ValueError: no row can be cut.
@@ -95,6 +105,8 @@ def held_out_rows(tokens: np.ndarray, starts: np.ndarray, count: int, size: int,
   if len(tokens) < size:
     raise ValueError(f"the held-out text has {len(tokens)} tokens, but a row "
                      f"has {size}; give more text, or shorter rows")
+  if counted is None:
+    counted = np.broadcast_to(True, len(tokens))
   places, clusters, free = [], [], 0
   ends = [*starts[1:].tolist(), len(tokens)]
   for document, (start, end) in enumerate(zip(starts.tolist(), ends)):
@@ -102,12 +114,13 @@ def held_out_rows(tokens: np.ndarray, starts: np.ndarray, count: int, size: int,
       continue
     free = start + max(1, (end - start) // size) * size
     for place in range(start, free, size):
-      if useful is None or useful[place + 1:place + size].any():
+      if counted[place + 1:place + size].any():
         places.append(place)
         clusters.append(document)
   if not places:
     raise ValueError(f"the held-out text has {len(tokens)} tokens, and no row "
                      f"of {size} contains an answer; give more text")
-  chosen = np.unique(np.linspace(0, len(places) - 1, count).astype(int))
+  chosen = spread(len(places), count)
   rows = np.array(places)[chosen, None] + np.arange(size)
-  return HeldOutRows(tokens[rows].astype(np.int32), np.array(clusters)[chosen])
+  return HeldOutRows(tokens[rows].astype(np.int32), np.array(clusters)[chosen],
+                     counted[rows])

@@ -134,6 +134,15 @@ def _role(place: str, number: int, turn: _Turn) -> str:
 def prompt_of(place: str, record: Any, fields: Sequence[str]) -> str:
   """Returns the prompt of a record: its text, or the user's first turn.
 
+  See `beginning_of` for arguments and errors.
+  """
+  return _beginning(place, record, fields)[1]
+
+
+def beginning_of(place: str, record: Any, fields: Sequence[str]
+                 ) -> Conversation:
+  """Returns the system message and the prompt of a record.
+
   If no turn names a speaker, the first turn is the user's. The other turns may
   have unknown speakers.
 
@@ -143,18 +152,34 @@ def prompt_of(place: str, record: Any, fields: Sequence[str]) -> str:
     fields: fields that may contain the prompt, in order of preference.
 
   Raises:
-    LeftOut: no field has a value, or no turn is the user's.
+    LeftOut: no field has a value, no turn is the user's, or the prompt is
+      blank.
     ValueError: the fields are missing, the turns are invalid, or the prompt is
       not a text.
   """
+  system, text = _beginning(place, record, fields)
+  if not text.strip():
+    raise record_files.LeftOut("blank")
+  return Conversation(
+      name=text, place=place, variables=_variables(place, record),
+      messages=_with_system(place, record, [
+          *messages(place, system), {"role": "user", "content": text}]))
+
+
+def _beginning(place: str, record: Any, fields: Sequence[str]
+               ) -> tuple[list[Any], str]:
+  """Returns the system turns before the user's first turn, and its text."""
   field, value = record_files.value_of(place, record, fields)
   if not isinstance(value, list):
-    return record_files.text_of(place, field, value)
-  turns = _turns(place, value)
-  for turn in turns:
-    if turn.speaker is None or ROLES.get(turn.speaker) == "user":
-      return record_files.text_of(
+    return [], record_files.text_of(place, field, value)
+  turns, system = _turns(place, value), []
+  for turn, raw in zip(turns, value):
+    role = "user" if turn.speaker is None else ROLES.get(turn.speaker)
+    if role == "user":
+      return system, record_files.text_of(
           place, f"{field}.{turn.key}" if turn.key else field, turn.content)
+    if role == "system":
+      system.append(raw)
   for number, turn in enumerate(turns, 1):
     _role(place, number, turn)
   # ShareGPT files split a long conversation into several records. So a record
@@ -277,10 +302,7 @@ def read(source: str, field: str) -> Iterator[Conversation]:
         raise ValueError(f"{place}: {name!r} is a JSON {type(turns).__name__}; "
                          "it must be a list of turns")
       found = messages(place, turns)
-    system = record.get("system")
-    if system and not any(m["role"] == "system" for m in found):
-      found.insert(0, {"role": "system", "content": record_files.text_of(
-          place, "system", system)})
+    found = _with_system(place, record, found)
     unused.update(_UNUSED.intersection(
         key for part in (record, *found) for key, x in part.items() if x))
     return found, _variables(place, record)
@@ -293,6 +315,19 @@ def read(source: str, field: str) -> Iterator[Conversation]:
   if unused:
     record_files.print_once(f"{source}: not used: " + ", ".join(
         f"{key!r} of {count:,} records" for key, count in unused.items()))
+
+
+def _with_system(place: str, record: dict[str, Any],
+                 found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns messages that begin with the "system" of a record.
+
+  Messages that have a system message are not changed.
+  """
+  system = record.get("system")
+  if not system or any(m["role"] == "system" for m in found):
+    return found
+  return [{"role": "system", "content": record_files.text_of(
+      place, "system", system)}, *found]
 
 
 def _variables(place: str, record: dict[str, Any]) -> dict[str, Any]:

@@ -240,6 +240,8 @@ class Tokenizer:
         `{"tools": [...]}` with JSON schemas of functions.
     """
     found = copy.copy(self)
+    # All copies share one parser, because it takes long to create.
+    found.parser = self.parser
     found.variables = {**self.variables, **variables}
     return found
 

@@ -118,35 +118,45 @@ def bits_per_byte(model: Model, tokens: ArrayLike, num_bytes: int,
 
 
 def held_out_loss(objective: Objective, tokens: ArrayLike, *,
-                  batch_size: int = 2, seed: int = 0) -> Measure:
+                  batch_size: int = 2, seed: int = 0,
+                  counted: ArrayLike | None = None) -> Measure:
   """Returns a function that computes the training loss of held-out rows.
 
   A loss that depends on the progress of the run is computed for progress 1, the
-  end of the run. All tokens have weight 1.
+  end of the run.
 
   Args:
     objective: training objective.
     tokens: `[R, S + 1]` int32 rows.
     batch_size: number of rows per pass.
     seed: seed of the objective's random numbers, the same for every call.
+    counted: `[R, S + 1]` bool, True for tokens with weight 1. The other tokens
+      have weight 0. None means that all tokens have weight 1.
 
   Returns:
     Function `params -> {"held_out_loss": value}`. `params` must contain all
     names in `objective.needs`.
   """
-  tokens = np.asarray(tokens, np.int32)
+  rows = {"tokens": np.asarray(tokens, np.int32)}
+  sizes = np.ones(len(rows["tokens"]))
+  if counted is not None:
+    rows["weights"] = np.asarray(counted, np.float32)[:, 1:]
+    sizes = rows["weights"].sum(axis=1)
+  starts = range(0, len(sizes), batch_size)
 
   @jax.jit
-  def loss(params: Mapping[str, chex.ArrayTree], rows: jax.Array) -> jax.Array:
-    return objective(params, {}, {
-        "tokens": rows, "progress": jnp.float32(1)}, jax.random.key(seed))[0]
+  def loss(params: Mapping[str, chex.ArrayTree], batch: Mapping[str, jax.Array]
+           ) -> jax.Array:
+    return objective(params, {}, {**batch, "progress": jnp.float32(1)},
+                     jax.random.key(seed))[0]
 
   def evaluate(params: Mapping[str, chex.ArrayTree]) -> dict[str, float]:
-    parts = [tokens[i:i + batch_size]
-             for i in range(0, len(tokens), batch_size)]
-    losses = processes.gathered([loss(params, rows) for rows in parts])
+    losses = processes.gathered([
+        loss(params, {name: x[i:i + batch_size] for name, x in rows.items()})
+        for i in starts])
     return {"held_out_loss": float(np.average(
-        np.asarray(losses, np.float64), weights=list(map(len, parts))))}
+        np.asarray(losses, np.float64),
+        weights=[sizes[i:i + batch_size].sum() for i in starts]))}
 
   return evaluate
 
@@ -232,18 +242,22 @@ def interval(measured: Mapping[str, float], name: str,
 
 def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
                   batch_size: int = 2, top: int = 5, first: int = 0,
-                  seed: int = 0, clusters: Sequence[Hashable] | None = None
-                  ) -> Measure:
+                  seed: int = 0, clusters: Sequence[Hashable] | None = None,
+                  counted: ArrayLike | None = None) -> Measure:
   """Returns a function that measures the heads of a drafter on held-out rows.
 
   The target reads the rows and generates nothing. The correct token at a
   position is the target's most likely token. In results with names that begin
   with `data_`, it is the row's token.
 
+  Only counted tokens are evaluated. The accuracy and the loss of a head include
+  a position only if the token that the head predicts there is counted.
+
   A block efficiency is 1 + the mean number of accepted tokens. Every position
-  of the rows is the start of a round. The token of head k is accepted only if
-  the tokens of all earlier heads are accepted. The further condition depends on
-  the name:
+  of the rows is the start of a round if the first drafted token is counted. The
+  token of head k is accepted only if it is counted and the tokens of all
+  earlier heads are accepted. So a round ends with the answer of a conversation,
+  as decoding does. The further condition depends on the name:
 
   * `greedy_block_efficiency`, `data_block_efficiency`: a head's most likely
     token is accepted if it is the correct token.
@@ -262,6 +276,8 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     seed: seed of the positions, for objectives that draw positions.
     clusters: a label for each row, equal for rows of one document. None means
       that each row is a cluster.
+    counted: `[R, S + 1]` bool, True for tokens whose prediction is evaluated.
+      None means all tokens.
 
   Returns:
     Function of `{"target": ..., "drafter": ...}`. Head 0 is the target's LM
@@ -279,16 +295,20 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
     number `[R]` of rounds in every row.
   """
   tokens = np.asarray(tokens, np.int32)
+  batches = [(tokens[i:i + batch_size], None if counted is None else
+              np.asarray(counted, bool)[i:i + batch_size])
+             for i in range(0, len(tokens), batch_size)]
   key = jax.random.key(seed)
 
   @jax.jit
-  def measure(params: Mapping[str, chex.ArrayTree], rows: jax.Array
-              ) -> tuple[ dict[str, jax.Array], dict[str, jax.Array]]:
+  def measure(params: Mapping[str, chex.ArrayTree], rows: jax.Array,
+              counted: jax.Array | None
+              ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     logits = objective.model(params["target"], rows[:, :-1]).logits
     greedy = jnp.argmax(logits, axis=-1)
     probs = jax.nn.softmax(logits.astype(jnp.float32))
     every = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), rows[:, 1:].shape)
-    score = functools.partial(_outcomes, rows, probs, greedy, first)
+    score = functools.partial(_outcomes, rows, probs, greedy, first, counted)
     heads = objective.score(params, rows, key, score)
     lm_head = jax.tree.map(lambda x: x[None], score(0, logits, every))
     sums = jax.tree.map(lambda *x: jnp.concatenate(x),
@@ -298,16 +318,16 @@ def head_accuracy(objective: DrafterObjective, tokens: ArrayLike, *,
   def evaluate(params: Mapping[str, chex.ArrayTree], by_row: bool = False
                ) -> dict[str, Any]:
     parts = processes.gathered([
-        measure(params, tokens[i:i + batch_size])
-        for i in range(0, len(tokens), batch_size)])
+        measure(params, *batch) for batch in batches])
     sums = jax.tree.map(lambda *x: sum(np.asarray(y, np.float64) for y in x),
                         *(part for part, _ in parts))
     rows = jax.tree.map(lambda *x: np.concatenate(x).astype(np.float64),
                         *(part for _, part in parts))
     if not sums["counts"].all():
-      raise ValueError(f"first is {first}, but rows of {tokens.shape[1]} "
-                       "tokens have no measurable position from there on; give "
-                       "a smaller value")
+      raise ValueError(f"first is {first}, but from there on, rows of "
+                       f"{tokens.shape[1]} tokens have no position at which a "
+                       "head predicts a counted token; give a smaller value, "
+                       "or rows with more counted tokens")
     values = _means(sums, rows, clusters)
     return {**values, "by_row": rows} if by_row else values
 
@@ -318,19 +338,20 @@ def _accepted_by_row(heads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the sums `[B]` over the positions of each row, by name.
 
   For each block efficiency, the sum is the number of accepted tokens.
-  "positions" is the number of measured positions.
+  "positions" is the number of positions that are the start of a round.
 
   Args:
     heads: outcomes of all heads, see `_outcomes`.
   """
-  counts = heads["counts"][0]
+  counts = heads["counts"]
   accepted = {"greedy_block_efficiency": heads["target_rank"] == 0,
               "sampled_block_efficiency": heads["overlap"],
               "data_block_efficiency": heads["data_rank"] == 0}
-  lengths = {name: jnp.sum(jnp.cumprod(x, axis=0), axis=0)
+  lengths = {name: jnp.sum(jnp.cumprod(counts * x, axis=0), axis=0)
              for name, x in accepted.items()}
-  return {**{name: jnp.sum(counts * x, axis=1) for name, x in lengths.items()},
-          "positions": jnp.sum(counts, axis=1)}
+  return {**{name: jnp.sum(counts[0] * x, axis=1)
+             for name, x in lengths.items()},
+          "positions": jnp.sum(counts[0], axis=1)}
 
 
 def _means(sums: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray],
@@ -376,8 +397,8 @@ def by_head(measured: Mapping[str, float], name: str
 
 
 def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
-              first: int, k: jax.Array, logits: jax.Array, positions: jax.Array
-              ) -> dict[str, jax.Array]:
+              first: int, counted: jax.Array | None, k: jax.Array,
+              logits: jax.Array, positions: jax.Array) -> dict[str, jax.Array]:
   """Returns the outcomes of one head at every position.
 
   The outcomes are the head's cross-entropy in nats ("nats"), the ranks of the
@@ -389,6 +410,7 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
     target_probs: `[B, S, V]` probabilities of the target.
     greedy: `[B, S]` most likely tokens of the target.
     first: first position that is measured.
+    counted: `[B, S + 1]` mask of tokens whose prediction is evaluated, or None.
     k: number of the head.
     logits: `[B, P, V]` logits of the head.
     positions: `[B, P]` positions of the predictions.
@@ -398,11 +420,14 @@ def _outcomes(rows: jax.Array, target_probs: jax.Array, greedy: jax.Array,
   target = jnp.take_along_axis(greedy, at - 1, axis=1)
   p = jnp.take_along_axis(target_probs, at[..., None] - 1, axis=1)
   q = jax.nn.softmax(logits.astype(jnp.float32))
+  counts = positions >= first
+  if counted is not None:
+    counts &= jnp.take_along_axis(counted, at, axis=1)
   return {"nats": optax.softmax_cross_entropy_with_integer_labels(logits, data),
           "data_rank": rank(logits, data),
           "target_rank": rank(logits, target),
           "overlap": jnp.sum(jnp.minimum(p, q), axis=-1),
-          "counts": positions >= first}
+          "counts": counts}
 
 
 def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -21,48 +21,47 @@ class KeptFeatures:
   The features of a row depend only on the row. A batch is therefore a function
   of the step, as `Trainer` requires. A resumed run computes the features again.
 
-  >>> rows = np.array([[0, 1], [2, 3]], np.int32)
-  >>> kept = KeptFeatures(rows, batch_size=2, pass_rows=1,
-  ...                     read=lambda rows: {"sum": rows.sum(1)})
+  >>> tokens = np.array([[0, 1], [2, 3]], np.int32)
+  >>> kept = KeptFeatures(RowBatches(np.arange(2), batch_size=2),
+  ...                     lambda numbers: {"tokens": tokens[numbers]},
+  ...                     read=lambda rows: {"sum": rows.sum(1)}, pass_rows=1)
   >>> batch = kept.batch(0)
   >>> bool((batch["tokens"].sum(1) == batch["sum"]).all())
   True
 
   Attributes:
-    rows: `[R, S + 1]` int32 rows.
-    batch_size: number B of rows in a batch.
-    read: function that computes features, `rows [P, S + 1] ->
+    order: batches of row numbers.
+    rows: function `row numbers [n] -> arrays by name`, with the tokens
+      `[n, S + 1]` int32 of these rows as "tokens".
+    read: function that computes features, `tokens [P, S + 1] ->
       {name: [P, ...]}`.
     pass_rows: number P of rows per call of `read`.
-    seed: seed of the shuffle.
   """
 
-  rows: np.ndarray
-  batch_size: int
+  order: RowBatches
+  rows: Callable[[np.ndarray], dict[str, np.ndarray]]
   read: Callable[[np.ndarray], dict[str, jax.Array]]
   pass_rows: int
-  seed: int = 0
   _kept: dict[int, dict[str, np.ndarray]] = dataclasses.field(
       default_factory=dict, repr=False)
 
   def batch(self, step: int) -> dict[str, np.ndarray]:
-    """Returns a batch: `tokens [B, S + 1]`, and the features by name.
+    """Returns a batch: the arrays of `rows`, and the features by name.
 
     Args:
       step: number of the training step.
     """
-    order = RowBatches(np.arange(len(self.rows)), self.batch_size, self.seed)
-    chosen = order.batch(step)
+    chosen = self.order.batch(step)
     new = [i for i in chosen.tolist() if i not in self._kept]
     for start in range(0, len(new), self.pass_rows):
       some = new[start:start + self.pass_rows]
       # All calls have the same shape, so `read` is compiled once.
       padded = np.resize(some, self.pass_rows)
-      features = jax.device_get(self.read(self.rows[padded]))
+      features = jax.device_get(self.read(self.rows(padded)["tokens"]))
       for place, i in enumerate(some):
         self._kept[i] = {name: _half(x[place]) for name, x in features.items()}
     features = [self._kept[i] for i in chosen.tolist()]
-    return {"tokens": self.rows[chosen],
+    return {**self.rows(chosen),
             **{name: np.stack([row[name] for row in features])
                for name in features[0]}}
 

@@ -12,6 +12,8 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib.training import answered  # noqa: E402
 
+from specjax.data.conversations import Conversation  # noqa: E402
+
 
 class _Letters:
   """A tokenizer of letters; a conversation's end is 2."""
@@ -27,7 +29,14 @@ class _Letters:
 
   def chat(self, messages, add_generation_prompt=True):
     ids = [i for m in messages for i in (1, *self.encode(m["content"]))]
-    return ids + [1 if add_generation_prompt else 2]
+    return ids + [self.end if add_generation_prompt else 2]
+
+  def with_variables(self, variables):
+    found = _Letters()
+    found.end = variables.get("end", 1)
+    return found
+
+  end = 1
 
   def chat_answers(self, messages):
     ids = self.chat(messages, add_generation_prompt=False)
@@ -39,16 +48,33 @@ _CHATS = answered.Conversations(
     prompt_tokens=3, seed=0)
 
 
+def _asked(text, system=(), **variables):
+  return Conversation(name=text, place="file line 1", variables=variables,
+                      messages=[*({"role": "system", "content": x}
+                                  for x in system),
+                                {"role": "user", "content": text}])
+
+
 def test_messages_keep_their_ends_and_answers_their_room():
   # Broken: a message fills its row, or the same ones are drawn for no reason.
-  found = _CHATS.prompts(["abcde", "xy", "z"], 2)
+  chats = list(map(_asked, ["abcde", "xy", "z"]))
+  found = _CHATS.prompts(chats, 2)
   assert len(found) == 2
-  everything = _CHATS.prompts(["abcde", "xy", "z"], 9)
+  everything = _CHATS.prompts(chats, 9)
   assert sorted(map(len, everything)) == [3, 4, 5]
   assert [1, *map(ord, "cde"), 1] in everything and found == everything[:2]
   _CHATS.check_room(everything)
   with pytest.raises(ValueError, match="row_tokens is 5.*5 tokens.*prompt_tok"):
     dataclasses.replace(_CHATS, row_tokens=5).check_room(everything)
+
+
+def test_messages_are_asked_with_the_rest_of_their_record():
+  # Broken: the target answers without the system message of the record, or
+  # with the variables of another record.
+  first, second = (_CHATS.prompts([chat], 1)[0] for chat in (
+      _asked("abcde", ["stuv"], end=7), _asked("abcde")))
+  assert first == [1, *map(ord, "stuv"), 1, *map(ord, "cde"), 7]
+  assert second == [1, *map(ord, "cde"), 1]
 
 
 def test_conversations_follow_each_other(tmp_path):
@@ -61,20 +87,40 @@ def test_conversations_follow_each_other(tmp_path):
   given = _CHATS.read(str(path))
   assert given == [([1, 97, 98, 1, 99, 2], [0, 0, 0, 0, 1, 1]),
                    ([1, 100, 1, 101, 2], [0, 0, 0, 1, 1])]
-  tokens, answers = _CHATS.rows(given)
-  np.testing.assert_array_equal(tokens, [given[0].tokens])
-  np.testing.assert_array_equal(answers, [[0, 0, 0, 0, 1, 1]])
-  tokens, answers = _CHATS.rows(
+  stream = answered.join(
       [*given, answered.Conversation([7, 8, 9, 9, 9, 9, 9], [True] * 7)])
+  assert stream.starts.tolist() == [0, 6, 11]
+  rows = answered.Rows.packed(stream.tokens, stream.answered, 6)
+  tokens, answers = rows.take(np.arange(len(rows)))
   np.testing.assert_array_equal(
       tokens, [given[0].tokens, [*given[1].tokens, 7], [8, *[9] * 5]])
   np.testing.assert_array_equal(
       answers, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [1] * 6])
   with pytest.raises(ValueError, match="row_tokens is 6.*5 tokens"):
-    _CHATS.rows(given[1:])
+    answered.Rows.packed(*answered.join(given[1:])[:2], 6)
   path.write_text(turns("ab", "c") + turns("d", None))
   with pytest.raises(ValueError, match="line 2: turn 2: 'value' is None"):
     _CHATS.read(str(path))
   path.write_text('{"prompt": "ab", "answer": "c"}\n')
   with pytest.raises(ValueError, match="no conversations, .*'messages' or"):
     _CHATS.read(str(path))
+
+
+def test_rows_of_one_conversation_each():
+  # Broken: a row contains a token of the next conversation, padding is trained,
+  # a row without a trained token costs a step, or the mask is one token off.
+  tokens = np.arange(10, 25, dtype=np.uint32)
+  trained = np.zeros(15, bool)
+  trained[[2, 3, 4, 10, 14]] = True  # 4 begins the second conversation
+  starts = np.array([0, 4, 5, 11])
+  rows = answered.Rows.of_conversations(tokens, trained, starts, 5)
+  assert len(rows) == 2  # the third is trained only after its fifth token
+  rows = answered.Rows.of_conversations(tokens, trained, starts, 6)
+  found, mask = rows.take(np.array([2, 0, 1]))
+  assert found.dtype == np.int32
+  assert [row[:n].tolist() for row, n in zip(found, (4, 4, 6))] == [
+      [21, 22, 23, 24], [10, 11, 12, 13], [15, 16, 17, 18, 19, 20]]
+  np.testing.assert_array_equal(mask, [
+      [0, 0, 0, 1, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]])
+  with pytest.raises(ValueError, match="no row of so many .* an answer"):
+    answered.Rows.of_conversations(tokens, trained, starts[1:2] + 1, 5)

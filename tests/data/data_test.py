@@ -252,9 +252,11 @@ def test_held_out_rows_of_few_documents():
   # Short documents continue into the next ones, whose rows begin later.
   assert rows.tokens[:, 0].tolist() == [0, 6, 10, 14]
   assert rows.clusters.tolist() == [0, 2, 2, 3]
-  useful = tokens >= 14
-  assert batches.held_out_rows(tokens, np.array([0, 3, 6, 14]), 9, 4, useful
-                               ).clusters.tolist() == [3]
+  assert rows.counted.all() and rows.counted.shape == rows.tokens.shape
+  useful = tokens >= 16
+  rows = batches.held_out_rows(tokens, np.array([0, 3, 6, 14]), 9, 4, useful)
+  assert rows.clusters.tolist() == [3]
+  assert rows.counted.tolist() == [[False, False, True, True]]
   with pytest.raises(ValueError, match="no row of 4 contains an answer"):
     batches.held_out_rows(tokens, np.array([0]), 9, 4, useful & False)
   with pytest.raises(ValueError, match="has 20 tokens, but a row has 21"):

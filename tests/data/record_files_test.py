@@ -55,9 +55,9 @@ def _as_conversations(path, field):
 def _to_answer(path, field):
   """Reads the messages that a target answers (see `drafter_rows`)."""
   field = conversations.field_of(str(path), field)
-  return [text for *_, text in record_files.extract(
+  return [chat.name for *_, chat in record_files.extract(
       path, "message", conversations.records(str(path)),
-      lambda place, record: conversations.prompt_of(
+      lambda place, record: conversations.beginning_of(
           place, record, record_files.alternatives(field)))]
 
 

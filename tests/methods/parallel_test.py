@@ -239,7 +239,8 @@ def test_heads_of_few_tokens():
 def test_weights_are_constants_of_the_gradient():
   # Broken: D-PACE makes a slot less sure in order to weigh less.
   objective = _objective("product", position_weights="dpace")
-  grad = jax.grad(lambda nats: objective.weights(nats).sum())(jnp.ones((2, _K)))
+  grad = jax.grad(lambda nats: objective.weights(
+      nats, jnp.ones_like(nats)).sum())(jnp.ones((2, _K)))
   assert (grad == 0).all()
 
 

@@ -55,10 +55,9 @@ _WEIGHTS = {
     "answers": _mask((0, 3), (0, 0), (2, 11), (8, 12))}
 
 
-@pytest.mark.parametrize("name", _ALL)
-def test_parts_have_the_gradient_of_the_batch(name):
-  # Broken: a head divides by the weights of its part, a row draws other random
-  # numbers in a part, or a metric is that of one part.
+def _made(name):
+  """An objective, its parameters by kind, and what a batch has besides tokens.
+  """
   model, target = deep() if name in (
       "KangarooObjective", "LayerSkipObjective") else (
       pair().target, pair().params["target"])
@@ -70,6 +69,14 @@ def test_parts_have_the_gradient_of_the_batch(name):
     frozen["target"] = target
     trainable = {own: init(jax.random.key(0), target)}
     frozen.pop(own, None)
+  return objective, trainable, frozen, more
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_parts_have_the_gradient_of_the_batch(name):
+  # Broken: a head divides by the weights of its part, a row draws other random
+  # numbers in a part, or a metric is that of one part.
+  objective, trainable, frozen, more = _made(name)
   rng = np.random.default_rng(1)
   tokens = rng.integers(VOCAB, size=(_ROWS, _SIZE + 1)).astype(np.int32)
   batch = {"tokens": tokens, "progress": np.float32(0.5), **{
@@ -95,6 +102,33 @@ def test_parts_have_the_gradient_of_the_batch(name):
         np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
     error = norm(jax.tree.map(np.subtract, got, want)) / norm(want)
     assert 0 < norm(want) and error < 1e-6
+
+
+# Their random draws depend on the length of a row.
+_DRAWN = {"PaSSObjective", "ParallelObjective", "D-PACE", "Eagle1Objective",
+          "Acceptance", "AcceptedLength"}
+
+
+@pytest.mark.parametrize("name", sorted({*_ALL} - {"StoredLaws"}))
+def test_padding_has_no_effect(name):
+  # Broken: a conversation that is padded to the length of a row has another
+  # gradient, or one that depends on the padding.
+  objective, trainable, frozen, _ = _made(name)
+  tokens = np.random.default_rng(1).integers(
+      VOCAB, size=(_ROWS, _SIZE + 1)).astype(np.int32)
+  weights = _mask((2, 8), (0, 8), (5, 8), (3, 7))
+  padded = [np.where(np.arange(_SIZE + 1) > 8, pad, tokens) for pad in (0, 1)]
+  gradient = jax.jit(lambda tokens, weights: jax.value_and_grad(
+      lambda trainable: objective(trainable, frozen, {
+          "tokens": tokens, "weights": weights, "progress": jnp.float32(0.5)},
+          jax.random.key(2))[0])(trainable))
+  want, again = (gradient(x, weights) for x in padded)
+  jax.tree.map(np.testing.assert_array_equal, want, again)
+  assert max(np.abs(x).max() for x in jax.tree.leaves(want[1])) > 0
+  if name not in _DRAWN:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=1e-4, atol=1e-6), want, gradient(
+            tokens[:, :9], weights[:, :8]))
 
 
 def test_blocks_are_drawn_where_the_mask_is():

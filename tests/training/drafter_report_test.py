@@ -10,6 +10,7 @@ import pytest
 from scripts import ROOT
 
 from specjax import methods
+from specjax.data import batches
 from specjax.training import evaluation
 from specjax.training import optimizers
 from specjax.training import runs
@@ -75,6 +76,24 @@ def test_the_printed_interval_holds_the_mean(measure):
   found = [_printed(recorded[draw[0]], measure)
            for draw in _draws(1, len(recorded))[:400]]
   assert np.mean([x.low <= truth <= x.high for x in found]) >= 0.9
+
+
+def test_prompts_end_before_the_first_answer():
+  # Broken: the target continues the text of a user, padding is a part of a
+  # prompt, or a prompt of documents is another one than before.
+  tokens = np.arange(40).reshape(4, 10)
+  prompts = lambda counted: [
+      (row.tolist(), label) for row, label in zip(*drafter_report._prompts(
+          batches.HeldOutRows(tokens, np.arange(4) // 2, counted)))]
+  counted = np.zeros((4, 10), bool)
+  counted[0, 3:5] = counted[0, 8] = counted[1, 1:] = True
+  counted[2, 0] = counted[2, 7] = counted[3, 9] = True
+  assert prompts(counted) == [
+      ([0, 1, 2], 0), ([10], 0), ([*range(30, 39)], 1)]
+  assert prompts(np.ones((4, 10), bool)) == [
+      ([i, i + 1], i // 20) for i in (0, 10, 20, 30)]
+  sizes = np.array([[10], [8], [4], [2]])  # conversations, all of them counted
+  assert [len(row) for row, _ in prompts(np.arange(10) < sizes)] == [2, 2, 1, 1]
 
 
 def test_learning_rates():

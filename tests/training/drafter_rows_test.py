@@ -4,7 +4,9 @@ import dataclasses
 import json
 import pathlib
 import sys
+import types
 
+import jax
 import numpy as np
 import pytest
 from scripts import ROOT
@@ -14,8 +16,10 @@ sys.path.append(str(ROOT / "experiments"))
 from lib.training import answered  # noqa: E402
 from lib.training import drafter_rows  # noqa: E402
 
+from specjax import testing  # noqa: E402
 from specjax.data import batches  # noqa: E402
 from specjax.data import tokenizers  # noqa: E402
+from specjax.training import distillation  # noqa: E402
 
 # A token is a byte.
 _BYTES = tokenizers.train(["text"], 257)
@@ -30,7 +34,10 @@ _SOURCE = drafter_rows.Source(
     data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
     self_rows=4, prompt_tokens=3, temperature=1.0, self_chat=False,
     rows_per_file=None, directory=pathlib.Path("self"),
-    keeps_features=False, answers_only=None, last_turn=False, seed=0)
+    keeps_features=False, answers_only=None, last_turn=False, pack=False,
+    seed=0)
+_TARGET = types.SimpleNamespace(
+    model=types.SimpleNamespace(context_length=60))
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -38,6 +45,8 @@ _SOURCE = drafter_rows.Source(
     (dict(data="stdlib", keeps_features=True), "--keep_features requires"),
     (dict(answers_only=True), "--answers_only requires conversations"),
     (dict(data="stdlib", answers_only=True), "--answers_only requires conv"),
+    (dict(data="stdlib", pack=True), "--pack requires conversations"),
+    (dict(pack=True), "--pack requires conversations"),
     (dict(data="self:texts,a.jsonl"), "a.jsonl, which requires"),
     (dict(self_chat=True), "needs a chat template")])
 def test_what_nothing_would_read_is_refused(changes, words):
@@ -57,8 +66,8 @@ def test_rows_of_texts_as_they_are(tmp_path):
   text = source.text(_BYTES)
   learned, held_out = map(_BYTES.decode, text.streams)
   assert len(text.files.documents) == 2 and text.files.documents[0] > 30
-  batch, rows = source.rows(None, None, text, 7, None)()
-  assert rows.tokens.shape == (2, 7)
+  batch, rows, *_ = source.rows(None, None, text, 7, None)()
+  assert rows.tokens.shape == (2, 7) and rows.counted.all()
   for row in rows.tokens:
     assert _BYTES.decode(row) in held_out
   np.testing.assert_array_equal(batch(3)["tokens"], batch(3)["tokens"])
@@ -77,40 +86,111 @@ def _chats(path, count=60, size=2):
   return path
 
 
+def _letters(tokens):
+  """Mask of the tokens of answers: capital letters, and the token after them.
+  """
+  return np.array([
+      bytes.isupper(_CHAT.token_bytes(t)) or t == _CHAT.eos
+      for t in tokens.ravel()]).reshape(tokens.shape)
+
+
 @pytest.mark.parametrize("only", [None, False])
-def test_rows_of_conversations(tmp_path, only):
-  # Broken: the weights are those of other tokens, heads learn from rows in
-  # which nothing counts or from held-out conversations, or are measured by
-  # rows without an answer.
+def test_joined_conversations(tmp_path, only):
+  # Broken: the rows are not those of a stream that is cut, the weights are
+  # those of other tokens, heads learn from rows in which nothing counts or from
+  # held-out conversations, or are measured by rows without an answer.
   pytest.importorskip("jinja2")
   source = dataclasses.replace(
       _SOURCE, data=str(_chats(tmp_path / "a.jsonl", size=3)),
-      answers_only=only)
+      answers_only=only, pack=True)
   source.check(_CHAT)
   with pytest.raises(ValueError, match="which holds conv.* needs a chat temp"):
     source.check(_BYTES)
   text = source.text(_CHAT)
   assert text.is_chat and sum(text.files.documents) == 60
-  batch, held_out = source.rows(None, None, text, 8, None)()
-  held_out = held_out.tokens
-  assert len(held_out) == 2 and held_out.dtype == np.int32
-  letters = lambda tokens: np.array([
-      bytes.isupper(_CHAT.token_bytes(t)) or t == _CHAT.eos
-      for t in tokens.ravel()]).reshape(tokens.shape)
-  assert letters(held_out[:, 1:]).any(axis=1).all()
-  rows = []
+  data = source.rows(None, None, text, 8, None)()
+  held_out = data.held_out
+  assert len(held_out.tokens) == 2 and held_out.tokens.dtype == np.int32
+  np.testing.assert_array_equal(
+      held_out.counted, _letters(held_out.tokens) | (only is False))
+  assert held_out.counted[:, 1:].any(axis=1).all()
+  stream, mask = text.files.tokens[0], text.files.answered[0]
+  cut = lambda x: x[:len(x) // 8 * 8].reshape(-1, 8)
+  useful = np.flatnonzero(
+      cut(mask)[:, 1:].any(axis=1) | (only is False))
+  assert (len(useful) == len(cut(stream))) == (only is False)
+  order = distillation.RowBatches(useful, 2, 0)
+  assert data.num_rows == len(useful) and data.tokens_per_row == 7
   for step in range(60):
-    found = batch(step)
-    assert found["tokens"].shape == (2, 8)
-    rows += [row.tobytes() for row in found["tokens"]]
-    if only is False:
-      assert "weights" not in found
-    else:
-      np.testing.assert_array_equal(
-          found["weights"], letters(found["tokens"][:, 1:]))
-      assert (found["weights"].sum(axis=1) > 0).all()
-  answered = np.concatenate([letters(np.frombuffer(x, np.int32)) for x in rows])
-  assert (answered.mean() < 0.2) == (only is False)
+    found, rows = data.batch(step), order.batch(step)
+    np.testing.assert_array_equal(found["tokens"], cut(stream)[rows])
+    np.testing.assert_array_equal(
+        found["weights"], cut(mask)[rows, 1:] | (only is False))
+  np.testing.assert_array_equal(mask, _letters(stream))
+  np.testing.assert_array_equal(source.counted(text)(257), np.bincount(
+      stream[mask | (only is False)], minlength=257))
+
+
+@pytest.mark.parametrize("only", [None, False])
+def test_a_row_is_a_conversation(tmp_path, capsys, only):
+  # Broken: a row begins in the middle of a conversation, padding is trained or
+  # measured, conversations lose their ends in silence, or a held-out
+  # conversation is trained.
+  pytest.importorskip("jinja2")
+  path = _chats(tmp_path / "a.jsonl", count=50)
+  with open(path, "a") as f:
+    f.write(_chats(tmp_path / "b.jsonl", count=4, size=5).read_text())
+    f.write(_chats(tmp_path / "c.jsonl", count=2, size=9).read_text())
+  source = dataclasses.replace(
+      _SOURCE, data=str(path), answers_only=only, held_out_rows=9)
+  text = source.text(_CHAT)
+  assert capsys.readouterr().err
+  data = source.rows(_TARGET, None, text, 40, None)()
+  # Conversations have 23, 53 and 93 tokens. The context has 60.
+  ends = [np.diff(starts, append=len(tokens)) for starts, tokens in zip(
+      text.files.starts, text.files.tokens)]
+  assert [set(x.tolist()) for x in ends][0] == {23, 53, 93}
+  count = int((ends[0] > 40).sum())
+  err = capsys.readouterr().err
+  assert (f"{count} of {len(ends[0])} conversations lose their ends, because "
+          "they are longer than --row_tokens=40; --row_tokens=60 keeps all "
+          f"except {(ends[0] > 60).sum()}\n") in err
+  assert f"{len(ends[1])} held-out rows of 40 tokens" in err
+  # All answers of the long conversations are beyond their rows.
+  assert data.num_rows == len(ends[0]) - count * (only is None)
+  assert data.tokens_per_row == np.mean(
+      np.minimum(ends[0][(ends[0] < 40) | (only is False)], 40) - 1)
+  seen = set()
+  for step in range(60):
+    found = data.batch(step)
+    assert found["tokens"].shape == (2, 40)
+    for row, weights in zip(found["tokens"], found["weights"]):
+      number = next(
+          i for i, start in enumerate(text.files.starts[0])
+          if (text.files.tokens[0][start:][:23] == row[:23]).all())
+      seen.add(number)
+      want = np.zeros(40, bool)
+      end = min(ends[0][number], 40)
+      want[:end] = _letters(row[:end]) | (only is False)
+      np.testing.assert_array_equal(weights, want[1:])
+  assert len(seen) > 15
+  held_out = data.held_out
+  assert held_out.tokens.shape == (len(held_out.clusters), 40)
+  assert len(set(held_out.clusters.tolist())) == len(held_out.clusters)
+  for row, counted in zip(held_out.tokens, held_out.counted):
+    assert _CHAT.decode(row[:1]) == "u" and counted.any()
+    if only is None:
+      np.testing.assert_array_equal(counted[:23], _letters(row[:23]))
+      assert not counted[23:].any()
+  source.rows(_TARGET, None, text, 60, None)
+  assert "the target's context length allows no longer rows" in (
+      capsys.readouterr().err)
+  source.rows(types.SimpleNamespace(model=types.SimpleNamespace(
+      context_length=900)), None, text, 93, None)
+  assert "lose their ends" not in capsys.readouterr().err
+  source.preview(_CHAT, data.batch, 2)
+  for line in capsys.readouterr().out.splitlines():
+    assert line.endswith("»") and ": u" in line.replace("«", "")
 
 
 def test_short_and_useless_conversations(tmp_path, capsys):
@@ -120,15 +200,17 @@ def test_short_and_useless_conversations(tmp_path, capsys):
   path = _chats(tmp_path / "a.jsonl", count=4)
   with open(path, "a") as f:
     f.write(json.dumps({"messages": []}) + "\n")
-  source = dataclasses.replace(_SOURCE, data=str(path))
+  source = dataclasses.replace(_SOURCE, data=str(path), pack=True)
   text = source.text(_CHAT)
   assert ("1 of 5 conversations are left out; "
           f"{path} line 5: it has no answer") in capsys.readouterr().err
-  batch, held_out = source.rows(None, None, text, 30, None)()
+  batch, held_out, *_ = source.rows(None, None, text, 30, None)()
   assert batch(0)["tokens"].shape == (2, 30)
   assert held_out.tokens.shape == (1, len(text.streams[1]))
   with pytest.raises(ValueError, match="--row_tokens is 300"):
     source.rows(None, None, text, 300, None)
+  with pytest.raises(ValueError, match="--row_tokens is 9, and no row of so"):
+    dataclasses.replace(source, pack=False).rows(_TARGET, None, text, 9, None)
   path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
   with pytest.raises(ValueError, match="no conversation with an answer"):
     source.text(_CHAT)
@@ -143,20 +225,69 @@ def test_conversations_that_the_target_goes_on_from(tmp_path):
   assert source.chat and source.weighs and source.complete == "b.jsonl"
   text = source.text(_CHAT)
   assert text.files is None
-  assert sorted(sum(text.sides, [])) == [x * 18 for x in "bcde"]
+  assert sorted(chat.messages[-1]["content"] for chat in sum(text.sides, [])
+                ) == [x * 18 for x in "bcde"]
   plain = dataclasses.replace(source, data="self")
   assert not plain.chat and not plain.weighs and plain.complete is None
 
 
+def test_messages_with_the_rest_of_their_record(tmp_path):
+  # Broken: the target answers without the system message or the tools of the
+  # record, or sees a turn after the message.
+  path = tmp_path / "a.jsonl"
+  turns = [{"role": role, "content": role[0]} for role in (
+      "system", "user", "assistant", "user")]
+  tools = [{"name": "f"}]
+  path.write_text("".join(json.dumps(record) + "\n" for record in (
+      {"messages": turns, "system": "unused"},
+      {"messages": turns[1:], "system": "S", "tools": tools},
+      {"messages": [{"role": "user", "content": " "}]},
+      {"messages": [{"role": "unknown", "content": "x"},
+                    {"role": "user", "content": "w"}, *turns]})))
+  source = dataclasses.replace(_SOURCE, data=f"self:{path}", self_chat=None)
+  sides = source.text(_CHAT).sides
+  found = {tuple((m["role"], m["content"]) for m in chat.messages):
+           chat.variables for side in sides for chat in side}
+  assert found == {(("system", "s"), ("user", "u")): {},
+                   (("system", "S"), ("user", "u")): {"tools": tools},
+                   (("user", "w"),): {}}
+  # Copies of a message are on the same side.
+  assert sorted(map(len, sides)) == [1, 2]
+
+
+def test_documents_that_the_target_continues(tmp_path, capsys):
+  # Broken: a run with too few held-out documents for an interval says nothing,
+  # or rows of generated text are padded or left out.
+  for i in range(40):
+    (tmp_path / f"{i:02}.txt").write_text(chr(97 + i % 26) * 20)
+  source = dataclasses.replace(
+      _SOURCE, data=f"self:{tmp_path}", directory=tmp_path / "self")
+  model = testing.MarkovModel(257, context_length=12)
+  target = types.SimpleNamespace(
+      model=model, params=model.init(jax.random.key(0)))
+  text = source.text(_BYTES)
+  capsys.readouterr()
+  make = source.rows(target, None, text, 8, None)
+  assert "2 held-out rows of 8 tokens (--held_out_rows=2) are from " in (
+      capsys.readouterr().err)  # before the target writes
+  data = make()
+  assert data.num_rows == 4 and data.tokens_per_row == 7
+  assert data.held_out.counted.all()
+  assert (data.batch(0)["weights"] == 1).all()
+  assert data.batch(0)["tokens"].shape == (2, 8)
+
+
 def test_tokens_of_answers_alone():
   # Broken: a weight is that of another row or of the token before.
-  rows = np.arange(6 * 5).reshape(6, 5)
-  chats = answered.Rows(rows, rows % 3 == 0), batches.HeldOutRows(
-      rows[:2], np.arange(2))
+  tokens = np.arange(6 * 5)
+  rows = tokens.reshape(6, 5)
+  chats = answered.Rows.packed(tokens, tokens % 3 == 0, 5), batches.HeldOutRows(
+      rows[:2], np.arange(2), rows[:2] % 3 == 0)
   source = dataclasses.replace(_SOURCE, self_chat=True, answers_only=True)
   text = drafter_rows.Text(corpus="", chats=chats)
-  batch, held_out = source.rows(None, None, text, 5, None)()
+  batch, held_out, *_ = source.rows(None, None, text, 5, None)()
   assert held_out is chats[1]
+  assert source.counted(text)(30).nonzero()[0].tolist() == [*range(0, 30, 3)]
   for step in (0, 4):
     found = batch(step)
     np.testing.assert_array_equal(

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from specjax.training.distillation import RowBatches
 from specjax.training.kept_features import KeptFeatures
 
 _ROWS = np.arange(7 * 5, dtype=np.int32).reshape(7, 5)
@@ -14,7 +15,10 @@ def _kept():
     passes.append(rows)
     return {"features": rows[:, :-1, None] * 1e4, "counts": rows[:, :-1]}
 
-  return KeptFeatures(_ROWS, 3, read, 2, seed=1), passes
+  return KeptFeatures(
+      RowBatches(np.arange(len(_ROWS)), 3, seed=1),
+      lambda numbers: {"tokens": _ROWS[numbers], "numbers": numbers}, read, 2
+  ), passes
 
 
 def test_every_row_is_read_once_and_gets_what_is_its_own():
@@ -27,6 +31,7 @@ def test_every_row_is_read_once_and_gets_what_is_its_own():
   assert len(passes) <= 5  # two full batches, and the row that they left out
   for batch in seen:
     np.testing.assert_array_equal(batch["counts"], batch["tokens"][:, :-1])
+    np.testing.assert_array_equal(batch["tokens"], _ROWS[batch["numbers"]])
     assert batch["features"].dtype == np.float16
     np.testing.assert_allclose(
         batch["features"][..., 0], np.minimum(

@@ -373,6 +373,62 @@ def test_head_accuracy_by_hand(first):
   assert accuracy[2][1] == measured["head_2/top_2"]
 
 
+def test_head_accuracy_of_counted_tokens_by_hand():
+  # Broken: a position counts by the token that it reads, a round begins before
+  # an answer or goes on after its end, or a token that nobody counts matters.
+  objective, params = _objective("medusa")
+  rows, out = _rows(2), _target_output()
+  counted = np.zeros(rows.shape, bool)
+  counted[0, [4, 5, 6, 8]] = counted[1, [0, 1, 3, 9]] = True
+  params = {"target": _pair().params["target"], "drafter": params}
+  measure = lambda rows, counted: evaluation.head_accuracy(
+      objective, rows, batch_size=1, counted=counted)(params, by_row=True)
+  measured = measure(rows, counted)
+  logits = np.asarray(objective.heads(
+      params["drafter"], out.hidden, methods.lm_head(params["target"])))
+  greedy = out.logits.argmax(-1)
+  right = {0: np.ones((2, _S), bool)}  # of the LM head, and the data's
+  data = {0: greedy == rows[:, 1:]}
+  nats = {0: -_log_softmax(out.logits)}
+  for k in (1, 2):
+    at = np.arange(_S - _K) + k
+    likely = logits[:, :_S - _K, k - 1].argmax(-1)
+    right[k], data[k] = likely == greedy[:, at], likely == rows[:, 1 + at]
+    nats[k] = -_log_softmax(logits[:, :_S - _K, k - 1])
+  for k in range(3):
+    mask = counted[:, 1 + k:][:, :right[k].shape[1]]
+    for name, values in ("top_1", right[k]), ("data_top_1", data[k]):
+      np.testing.assert_allclose(
+          measured[f"head_{k}/{name}"], values[mask].mean(), rtol=1e-5)
+    labels = rows[:, 1 + k:][:, :mask.shape[1], None]
+    np.testing.assert_allclose(
+        measured[f"head_{k}/loss"],
+        np.take_along_axis(nats[k], labels, 2)[..., 0][mask].mean(), rtol=1e-4)
+  for name, values in ("greedy", right), ("data", data):
+    accepted = [[bool(values[1][b, t]) + bool(
+        values[1][b, t] and values[2][b, t] and counted[b, t + 3])
+                 for t in range(_S - _K) if counted[b, t + 2]]
+                for b in range(2)]
+    # Rounds draft tokens 4, 5, 6, 8 of the first row first, and 3 of the other.
+    assert list(map(len, accepted)) == [4, 1]
+    np.testing.assert_allclose(
+        measured["by_row"][f"{name}_block_efficiency"],
+        list(map(sum, accepted)))
+    np.testing.assert_allclose(
+        measured[f"{name}_block_efficiency"], 1 + np.mean(sum(accepted, [])),
+        rtol=1e-6)
+  assert measured["by_row"]["positions"].tolist() == [4, 1]
+  # The last token of the first row is padding.
+  padded = rows.copy()
+  padded[0, -1] = (rows[0, -1] + 1) % _V
+  jax.tree.map(np.testing.assert_array_equal, measure(padded, counted),
+               measured)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+               measure(rows, None), measure(rows, np.ones(rows.shape, bool)))
+  with pytest.raises(ValueError, match="a head predicts a counted token"):
+    measure(rows, counted & False)
+
+
 def test_block_efficiency_of_a_drafter_that_is_the_target():
   # Broken: the root or the bonus token does not count, or finished rows do.
   model = testing.MarkovModel(_V, context_length=8)

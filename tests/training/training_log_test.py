@@ -192,6 +192,23 @@ def test_the_held_out_loss_is_the_objectives_own():
   np.testing.assert_allclose(measured["held_out_loss"], want, rtol=1e-6)
 
 
+def test_the_held_out_loss_of_counted_tokens():
+  # Broken: a part with few counted tokens counts as much as another, or a token
+  # that does not count has an effect.
+  rows = np.concatenate(_ROWS[:2])[:5]
+  counted = np.zeros(rows.shape, bool)
+  counted[0, 1:], counted[1, 2], counted[4, [0, 3]] = True, True, True
+  loss = lambda rows: evaluation.held_out_loss(
+      _OBJECTIVE, rows, counted=counted)(_table())["held_out_loss"]
+  want = _OBJECTIVE(_table(), {}, {
+      "tokens": rows, "weights": counted[:, 1:].astype(np.float32)}, None)[0]
+  np.testing.assert_allclose(loss(rows), want, rtol=1e-6)
+  others = rows.copy()
+  others[2:4] = 1
+  others[1, 3:] = 1
+  assert loss(others) == loss(rows)
+
+
 def test_weights_and_biases_get_the_same_run_twice(tmp_path, monkeypatch):
   # Broken: a run that goes on is another run there, or misses the values.
   runs, rows = [], []

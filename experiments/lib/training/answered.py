@@ -1,6 +1,5 @@
 """Rows of tokens from conversations, optionally with the target's answers."""
 
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -13,7 +12,6 @@ import numpy as np
 from lib import common
 from lib import models
 from lib.prompts import reading as prompts_lib
-from specjax.data import batches
 from specjax.data import conversations
 from specjax.data import record_files
 from specjax.data import Tokenizer
@@ -34,16 +32,111 @@ class Conversation(NamedTuple):
   answered: Sequence[bool]
 
 
-class Rows(NamedTuple):
-  """Rows of tokens for training or evaluation.
+class Stream(NamedTuple):
+  """Tokens of several conversations, one after the other.
 
   Attributes:
-    tokens: `[R, row_tokens]` int32.
-    answered: `[R, row_tokens]` bool, True for tokens of answers.
+    tokens: `[T]` tokens.
+    answered: `[T]` bool, True for tokens of the assistant's answers.
+    starts: offsets of the first tokens of the conversations.
   """
 
   tokens: np.ndarray
   answered: np.ndarray
+  starts: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+  """Rows of equal length, which are parts of a stream with padding at the end.
+
+  `take` copies only the rows of one batch, so the stream can be mapped from a
+  file.
+
+  Attributes:
+    tokens: `[T]` stream of tokens.
+    trained: `[T]` bool, True for tokens that are trained.
+    begins: `[R]` offsets of the first token of each row.
+    ends: `[R]` offsets after the last token of each row, without padding.
+    size: length of a row, including padding.
+  """
+
+  tokens: np.ndarray
+  trained: np.ndarray
+  begins: np.ndarray
+  ends: np.ndarray
+  size: int
+
+  @classmethod
+  def packed(cls, tokens: np.ndarray, trained: np.ndarray, size: int) -> "Rows":
+    """Cuts a stream into rows without padding.
+
+    An incomplete last row is left out.
+
+    Args:
+      tokens: `[T]` stream of tokens.
+      trained: `[T]` bool, True for tokens that are trained.
+      size: length of a row.
+
+    Raises:
+      ValueError: the stream does not fill a row, or no row is trained.
+    """
+    count = len(tokens) // size
+    if not count:
+      raise ValueError(f"--row_tokens is {size}, and all conversations "
+                       f"together have {len(tokens)} tokens; give more "
+                       "conversations, or a smaller --row_tokens")
+    begins = np.arange(count) * size
+    return cls(tokens[:count * size], trained[:count * size], begins,
+               begins + size, size)._useful()
+
+  @classmethod
+  def of_conversations(cls, tokens: np.ndarray, trained: np.ndarray,
+                       starts: np.ndarray, size: int) -> "Rows":
+    """Returns one row for each conversation, with its first `size` tokens.
+
+    Args:
+      tokens: `[T]` tokens of the conversations, one after the other.
+      trained: `[T]` bool, True for tokens that are trained.
+      starts: offsets of the first tokens of the conversations.
+      size: length of a row.
+
+    Raises:
+      ValueError: no row is trained.
+    """
+    ends = np.append(starts[1:], len(tokens))
+    return cls(tokens, trained, starts, np.minimum(ends, starts + size), size
+               )._useful()
+
+  def __len__(self) -> int:
+    return len(self.begins)
+
+  def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens and the mask of trained tokens of some rows.
+
+    Padding consists of copies of the row's last token, which are not trained.
+
+    Args:
+      numbers: `[n]` numbers of rows.
+
+    Returns:
+      `[n, size]` int32 and `[n, size]` bool.
+    """
+    places = self.begins[numbers, None] + np.arange(self.size)
+    ends = self.ends[numbers, None]
+    inside = np.minimum(places, ends - 1)
+    return (self.tokens[inside].astype(np.int32),
+            self.trained[inside] & (places < ends))
+
+  def _useful(self) -> "Rows":
+    """Returns the rows with a trained token after the first."""
+    useful = [i for i, (begin, end) in enumerate(zip(self.begins, self.ends))
+              if self.trained[begin + 1:end].any()]
+    if not useful:
+      raise ValueError(f"--row_tokens is {self.size}, and no row of so many "
+                       "tokens contains an answer; set a larger --row_tokens")
+    return dataclasses.replace(
+        self, begins=self.begins[useful], ends=self.ends[useful])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,16 +165,26 @@ class Conversations:
   placement: Placement | None = None
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-  def prompts(self, messages: Sequence[str], count: int) -> list[list[int]]:
+  def prompts(self, chats: Sequence[conversations.Conversation], count: int
+              ) -> list[list[int]]:
     """Returns the token ids of randomly chosen messages, in the chat template.
 
     Args:
-      messages: messages to choose from.
+      chats: conversations to choose from, which end with a message of the user.
       count: maximum number of messages.
     """
-    order = np.random.default_rng(self.seed).permutation(len(messages))[:count]
-    return [self.tokenizer.chat([prompts_lib.user(
-        self.tokenizer, messages[i], self.prompt_tokens)]) for i in order]
+    order = np.random.default_rng(self.seed).permutation(len(chats))[:count]
+    return [self._prompt(chats[i]) for i in order]
+
+  def _prompt(self, chat: conversations.Conversation) -> list[int]:
+    *before, message = chat.messages
+    message = prompts_lib.user(
+        self.tokenizer, message["content"], self.prompt_tokens)
+    try:
+      return self.tokenizer.with_variables(chat.variables).chat(
+          [*before, message])
+    except ValueError as e:
+      raise ValueError(f"{chat.place}: {e}") from None
 
   def check_room(self, prompts: Sequence[Sequence[int]]) -> None:
     """Raises `ValueError` if a message leaves no room for its answer."""
@@ -89,8 +192,8 @@ class Conversations:
     if longest >= self.row_tokens:
       raise ValueError(
           f"--row_tokens is {self.row_tokens}, and the longest message has "
-          f"{longest} tokens with its chat template; set a smaller "
-          "--self_prompt_tokens, or a larger --row_tokens")
+          f"{longest} tokens with its system message and chat template; set a "
+          "smaller --self_prompt_tokens, or a larger --row_tokens")
 
   def answer(self, prompts: Sequence[Sequence[int]],
              directory: str | os.PathLike[str], seed: int
@@ -137,44 +240,10 @@ class Conversations:
         raise ValueError(f"{chat.place}: {e}") from None
     return chats
 
-  def rows(self, chats: Iterable[Conversation]) -> Rows:
-    """Joins conversations and cuts them into rows.
 
-    Args:
-      chats: conversations to join.
-
-    Raises:
-      ValueError: the conversations together do not fill a row.
-    """
-    texts, answers = zip(*chats)
-    return cut(np.concatenate([np.asarray(x, np.int32) for x in texts]),
-               np.concatenate([np.asarray(x, bool) for x in answers]),
-               self.row_tokens)
-
-  def held_out_rows(self, chats: Sequence[Conversation]
-                    ) -> batches.HeldOutRows:
-    """Joins conversations and cuts them into rows that do not overlap."""
-    lengths = [len(chat.tokens) for chat in chats]
-    return batches.held_out_rows(
-        np.concatenate([np.asarray(chat.tokens, np.int32) for chat in chats]),
-        np.cumsum([0, *lengths[:-1]]), len(chats), self.row_tokens)
-
-
-def cut(tokens: np.ndarray, answered: np.ndarray, size: int) -> Rows:
-  """Cuts a stream of tokens into rows and drops an incomplete last row.
-
-  Args:
-    tokens: `[T]`, stream of tokens.
-    answered: `[T]` bool, True for tokens of the assistant's answers.
-    size: length of a row.
-
-  Raises:
-    ValueError: the stream does not fill a row.
-  """
-  count = len(tokens) // size
-  if not count:
-    raise ValueError(f"--row_tokens is {size}, and all conversations together "
-                     f"have {len(tokens)} tokens; give more conversations, or "
-                     "a smaller --row_tokens")
-  rows = lambda x: x[:count * size].reshape(count, size)
-  return Rows(rows(tokens), rows(answered))
+def join(chats: Sequence[Conversation]) -> Stream:
+  """Returns conversations, one after the other."""
+  texts, answers = zip(*chats)
+  return Stream(np.concatenate([np.asarray(x, np.int32) for x in texts]),
+                np.concatenate([np.asarray(x, bool) for x in answers]),
+                np.cumsum([0, *map(len, texts[:-1])]))

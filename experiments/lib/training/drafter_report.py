@@ -6,6 +6,8 @@ import math
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from lib import common
 from lib.figures import curves
 import specjax as sj
@@ -31,9 +33,8 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
   """Returns the evaluation function of a training run.
 
   The function measures the accuracy of each head, the block efficiency of
-  greedy decoding, and the held-out loss. The prompts are the first quarters of
-  held-out rows. Drafts are the heads' most likely chain. PaSS uses its folded
-  variant, with one target call per round.
+  greedy decoding, and the held-out loss. Drafts are the heads' most likely
+  chain. PaSS uses its folded variant, with one target call per round.
 
   Args:
     method: training method.
@@ -51,10 +52,9 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
   """
   accuracy = evaluation.head_accuracy(
       method.measure(target.model, heads), held_out.tokens,
-      clusters=held_out.clusters)
-  prompts = held_out.tokens[
-      :DECODED_ROWS, :max(1, held_out.tokens.shape[1] // 4)]
-  room = target.model.context_length - prompts.shape[1]
+      clusters=held_out.clusters, counted=held_out.counted)
+  prompts, clusters = _prompts(held_out)
+  room = target.model.context_length - min(map(len, prompts))
   attach = functools.partial(heads.attach, target.model)
   model, _ = attach(target.params, params)
   decoded = evaluation.block_efficiency(
@@ -62,8 +62,9 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
           model, transform=sj.LogitsTransform(temperature=0)),
       prompts, rounds=min(DECODED_ROUNDS,
                           max(1, room // (heads.num_forecasts + 1))),
-      clusters=held_out.clusters[:DECODED_ROWS])
-  loss = evaluation.held_out_loss(objective, held_out.tokens)
+      clusters=clusters)
+  loss = evaluation.held_out_loss(
+      objective, held_out.tokens, counted=held_out.counted)
 
   def evaluate(params: Mapping[str, Any]) -> dict[str, Any]:
     measured = accuracy(params, by_row=True)
@@ -72,6 +73,22 @@ def evaluation_of(method: Method, target: Pretrained, heads: Heads,
             **decoded(attach(params["target"], params["drafter"])[1])}
 
   return evaluate
+
+
+def _prompts(held_out: HeldOutRows
+             ) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+  """Returns prompts for greedy decoding, and their clusters.
+
+  If only answers are counted, a prompt ends before the first answer of its row,
+  and rows that begin with an answer are left out. Otherwise a prompt is the
+  first quarter of the row without padding.
+  """
+  counted = held_out.counted[:DECODED_ROWS]
+  lengths = np.argmax(counted, axis=1)
+  if not lengths.any():
+    lengths = np.maximum(1, counted.sum(axis=1) // 4)
+  return zip(*[(row[:length], cluster) for row, length, cluster in zip(
+      held_out.tokens, lengths, held_out.clusters.tolist()) if length])
 
 
 def scalars(measured: Measured) -> dict[str, float]:

@@ -11,6 +11,7 @@ import functools
 import pathlib
 import sys
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from lib.prompts import reading as prompts_lib
 from lib.training import answered
 from lib.training import token_cache
 from lib.training.answered import Rows
+from lib.training.answered import Stream
 from specjax.analysis.intervals import FEWEST
 from specjax.data import batches
 from specjax.data import conversations
@@ -51,15 +53,15 @@ class Text:
     corpus: fingerprint of all documents.
     files: tokens of the documents. None if the documents are messages that the
       target answers.
-    sides: training messages and held-out messages that the target answers, or
-      None.
+    sides: training conversations and held-out conversations, which end with
+      the message that the target answers. None if it answers none.
     chats: training rows and held-out rows with the target's answers. None until
       `Source.answered` generates them.
   """
 
   corpus: str
   files: token_files.TokenFiles | None = None
-  sides: tuple[list[str], list[str]] | None = None
+  sides: tuple[list[conversations.Conversation], ...] | None = None
   chats: tuple[Rows, HeldOutRows] | None = None
 
   @property
@@ -78,6 +80,23 @@ class Text:
     if self.chats is None:
       return self.files.fingerprints[0]
     return fingerprint(tuple(rows.tokens for rows in self.chats))
+
+
+class Data(NamedTuple):
+  """Training batches and held-out rows of a run.
+
+  Attributes:
+    batch: function `step -> batch`.
+    held_out: rows for evaluation.
+    num_rows: number of training rows in an epoch.
+    tokens_per_row: mean number of predicted tokens of a training row, without
+      padding.
+  """
+
+  batch: Batches
+  held_out: HeldOutRows
+  num_rows: int
+  tokens_per_row: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +123,8 @@ class Source:
     answers_only: True if the loss only includes tokens of answers. None means
       True if and only if the rows contain answers.
     last_turn: if True, only the last answer of a conversation is trained.
+    pack: if True, conversations are joined and cut into rows. Otherwise each
+      row is one conversation.
     keeps_features: True if the target's hidden states are stored in memory.
     seed: seed for the shuffle, the choice of documents and the sampling.
   """
@@ -121,6 +142,7 @@ class Source:
   directory: pathlib.Path
   answers_only: bool | None
   last_turn: bool
+  pack: bool
   keeps_features: bool
   seed: int
 
@@ -148,11 +170,16 @@ class Source:
     return self.turns is not None
 
   @property
+  def has_conversations(self) -> bool:
+    """True if the rows contain conversations."""
+    return self.chat or self.own is None and self.turns is not None
+
+  @property
   def weighs(self) -> bool:
     """True if the loss only includes tokens of answers."""
     if self.answers_only is not None:
       return self.answers_only
-    return self.chat or self.own is None and self.turns is not None
+    return self.has_conversations
 
   def check(self, tokenizer: Tokenizer, names: Sequence[str] = ()) -> None:
     """Raises `ValueError` if a setting would have no effect.
@@ -167,10 +194,11 @@ class Source:
     if self.complete is not None and not self.chat:
       raise ValueError(f"--data={self.data} adds the conversations of "
                        f"{self.complete}, which requires --self_chat")
-    given = self.own is None and self.turns is not None
-    if self.answers_only and not self.chat and not given:
-      raise ValueError("--answers_only requires conversations, from --data or "
-                       "--self_chat; leave --answers_only out")
+    for name, value in ("answers_only", self.answers_only), ("pack", self.pack):
+      if value and not self.has_conversations:
+        raise ValueError(f"--{name} requires conversations, from --data or "
+                         f"--self_chat; leave --{name} out")
+    given = self.has_conversations and not self.chat
     if self.last_turn and not given:
       raise ValueError("--last_turn requires --data with conversations; leave "
                        "--last_turn out")
@@ -228,26 +256,10 @@ class Source:
     """
     if text.chats is not None:
       rows = text.chats[0]
-      tokens = rows.tokens[rows.answered if self.weighs else ...].ravel()
+      tokens = rows.tokens[rows.trained]
       return lambda size: np.bincount(tokens, minlength=size)
     return None if self.chat else (
         lambda size: text.files.counts(size, self.weighs))
-
-  def num_rows(self, text: Text, row_tokens: int) -> int:
-    """Returns the number of rows in an epoch, without rows that are skipped."""
-    if text.is_chat or text.chats is not None:
-      rows = text.chats[0] if text.chats is not None else (
-          self._complete_rows(text.files, row_tokens)[0])
-      return len(self._useful(rows))
-    if self.own is not None:
-      return self.self_rows
-    return len(text.streams[0]) // (row_tokens - 1)
-
-  def _useful(self, rows: Rows) -> np.ndarray:
-    """Returns the numbers of the rows with a token that is trained."""
-    if not self.weighs:
-      return np.arange(len(rows.tokens))
-    return np.flatnonzero(rows.answered[:, 1:].any(axis=1))
 
   def text(self, tokenizer: Tokenizer) -> Text:
     """Reads the source, and tokenises it unless the target answers messages."""
@@ -256,28 +268,30 @@ class Source:
                        f"--batch_size={self.batch_size}; set at least one "
                        "batch of rows")
     if self.chat:
-      documents = self._messages()
-      return Text(corpus=fingerprint(documents), sides=tuple(
-          [d.text for d in side] for side in corpora.split(documents)))
+      chats = self._messages()
+      return Text(corpus=fingerprint(chats), sides=corpora.split(chats))
     turns = None if self.own else self.turns
     files = token_cache.read(
         self.own or self.data, turns or self.field or "text", tokenizer,
         chat=turns is not None, last_turn=self.last_turn)
     return Text(corpus=files.corpus, files=files)
 
-  def _messages(self) -> list[corpora.Document]:
-    """Returns the messages that the target answers.
+  def _messages(self) -> list[conversations.Conversation]:
+    """Returns conversations that end with the message that the target answers.
 
-    These are the documents, or the first user turn of each conversation.
+    The messages are the documents, or the first user turn of each conversation.
     """
     if self.turns is None:
-      return corpora.read_documents(self.own, self.field or "text")
-    prompt_of = functools.partial(
-        conversations.prompt_of, fields=record_files.alternatives(self.turns))
-    return [corpora.Document(name, text)
-            for name, _, text in record_files.extract(
-                self.own, "message", conversations.records(self.own),
-                prompt_of)]
+      return [
+          conversations.Conversation(
+              name=d.name, place=d.name, variables={},
+              messages=[{"role": "user", "content": d.text}])
+          for d in corpora.iter_documents(self.own, self.field or "text")]
+    beginning_of = functools.partial(
+        conversations.beginning_of,
+        fields=record_files.alternatives(self.turns))
+    return [chat for *_, chat in record_files.extract(
+        self.own, "message", conversations.records(self.own), beginning_of)]
 
   @property
   def _written(self) -> list[tuple[str, int, int]]:
@@ -315,13 +329,14 @@ class Source:
     training, held_out = (
         chats.answer(some, self.directory / name, seed)
         for some, (name, _, seed) in zip(prompts, self._written))
-    return dataclasses.replace(text, chats=(
-        chats.rows([*training, *complete]), chats.held_out_rows(held_out)))
+    return dataclasses.replace(text, chats=self._conversations(
+        answered.join([*training, *complete]), answered.join(held_out),
+        row_tokens, target))
 
   def rows(self, target: Pretrained, objective: Objective, text: Text,
            row_tokens: int, mesh: jax.sharding.Mesh | None
-           ) -> Callable[[], tuple[Batches, HeldOutRows]]:
-    """Returns a function `() -> (step -> batch, held-out rows)`.
+           ) -> Callable[[], Data]:
+    """Returns a function that returns the batches and the held-out rows.
 
     `rows` does all checks. If the target continues the beginnings of documents,
     calling the function generates the rows.
@@ -335,72 +350,98 @@ class Source:
     """
     chats = text.chats
     if text.is_chat:
-      chats = self._complete_rows(text.files, row_tokens)
+      files = text.files
+      chats = self._conversations(
+          *map(Stream, files.tokens, files.answered, files.starts), row_tokens,
+          target)
     if chats is not None:
-      training, held_out = chats
-      batch = self._batches(training, objective, target)
-      self._report(held_out)
-      return lambda: (batch, held_out)
+      data = self._data(*chats, objective, target)
+      self._report(data.held_out.clusters, row_tokens)
+      return lambda: data
     if self.own is None:
       training, held_out = text.streams
       windows = batches.TokenWindows(
           training, self.batch_size, row_tokens - 1, self.seed)
       held_out = batches.held_out_rows(
           held_out, text.files.starts[1], self.held_out_rows, row_tokens)
-      self._report(held_out)
-      return lambda: (lambda step: {"tokens": windows.batch(step)}, held_out)
+      self._report(held_out.clusters, row_tokens)
+      return lambda: Data(
+          lambda step: {"tokens": windows.batch(step)}, held_out,
+          len(training) // (row_tokens - 1), row_tokens - 1)
     prompts = self._beginnings(text.streams, row_tokens)
     # A generated row belongs to the document in which its prompt begins.
     clusters = np.searchsorted(
         text.files.starts[1], distillation.prompt_starts(
             len(text.streams[1]), self.held_out_rows, self.prompt_tokens,
             self.seed), "right")
+    self._report(clusters, row_tokens)
     decoder = common.autoregressive(target.model, self.temperature)
 
-    def sample() -> tuple[Batches, HeldOutRows]:
+    def sample() -> Data:
       training, held_out = (
           distillation.sample_rows(
               decoder, {"target": target.params}, some, length=row_tokens,
               directory=self.directory / name, seed=seed,
               placement=meshes.placement(mesh), **self._files)
           for some, (name, _, seed) in zip(prompts, self._written))
-      rows = Rows(training, np.ones(training.shape, bool))
-      batch = self._batches(rows, objective, target)
-      return batch, HeldOutRows(held_out, clusters)
+      tokens = training.ravel()
+      return self._data(
+          Rows.packed(tokens, np.broadcast_to(True, len(tokens)), row_tokens),
+          HeldOutRows(held_out, clusters, np.ones(held_out.shape, bool)),
+          objective, target)
 
     return sample
 
   def preview(self, tokenizer: Tokenizer, batch: Batches, count: int) -> None:
-    """Prints the first training rows, with the trained text in « »."""
+    """Prints the first training rows, with the trained text in « ».
+
+    The printed row ends with its last trained token, so it has no padding.
+    """
     for i in range(count):
       step, row = divmod(i, self.batch_size)
       rows = batch(step)
       tokens = rows["tokens"][row]
       trained = (rows["weights"][row] > 0 if "weights" in rows
                  else np.ones(len(tokens) - 1, bool))
-      print(f"{i}: {token_cache.marked(tokenizer, tokens, [0, *trained])}")
+      end = 2 + np.flatnonzero(trained)[-1]
+      print(f"{i}: "
+            + token_cache.marked(tokenizer, tokens[:end], [0, *trained]))
 
-  def _report(self, held_out: HeldOutRows) -> None:
-    """Prints the number of held-out rows if there are too few."""
-    count, size = held_out.tokens.shape
-    documents = len(np.unique(held_out.clusters))
-    if count < self.held_out_rows or documents < FEWEST:
-      print(f"{count} held-out rows of {size} tokens do not overlap "
-            f"(--held_out_rows={self.held_out_rows}); intervals are over their "
-            f"{documents} clusters of documents and need {FEWEST}",
-            file=sys.stderr)
+  def _report(self, clusters: np.ndarray, row_tokens: int) -> None:
+    """Prints the number of held-out rows if there are too few.
 
-  def _complete_rows(self, files: token_files.TokenFiles, row_tokens: int
-                     ) -> tuple[Rows, HeldOutRows]:
-    """Returns training rows and held-out rows of complete conversations.
-
-    If the held-out conversations have fewer tokens than a row, the held-out row
-    is shorter.
+    Args:
+      clusters: number of the document or conversation of each row.
+      row_tokens: length of a row.
     """
-    training = answered.cut(files.tokens[0], files.answered[0], row_tokens)
-    return training, batches.held_out_rows(
-        files.tokens[1], files.starts[1], self.held_out_rows,
-        min(row_tokens, len(files.tokens[1])), files.answered[1])
+    count, documents = len(clusters), len(np.unique(clusters))
+    if count < self.held_out_rows or documents < FEWEST:
+      print(f"{count} held-out rows of {row_tokens} tokens "
+            f"(--held_out_rows={self.held_out_rows}) are from {documents} "
+            "documents or conversations; intervals are over these and need "
+            f"{FEWEST}", file=sys.stderr)
+
+  def _conversations(self, training: Stream, held_out: Stream, row_tokens: int,
+                     target: Pretrained) -> tuple[Rows, HeldOutRows]:
+    """Returns training rows and held-out rows of conversations.
+
+    With `pack`, a held-out row is shorter than `row_tokens` if all held-out
+    conversations together have fewer tokens.
+    """
+    parts = [(x.tokens, x.answered if self.weighs
+              else np.broadcast_to(True, len(x.tokens)), x.starts)
+             for x in (training, held_out)]
+    if self.pack:
+      tokens, counted, starts = parts[1]
+      return Rows.packed(*parts[0][:2], row_tokens), batches.held_out_rows(
+          tokens, starts, self.held_out_rows, min(row_tokens, len(tokens)),
+          counted)
+    _report_cuts(np.diff(training.starts, append=len(training.tokens)),
+                 row_tokens, target.model.context_length)
+    rows, others = (Rows.of_conversations(*x, row_tokens) for x in parts)
+    chosen = batches.spread(len(others), self.held_out_rows)
+    tokens, counted = others.take(chosen)
+    return rows, HeldOutRows(tokens, chosen, counted)
 
   def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
                   ) -> list[np.ndarray]:
@@ -415,25 +456,39 @@ class Source:
         distillation.cut_prompts(tokens, count, self.prompt_tokens, self.seed)
         for tokens, (_, count, _) in zip(streams, self._written)]
 
-  def _batches(self, rows: Rows, objective: Objective | None,
-               target: Pretrained | None) -> Batches:
-    """Returns a function `step -> batch`, with features if `keeps_features`.
+  def _data(self, rows: Rows, held_out: HeldOutRows,
+            objective: Objective | None, target: Pretrained | None) -> Data:
+    """Returns batches of rows, with features if `keeps_features`."""
+    order = distillation.RowBatches(
+        np.arange(len(rows)), self.batch_size, self.seed)
 
-    If the loss only includes tokens of answers, rows without answers are left
-    out.
-    """
-    useful = self._useful(rows)
-    order = distillation.RowBatches(useful, self.batch_size, self.seed)
+    def arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:
+      tokens, trained = rows.take(numbers)
+      return {"tokens": tokens, "weights": trained[:, 1:].astype(np.float32)}
+
+    batch = lambda step: arrays(order.batch(step))
     if self.keeps_features:
       read = jax.jit(objective.read)
       batch = kept_features.KeptFeatures(
-          rows.tokens[useful], self.batch_size, pass_rows=self.pass_rows,
-          seed=self.seed, read=lambda rows: read(
-              {"target": target.params, "drafter": {}}, rows)).batch
-    else:
-      batch = lambda step: {
-          "tokens": rows.tokens[order.batch(step)].astype(np.int32)}
-    if not self.weighs:
-      return batch
-    return lambda step: {**batch(step), "weights": rows.answered[
-        order.batch(step), 1:].astype(np.float32)}
+          order, arrays, pass_rows=self.pass_rows, read=lambda tokens: read(
+              {"target": target.params, "drafter": {}}, tokens)).batch
+    return Data(batch, held_out, len(rows),
+                float(np.mean(rows.ends - rows.begins - 1)))
+
+
+def _report_cuts(lengths: np.ndarray, row_tokens: int, longest: int) -> None:
+  """Prints the number of conversations that are longer than a row.
+
+  Args:
+    lengths: numbers of tokens of the conversations.
+    row_tokens: length of a row.
+    longest: largest possible length of a row.
+  """
+  cut, rest = np.sum(lengths > row_tokens), np.sum(lengths > longest)
+  if cut:
+    advice = (f"--row_tokens={min(lengths.max(), longest)} keeps all"
+              + f" except {rest:,}" * bool(rest) if row_tokens < longest else
+              "the target's context length allows no longer rows")
+    print(f"{cut:,} of {len(lengths):,} conversations lose their ends, because "
+          f"they are longer than --row_tokens={row_tokens}; {advice}",
+          file=sys.stderr)

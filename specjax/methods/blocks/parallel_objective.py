@@ -146,14 +146,14 @@ class ParallelObjective:
     found = self.blocks(params, tokens, of_part(every))
     nats = cross_entropy(found.logits, found.labels)
     counts = _at(batch_weights.all, every, nats.shape[-1])
-    weights = of_part(counts) * self.weights(nats)
+    weights = of_part(counts) * self.weights(nats, of_part(counts) > 0)
     known = counts * self._known(_at(rows[:, 1:], every, nats.shape[-1]))
     nats = jnp.where(of_part(known) > 0, nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
     # The weights of "decay" depend only on the slot, so those of the complete
     # batch are known. The weights of "dpace" are divided by the slots.
-    total = jnp.sum(counts * self.weights(jnp.zeros_like(counts))
+    total = jnp.sum(counts * self.weights(jnp.zeros_like(counts), counts > 0)
                     if self.position_weights == "decay" else counts)
     mean = lambda x: batch_weights.divide(jnp.sum(weights * x), total)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
@@ -176,16 +176,19 @@ class ParallelObjective:
     known = np.isin(np.arange(self.heads.vocab_size), ids)
     return jnp.asarray(known)[labels]
 
-  def weights(self, nats: jax.Array) -> jax.Array:
+  def weights(self, nats: jax.Array, counted: jax.Array) -> jax.Array:
     """Returns the slot weights w_k before division, `[..., K]`.
 
     Args:
       nats: cross-entropies -log q_k(x_k) `[..., K]`, used by "dpace".
+      counted: `[..., K]` mask of the slots with a weight. For "dpace", only
+        these slots are gained by a longer accepted prefix.
     """
     if self.position_weights == "dpace":
       reach = jnp.cumprod(
           (jnp.exp(-jax.lax.stop_gradient(nats)) + 1) / 2, axis=-1)
-      return jax.lax.cumsum(reach, axis=reach.ndim - 1, reverse=True)
+      return jax.lax.cumsum(
+          reach * counted, axis=reach.ndim - 1, reverse=True)
     place = jnp.arange(nats.shape[-1])
     return jnp.broadcast_to(
         jnp.exp(-place / self.position_decay), nats.shape)
