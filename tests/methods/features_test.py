@@ -12,6 +12,8 @@ from feature_layers import heads_of
 from feature_layers import jit
 from feature_layers import pair
 from feature_layers import VOCAB
+from first_drafts import first_draft
+from first_drafts import texts_by_path
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,6 @@ from specjax.verifiers import Block
 from specjax.verifiers import TargetWalk
 from specjax.verifiers import Traversal
 
-_SLOTS = 48
 _PROMPTS = ([2], [4, 1], [3] * 7, [*range(5)] * 3) * 4
 
 
@@ -99,10 +100,7 @@ def test_state_after_rounds_is_that_of_a_prompt(name):
 def _first(drafter, rule):
   """`(target, params, draft)`: the first draft of every prompt."""
   decoder, params = _decoder(drafter, rule)
-  state = decoder.prefill(params, _PROMPTS, jax.random.key(1), limits=_SLOTS)
-  _, _, traces = decoder.decode_traced(params, state, rounds=2)
-  return decoder.target, params, jax.tree.map(
-      lambda x: np.asarray(x[0]), traces.draft)
+  return decoder.target, params, first_draft(decoder, params, _PROMPTS)
 
 
 def _laws(heads, target, params, texts, lengths):
@@ -143,18 +141,13 @@ def _texts(draft):
 
   A node is its row, its depth and its first child.
   """
-  texts, lengths, nodes = [], [], []
-  for row, prompt in enumerate(_PROMPTS[:4]):
-    for node in sorted(set(draft.parents[row][1:])):
-      path, above = [], node
-      while above:
-        path, above = ([draft.tokens[row][above], *path],
-                       draft.parents[row][above])
-      text = [*prompt, *path]
-      texts.append(text + [0] * (_SLOTS - len(text)))
-      lengths.append(len(prompt))
-      nodes.append((row, len(path), int(np.argmax(draft.parents[row] == node))))
-  return np.array(texts, np.int32), np.array(lengths), nodes
+  texts, ends = texts_by_path(_PROMPTS, draft)
+  nodes = [(row, ends[row, node] - ends[row, 0],
+            int(np.argmax(draft.parents[row] == node)))
+           for row in range(4) for node in sorted({*draft.parents[row][1:]})]
+  rows = [row for row, *_ in nodes]
+  return (np.array([texts[row, draft.parents[row, child]]
+                    for row, _, child in nodes]), ends[rows, 0], nodes)
 
 
 @pytest.mark.parametrize("name", _CASES)

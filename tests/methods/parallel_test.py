@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from first_drafts import first_draft
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,8 +79,7 @@ def test_training_computes_what_decoding_does(name):
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
   hidden, _ = jax.jit(decoder.drafter.forecast)(params, state)
   texts = np.asarray(state.tokens)[:, :_LENGTH]
-  _, _, traces = decoder.decode_traced(params, state, rounds=2)
-  draft = jax.tree.map(lambda x: x[0], traces.draft)
+  draft = first_draft(decoder, params, prompts, limits=60)
   anchors = jnp.array([[len(prompt) - 1] for prompt in prompts])
   found = _blocks(name)(params, texts, anchors).hidden[:, 0]
   np.testing.assert_allclose(hidden, found, atol=1e-5)

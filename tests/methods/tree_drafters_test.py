@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from first_drafts import laws_by_path
 import jax
 import numpy as np
 import pytest
@@ -114,30 +115,15 @@ def test_rows_that_are_not_renormalised_are_caught():
   assert _p_value(tokens) < 1e-6
 
 
-def _laws_by_path(params, draft):
-  """q after every path of first drafts, without a cache: `[B, N, V]`."""
-  texts = np.zeros((*draft.tokens.shape, 16), np.int32)
-  ends = np.zeros(draft.tokens.shape, int)
-  for b, i in np.ndindex(draft.tokens.shape):
-    parent, prompt = draft.parents[b, i], _prompt(b)
-    if i == 0:
-      texts[b, i, :len(prompt)], ends[b, i] = prompt, len(prompt)
-      continue
-    texts[b, i], ends[b, i] = texts[b, parent], ends[b, parent] + 1
-    texts[b, i, ends[b, parent]] = draft.tokens[b, i]
-  logits = jax.jit(_pair().drafter)(params, texts.reshape(-1, 16)).logits
-  behind = logits[np.arange(ends.size), ends.reshape(-1) - 1]
-  return np.asarray(jax.nn.softmax(behind)).reshape(*ends.shape, -1)
-
-
 @pytest.mark.parametrize("name", _SAMPLED)
 def test_rows_are_the_laws_of_the_context(name):
   # Broken: a node's law is that of another path. Of the first draft only, which
   # contribution_test.py compares with those after some rounds.
   drafter, _ = _SAMPLED[name]
   draft = jax.tree.map(lambda x: x[0], _sampled(name)[2])
+  prompts = list(map(_prompt, range(_ROWS)))
   params = _params(drafter, _pair())["drafter"]
-  laws = [_laws_by_path(own, draft)
+  laws = [laws_by_path(_pair().drafter, own, prompts, draft)
           for own in (params if isinstance(params, tuple) else (params,))]
   for b, i in np.ndindex(draft.tokens.shape):
     if i == 0:
