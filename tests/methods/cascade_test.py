@@ -155,7 +155,7 @@ def test_every_draft_has_the_law_that_it_says(name):
   temperatures = np.tile(_TEMPERATURES, 2 * len(_LENGTHS)).astype(np.float32)
   params = {"target": _params(0.0), "drafter": own}
   requests = dict(limits=_COLUMNS, temperature=temperatures)
-  testing.assert_state_exact(decoder, params, prompts, **requests)
+  testing.assert_state_exact(decoder, params, prompts, rounds=8, **requests)
   draft = first_draft(decoder, params, prompts, **requests)
   found, want = [], []
   for b, prompt in enumerate(prompts):

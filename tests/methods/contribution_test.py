@@ -219,15 +219,16 @@ def test_state_after_rounds_is_that_of_a_prompt(tried):
   rng = np.random.default_rng(0)
   row = np.arange(_ROWS)
   lengths = 1 + row % 20
-  testing.assert_state_exact(
-      tried.decoder, tried.params, [
-          rng.integers(VOCAB, size=n).tolist() for n in lengths],
-      temperature=np.array([0.0, 0.6, 1.0])[row % 3],
-      # Some rows are done early. No text has more tokens than a prompt of the
-      # other tests, so that all prefills have one shape.
-      limits=np.minimum(lengths + np.where(row % 5, _NEW, 4), _LONGEST),
-      eos=[(0, 1) if i % 7 == 0 else () for i in row], capacity=_CAPACITY,
-      context=tried.context(_ROWS))
+  prompts = [rng.integers(VOCAB, size=n).tolist() for n in lengths]
+  # Some rows are done early. No text has more tokens than a prompt of the other
+  # tests, so that all prefills have one shape.
+  limits = np.minimum(lengths + np.where(row % 5, _NEW, 4), _LONGEST)
+  for rounds_before in (2, 6):
+    testing.assert_state_exact(
+        tried.decoder, tried.params, prompts, rounds=rounds_before,
+        temperature=np.array([0.0, 0.6, 1.0])[row % 3], limits=limits,
+        eos=[(0, 1) if i % 7 == 0 else () for i in row], capacity=_CAPACITY,
+        context=tried.context(_ROWS))
 
 
 def _rows():
