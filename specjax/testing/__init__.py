@@ -3,6 +3,8 @@
 `assert_lossless` proves a verification rule lossless by enumeration.
 `assert_drafter_exact` tests a drafter in the decoding loop: draft tokens must
 follow the distributions q in the drafts, and the output must follow the target.
+`assert_state_exact` compares a drafter's draft after some rounds with its draft
+after a prefill of the same tokens.
 `joint_law` and `chi_square` compare samples with an exact distribution. The
 package also contains small models, drafters and tokenizers.
 """
@@ -18,6 +20,9 @@ from specjax.testing.fakes import TinyPair
 from specjax.testing.laws import assert_lossless
 from specjax.testing.laws import chi_square
 from specjax.testing.laws import joint_law
+from specjax.testing.states import assert_state_exact
+from specjax.testing.states import state_difference
+from specjax.testing.states import StateDifference
 
 __all__ = [
     "DraftReport",
@@ -25,10 +30,13 @@ __all__ = [
     "ListTokenizer",
     "MarkovModel",
     "OracleDrafter",
+    "StateDifference",
     "TinyPair",
     "assert_drafter_exact",
     "assert_lossless",
+    "assert_state_exact",
     "chi_square",
     "joint_law",
+    "state_difference",
     "tiny_pair",
 ]

@@ -17,6 +17,7 @@ from contributed import VOCAB
 from contributions import COUNTED
 from contributions import CROSSED
 from contributions import DRAFTERS
+from contributions import HISTORY
 from contributions import LAST_READ
 from contributions import OBJECTIVES
 from contributions import QUICK
@@ -59,7 +60,8 @@ class _Tried:
   """
 
   def __init__(self, name):
-    self.case = case = DRAFTERS[name]()
+    self.name, self.case = name, DRAFTERS[name]()
+    case = self.case
     self.params, self.target = case.parameters, case.model
     self.context = case.context
     self.rules = _sound(case) if name in CROSSED else (case.rule,)
@@ -207,6 +209,26 @@ def test_drafts_and_texts_are_exact(tried):
         tried.target, tried.params, sj.LogitsTransform(),
         recording.joined(found), _ROUNDS_MORE,
         kinds=np.repeat(np.arange(1, len(tried.rules)), _CALLS_MORE))
+
+
+def test_state_after_rounds_is_that_of_a_prompt(tried):
+  # Broken: after a round, a slot, a position, a mask or a hidden state is that
+  # of another token. The drafts are worse then, and the output is as before.
+  if tried.name in HISTORY:
+    pytest.skip(HISTORY[tried.name])
+  rng = np.random.default_rng(0)
+  row = np.arange(_ROWS)
+  lengths = 1 + row % 20
+  prompts = [rng.integers(VOCAB, size=n).tolist() for n in lengths]
+  # Some rows are done early. No text has more tokens than a prompt of the other
+  # tests, so that all prefills have one shape.
+  limits = np.minimum(lengths + np.where(row % 5, _NEW, 4), _LONGEST)
+  for rounds_before in (2, 6):
+    testing.assert_state_exact(
+        tried.decoder, tried.params, prompts, rounds=rounds_before,
+        temperature=np.array([0.0, 0.6, 1.0])[row % 3], limits=limits,
+        eos=[(0, 1) if i % 7 == 0 else () for i in row], capacity=_CAPACITY,
+        context=tried.context(_ROWS))
 
 
 def _rows():

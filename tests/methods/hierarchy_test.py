@@ -116,6 +116,12 @@ def test_the_recent_view_has_sinks_and_a_window():
       assert heads == [want] * 2
 
 
+def test_state_after_rounds_is_that_of_a_prompt():
+  # Broken: rejected tokens are read later, or the window does not move on.
+  decoder = _decoder(cache_views.Recent(sinks=2, window=6))
+  testing.assert_state_exact(decoder, _PARAMS, _prompts(1, 7, 12, 40))
+
+
 @dataclasses.dataclass(frozen=True)
 class _WholeLaw(sj.Verifier):
   """TriForce's released middle stage: after a rejection it draws from p."""

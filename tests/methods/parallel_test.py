@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from first_drafts import first_draft
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,25 +74,20 @@ def test_training_computes_what_decoding_does(name):
   drafter = sj.drafters.Parallel(heads=heads, parents=range(-1, _K))
   decoder = sj.Decoder(target=target, drafter=drafter,
                        verifier=sj.verifiers.Block())
-  prompts = [_row(i)[0, :n] for i, n in enumerate((2, 3, 9))]
+  prompts = [_row(i)[0, :n] for i, n in enumerate((2, 3, 9))] * 4
+  testing.assert_state_exact(decoder, params, prompts, limits=60)
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
-  state, stats, traces = decoder.decode_traced(params, state, rounds=4)
-  assert np.asarray(stats.accepted).max() > 1
-  lengths = np.array([len(p) for p in prompts])
-  emitted = np.asarray(stats.emitted)
-  starts = lengths + np.cumsum(emitted, axis=0) - emitted  # of every round
-  texts = np.asarray(state.tokens)[:, :starts.max() + _K + 2]
-  found = _blocks(name)(params, texts, jnp.array(starts.T - 1))
-  drafted = np.asarray(traces.draft.tokens).swapaxes(0, 1)  # [B, rounds, N]
-  logits = heads.logits(params["target"], found.hidden)
+  hidden, _ = jax.jit(decoder.drafter.forecast)(params, state)
+  texts = np.asarray(state.tokens)[:, :_LENGTH]
+  draft = first_draft(decoder, params, prompts, limits=60)
+  anchors = jnp.array([[len(prompt) - 1] for prompt in prompts])
+  found = _blocks(name)(params, texts, anchors).hidden[:, 0]
+  np.testing.assert_allclose(hidden, found, atol=1e-5)
+  logits = heads.logits(params["target"], found)
   if heads.markov != "none":
-    logits += heads.coupled(params["drafter"], found.hidden, drafted[..., :-1])
-  q = np.asarray(traces.draft.probs).swapaxes(0, 1)[:, :, 1:]
-  np.testing.assert_allclose(q, jax.nn.softmax(logits), atol=1e-5)
-  # The hidden states themselves, before the first round.
-  fresh = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
-  hidden, _ = jax.jit(decoder.drafter.forecast)(params, fresh)
-  np.testing.assert_allclose(hidden, found.hidden[:, 0], atol=1e-5)
+    logits += heads.coupled(params["drafter"], found, draft.tokens[:, :-1])
+  np.testing.assert_allclose(
+      draft.probs[:, 1:], jax.nn.softmax(logits), atol=1e-5)
 
 
 def test_a_block_sees_the_text_before_it_and_itself():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from first_drafts import laws_by_path
 import jax
 import numpy as np
 import pytest
@@ -67,11 +68,15 @@ _SAMPLED = {
     "dynamic": (_dynamic(), TargetWalk())}
 
 
+def _prompt(row):
+  return _PROMPT[:1 + row % len(_PROMPT)]
+
+
 def _decoded(drafter, rule, rows):
   """Tokens, emitted and drafts of a few rounds at temperature 1."""
   decoder = sj.Decoder(target=_pair().target, drafter=drafter, verifier=rule)
   params = _params(drafter, _pair())
-  state = decoder.prefill(params, [_PROMPT] * len(rows), jax.random.key(0),
+  state = decoder.prefill(params, list(map(_prompt, rows)), jax.random.key(0),
                           limits=40, request_ids=rows)
   state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
   sj.decoding.raise_if_not_finite(stats)
@@ -105,52 +110,36 @@ def test_rows_that_are_not_renormalised_are_caught():
   # dishonest row of a tree.
   drafter = _NotRenormalised(model=_pair().drafter,
                              parents=sj.trees.full_tree((2, 2)))
-  tokens, _, _ = _decoded(drafter, Traversal(), range(_TEXTS))
+  rows = range(len(_PROMPT) - 1, _TEXTS * len(_PROMPT), len(_PROMPT))
+  tokens, _, _ = _decoded(drafter, Traversal(), rows)
   assert _p_value(tokens) < 1e-6
-
-
-def _laws_by_path(params, tokens, emitted, draft):
-  """q after every path, from passes without a cache: `[rounds, B, N, V]`."""
-  texts = np.zeros((*draft.tokens.shape, 48), np.int32)
-  lengths = np.zeros(draft.tokens.shape, np.int64)
-  for r, b in np.ndindex(draft.tokens.shape[:2]):
-    start = len(_PROMPT) + emitted[:r, b].sum()
-    assert draft.tokens[r, b, 0] == tokens[b, start - 1]
-    texts[r, b, 0, :start], lengths[r, b, 0] = tokens[b, :start], start
-    for i, parent in enumerate(draft.parents[r, b][1:], 1):
-      end = lengths[r, b, parent]
-      texts[r, b, i] = texts[r, b, parent]
-      texts[r, b, i, end], lengths[r, b, i] = draft.tokens[r, b, i], end + 1
-  logits = jax.jit(_pair().drafter)(params, texts.reshape(-1, 48)).logits
-  behind = logits[np.arange(lengths.size), lengths.reshape(-1) - 1]
-  return np.asarray(jax.nn.softmax(behind)).reshape(*lengths.shape, -1)
 
 
 @pytest.mark.parametrize("name", _SAMPLED)
 def test_rows_are_the_laws_of_the_context(name):
-  # Broken: after a round whose accepted path lay anywhere in the block, the
-  # drafter goes on with keys and values of another text.
+  # Broken: a node's law is that of another path. Of the first draft only, which
+  # contribution_test.py compares with those after some rounds.
   drafter, _ = _SAMPLED[name]
-  tokens, emitted, draft = _sampled(name)
+  draft = jax.tree.map(lambda x: x[0], _sampled(name)[2])
+  prompts = list(map(_prompt, range(_ROWS)))
   params = _params(drafter, _pair())["drafter"]
-  laws = [_laws_by_path(own, tokens, emitted, draft)
+  laws = [laws_by_path(_pair().drafter, own, prompts, draft)
           for own in (params if isinstance(params, tuple) else (params,))]
-  for r, b in np.ndindex(_ROUNDS, _ROWS):
-    parents, drawn = draft.parents[r, b], draft.tokens[r, b]
-    for i, parent in enumerate(parents[1:], 1):
-      path = (i - 1) % getattr(drafter, "num_paths", 1)
-      want = laws[path % len(laws)][r, b, parent].copy()
-      siblings = np.flatnonzero(parents == parent)
-      if name == "without_replacement":
-        want[drawn[siblings[siblings < i]]] = 0
-      elif name == "hybrid" and i == siblings[0]:
-        want[drawn[siblings[1:]]] = 0
-      elif name in ("hybrid", "dynamic"):
-        assert drawn[i] in np.argsort(-want)[:3]
-        want = np.eye(_VOCAB)[drawn[i]]
-      np.testing.assert_allclose(draft.probs[r, b, i], want / want.sum(),
-                                 atol=1e-4)
-  assert (emitted[:-1] > 2).any()
+  for b, i in np.ndindex(draft.tokens.shape):
+    if i == 0:
+      continue
+    parents, drawn = draft.parents[b], draft.tokens[b]
+    path = (i - 1) % getattr(drafter, "num_paths", 1)
+    want = laws[path % len(laws)][b, parents[i]].copy()
+    siblings = np.flatnonzero(parents == parents[i])
+    if name == "without_replacement":
+      want[drawn[siblings[siblings < i]]] = 0
+    elif name == "hybrid" and i == siblings[0]:
+      want[drawn[siblings[1:]]] = 0
+    elif name in ("hybrid", "dynamic"):
+      assert drawn[i] in np.argsort(-want)[:3]
+      want = np.eye(_VOCAB)[drawn[i]]
+    np.testing.assert_allclose(draft.probs[b, i], want / want.sum(), atol=1e-4)
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -159,7 +148,7 @@ def test_a_row_does_not_depend_on_its_batch():
   for i in (0, 5):
     alone, count, _ = _decoded(*_SAMPLED["without_replacement"], rows=[i])
     np.testing.assert_array_equal(count[:, 0], emitted[:, i])
-    end = len(_PROMPT) + count.sum()
+    end = len(_prompt(i)) + count.sum()
     np.testing.assert_array_equal(alone[0, :end], tokens[i, :end])
 
 

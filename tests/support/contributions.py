@@ -210,6 +210,21 @@ QUICK = {
 # their own rule alone, because rules are proved for any q by enumeration.
 CROSSED = {"DraftModel", "DraftModelTree iid", "Paths of one model"}
 
+# By design, their drafts depend on more than the tokens of the row. A prefill
+# of these tokens gives another draft than the rounds that wrote them.
+HISTORY = {
+    "Empty": "it drafts nothing",
+    "PaSS folded": "it forecasts from look-ahead tokens of the last draft, and "
+                   "a prompt has none",
+    "Recycling": "it collects the target's logits at all nodes of all drafts",
+    "Merge": "its third part is Recycling; cascade_test.py has other parts",
+    "Online": "it learns from the verdicts",
+    "Hierarchy": "the chunks are selected at the end of the prompt; "
+                 "hierarchy_test.py has the view of recent tokens",
+    "Swift": "it chooses the skipped layers by the accepted tokens; `a part of "
+             "the target` has a fixed choice",
+}
+
 RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),
     sj.verifiers.Recursive(), sj.verifiers.KSeq(), sj.verifiers.TargetWalk(),

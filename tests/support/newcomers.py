@@ -114,6 +114,7 @@ class Stage(sj.interfaces.Drafter):
         tokens=jnp.pad(state.tokens, ((0, 0), (0, pad))), keys=keys,
         lengths=state.lengths, limits=state.lengths + self.gamma + 1,
         done=jnp.zeros_like(state.done), temperature=state.temperature,
+        rounds=jnp.zeros_like(state.rounds),
         target_cache=state.drafter.target_cache.rollback(state.lengths - 1))
     rows = state.lengths.shape[0]
     laws = jnp.zeros((rows, 2 * self.num_nodes + self.inner.num_nodes,

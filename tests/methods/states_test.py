@@ -1,0 +1,167 @@
+"""Wrong states are refused by `testing.assert_state_exact`.
+
+Each drafter here spoils one step of a correct one. The output follows the
+target all the same, so that no test of the output can see the error.
+"""
+
+import dataclasses
+
+from contributed import CHAIN
+from contributed import disturbed
+from contributed import pair
+from contributed import UNEVEN
+from contributed_heads import EAGLE_1
+from contributed_heads import MEDUSA
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import testing
+from specjax.drafters import DraftModel
+from specjax.drafters import DraftModelTree
+from specjax.drafters import EagleChain
+from specjax.drafters import Medusa
+from specjax.testing import states
+
+_PROMPTS = ([2], [4, 1], [3, 0, 2, 2, 1], [*range(5)] * 2) * 6
+
+
+class _OnePositionLate(EagleChain):
+  """Later tokens have a position that is one too large."""
+
+  def commit(self, params, drafter, *arguments):
+    new = super().commit(params, drafter, *arguments)
+    return new.replace(cache=new.cache.rollback(new.cache.lengths + 1))
+
+
+class _KeepsRejected(EagleChain):
+  """All tokens of a draft stay visible, also the rejected ones."""
+
+  def commit(self, params, drafter, *arguments):
+    new = super().commit(params, drafter, *arguments)
+    return new.replace(cache=new.cache.rollback(
+        drafter.cache.lengths + self.num_nodes))
+
+
+class _MovesNoSlot(DraftModelTree):
+  """Keeps the first nodes of a tree instead of the accepted path."""
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    first = jnp.broadcast_to(
+        jnp.arange(verdict.path.shape[1]), verdict.path.shape)
+    return super().commit(params, drafter, draft, verdict.replace(path=first),
+                          target_output, count)
+
+
+class _OneNodeEarly(Medusa):
+  """Forecasts from the hidden state of the node before."""
+
+  def commit(self, params, drafter, draft, verdict, target_output, count):
+    return super().commit(params, drafter, draft, verdict, target_output,
+                          jnp.where(count > 1, count - 1, count))
+
+
+class _ReadsNothing(DraftModel):
+  """It lacks the tokens of rounds without a draft."""
+
+  def catch_up(self, params, state, since):
+    return state.drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _InTurn(sj.decoding.Controller):
+  """Four rounds without a draft, and four with the longest one."""
+
+  lengths: tuple[int, ...] = (0, 3)
+  seconds: tuple[float, ...] = (1.0, 1.1)
+
+  def choose(self, state):
+    return (jnp.max(state.rounds) // 4 % 2).astype(jnp.int32)
+
+
+def _decoder(right, wrong):
+  """`(decoder, params)` of a correct drafter, or of its `wrong` subclass."""
+  kind = wrong or right
+  model, target = pair().target, pair().params["target"]
+  controller = None
+  if right is EagleChain:
+    drafter, rule = kind(heads=EAGLE_1, gamma=2), sj.verifiers.Block()
+    model, params = EAGLE_1.attach(model, target, disturbed(EAGLE_1))
+  elif right is Medusa:
+    drafter = kind(heads=MEDUSA, parents=CHAIN, proposal="iid")
+    rule, params = sj.verifiers.Block(), {
+        "target": target, "drafter": disturbed(MEDUSA)}
+  elif right is DraftModelTree:
+    drafter = kind(model=pair().drafter, parents=UNEVEN)
+    rule, params = sj.verifiers.Traversal(), pair().params
+  else:
+    drafter = kind(model=pair().drafter, gamma=3)
+    rule, params, controller = sj.verifiers.Block(), pair().params, _InTurn()
+  return sj.Decoder(target=model, drafter=drafter, verifier=rule,
+                    controller=controller), params
+
+
+_WRONG = (_OnePositionLate, _KeepsRejected, _MovesNoSlot, _OneNodeEarly,
+          _ReadsNothing)
+
+
+@pytest.mark.parametrize("wrong", _WRONG)
+def test_wrong_states_are_refused(wrong):
+  # Broken: a drafter forgets or repeats tokens, and no test fails.
+  decoder, params = _decoder(wrong.__base__, wrong)
+  with pytest.raises(AssertionError, match=f"{wrong.__name__}: after 4 rounds, "
+                     "the drafts of .* of 24 rows differ"):
+    testing.assert_state_exact(decoder, params, _PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "right", [EagleChain, DraftModelTree, Medusa, DraftModel])
+def test_right_states_pass(right):
+  # Broken: the states above are refused for another reason.
+  decoder, params = _decoder(right, None)
+  found = testing.assert_state_exact(decoder, params, _PROMPTS)
+  compared = found.distances[:, 1:]
+  assert np.isfinite(compared).sum() > compared.size / 2
+  assert np.nanmax(compared) < 1e-4 and not found.redrawn.any()
+
+
+def test_the_differences_of_two_drafts():
+  # Broken: a draft that is shorter, or of another shape, or of other draws
+  # from the same q, counts as equal; or padding or rows that are done count.
+  q = np.array([0.5, 0.25, 0.25], np.float32)
+  none = np.zeros(3, np.float32)
+
+  def draft(tokens, parents, *rows):
+    return sj.Draft(tokens=np.array([tokens]), parents=np.array([parents]),
+                    probs=np.array([[none, *rows]]))
+
+  one = draft([1, 0, 2, 1], [-1, 0, 1, 1], q, q, q)
+  nan = np.nan
+  for tokens, parents, rows, distances, redrawn in (
+      ([1, 0, 2, 1], [-1, 0, 1, 1], (q, q, q), [nan, 0, 0, 0], False),
+      ([1, 0, 2, 1], [-1, 0, 1, 1], (q, q[::-1], q), [nan, 0, 0.25, 0], False),
+      # Its token differs, so that the last node has another condition.
+      ([1, 0, 1, 1], [-1, 0, 1, 1], (q, q, q[::-1]), [nan, 0, 0, nan], True),
+      ([1, 0, 2, 1], [-1, 0, 1, 2], (q, q, q), [nan, 0, 0, 1], False),
+      ([1, 0, 9, 1], [-1, 0, 1, 1], (q, none, q), [nan, 0, 1, nan], False)):
+    other = draft(tokens, parents, *rows)
+    found = states._difference(one, other, np.array([False]))
+    np.testing.assert_allclose(found.distances, [distances])
+    assert found.redrawn.tolist() == [redrawn]
+    done = states._difference(one, other, np.array([True]))
+    assert np.isnan(done.distances).all() and not done.redrawn.any()
+  ends = draft([1, 0, 2, 7], [-1, 0, 1, 1], q, q, none)
+  other = draft([1, 0, 2, 8], [-1, 0, 1, 2], q, q, none)
+  found = states._difference(ends, other, np.array([False]))
+  np.testing.assert_allclose(found.distances, [[nan, 0, 0, nan]])
+  assert not found.redrawn.any()
+
+
+def test_a_comparison_of_nothing_is_refused():
+  # Broken: rows without drafts pass as equal.
+  decoder, params = _decoder(Medusa, None)
+  with pytest.raises(AssertionError, match="no row is active and has a draft"):
+    testing.assert_state_exact(decoder, params, [[1], [2, 3]], limits=[3, 3])
+  with pytest.raises(ValueError, match="rounds is 3"):
+    testing.state_difference(decoder, params, [[1]], rounds=3)
