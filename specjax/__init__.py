@@ -23,7 +23,6 @@ from specjax import interfaces
 from specjax import methods
 from specjax import models
 from specjax import objectives
-from specjax import serving
 from specjax import strategies
 from specjax import testing
 from specjax import trees
@@ -56,7 +55,6 @@ __all__ = [
     "methods",
     "models",
     "objectives",
-    "serving",
     "strategies",
     "testing",
     "trees",

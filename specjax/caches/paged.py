@@ -6,8 +6,7 @@ each row. Attention reads keys and values through the table
 Page 0 belongs to no row and is never written: if a row has no page for a token,
 the write is dropped.
 
-In the cache of a `Transformer`, each row has its own pages. A `Pool`
-(`caches.pool`) allocates pages on demand and lets rows share some pages.
+In the cache of a `Transformer`, each row has its own pages.
 """
 
 import dataclasses
@@ -17,11 +16,9 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-import numpy as np
 
 from specjax.caches.dense import KVCache
 from specjax.interfaces import CacheFactory
-from specjax.types import DecodeState
 from specjax.utils import fields
 
 _PAGE = 128  # slots
@@ -37,14 +34,11 @@ class PagedCache(KVCache):
   Attributes:
     table: `[B, C / T]` int32, indices of the pages of each row in order. 0
       means no page.
-    pooled: True if a `Pool` allocates the pages. If False, every row has the
-      pages for its full capacity.
   """
 
   has_rows_first = False
 
   table: jax.Array | None = None
-  pooled: bool = struct.field(pytree_node=False, default=False)
 
   @classmethod
   def empty(cls, *, layers: int, batch: int, heads: int, capacity: int,
@@ -85,19 +79,16 @@ class PagedCache(KVCache):
         for x in (new, inside[:, None, :, None]))
     return _set(pages, ids, jnp.where(inside, new, pages[ids]))
 
-  def with_rows(self, slots: jax.Array, fresh: "PagedCache",
-                into: jax.Array | None = None) -> "PagedCache":
+  def with_rows(self, slots: jax.Array, fresh: "PagedCache") -> "PagedCache":
     """Replaces rows by the rows of another cache.
 
     Args:
       slots: `[R]`, indices of the rows to replace.
       fresh: cache of R rows with the same capacity and page size.
-      into: `[R, C / T]`, pages to write. Default: the pages of the replaced
-        rows.
     """
-    into = self.table[slots] if into is None else into
     put = lambda all, new: tuple(
-        _set(old, into, x[fresh.table]) for old, x in zip(all, new))
+        _set(old, self.table[slots], x[fresh.table])
+        for old, x in zip(all, new))
     return self.replace(
         k=put(self.k, fresh.k), v=put(self.v, fresh.v),
         lengths=self.lengths.at[slots].set(fresh.lengths))
@@ -124,8 +115,6 @@ class PagedCache(KVCache):
     """
     rows, have = self.table.shape
     table = longer(self.table, form.table)
-    if self.pooled:
-      return self.replace(table=table)
     more = table.shape[1] - have
     new = len(self.k[0]) + jnp.arange(rows * more, dtype=table.dtype)
     pad = lambda arrays, forms: tuple(map(longer, arrays, forms))
@@ -192,29 +181,3 @@ class Paged(CacheFactory):
 def is_paged(node: Any) -> bool:
   """Returns True for a `PagedCache`. Tree maps use it as `is_leaf`."""
   return isinstance(node, PagedCache)
-
-
-def check_pages(state: DecodeState, tokens: int) -> None:
-  """Checks that the rows of a pooled state have pages for their next tokens.
-
-  Writes beyond the last page of a row are dropped, so the row would generate a
-  wrong sequence. A state without a `Pool` or with traced arrays is not checked.
-
-  Args:
-    state: state of the decoding loop.
-    tokens: maximum number of tokens that a row may add.
-
-  Raises:
-    ValueError: a row has too few pages.
-  """
-  if not state.target_cache.pooled or isinstance(
-      state.lengths, jax.core.Tracer):
-    return
-  table, lengths, limits, done = jax.device_get((
-      state.target_cache.table, state.lengths, state.limits, state.done))
-  room = (table > NO_PAGE).sum(axis=1) * state.target_cache.page
-  most = np.minimum(lengths + tokens, limits)
-  for row in np.flatnonzero(~done & (most > room)):
-    raise ValueError(
-        f"row {row} has pages for {room[row]} tokens and may get {most[row]}; "
-        f"call Pool.extend(state, {tokens}) before it is decoded")

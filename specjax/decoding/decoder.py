@@ -12,7 +12,6 @@ import numpy as np
 
 from specjax import interfaces
 from specjax.caches import dense
-from specjax.caches import paged
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import growth as capacity_lib
 from specjax.decoding import inputs
@@ -296,13 +295,10 @@ class Decoder:
 
     Raises:
       ValueError: a slot is out of range; the states differ in structure, shapes
-        or dtypes; the state has the pages of a `Pool`.
+        or dtypes.
     """
     for one in (state, fresh):
       self._check_state(one)
-    if state.target_cache.pooled:
-      raise ValueError("the pages of the state belong to a Pool; use "
-                       "Pool.insert, which allocates pages for the new row")
     slots = np.atleast_1d(np.asarray(slot))
     rows, new = len(state.lengths), len(fresh.lengths)
     if slots.shape != (new,) or len(set(slots.tolist())) != new:
@@ -396,12 +392,10 @@ class Decoder:
       `(state, stats)`. The fields of the stats are stacked, `[rounds, ...]`.
 
     Raises:
-      ValueError: a row has too few pages of a `Pool`; with `debug=True`, a
-        component returned wrong values.
+      ValueError: with `debug=True`, a component returned wrong values.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
-    paged.check_pages(state, rounds * self.num_nodes)
     state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
     checks.raise_if_bad(stats.checks)
     return state, stats
@@ -415,7 +409,6 @@ class Decoder:
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
-    paged.check_pages(state, rounds * self.num_nodes)
     state, (stats, traces) = rounds_lib.scan(
         self.parts, params, state, rounds=rounds, traced=True)
     checks.raise_if_bad(stats.checks)
@@ -442,10 +435,6 @@ class Decoder:
       ValueError: with `debug=True`, a component returned wrong values.
     """
     self._check_state(state)
-    if state.target_cache.pooled:
-      raise ValueError(
-          "the pages of the state belong to a Pool, and decode_until cannot "
-          "allocate more of them; call Pool.extend and decode alternately")
     state, stats, ended = rounds_lib.until(self.parts, params, state)
     if not ended:
       state, stats = capacity_lib.continued(

@@ -469,9 +469,9 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
-           rounds: jax.Array | None = None, done: jax.Array | None = None
+           rounds: jax.Array | None = None
            ) -> tuple[DecodeState, RoundStats, jax.Array]:
-  """Runs rounds until `done` rows are done.
+  """Runs rounds until all rows are done.
 
   The loop ends earlier after `rounds` rounds, or if a row has no slots for
   another draft, see `growth`.
@@ -481,8 +481,6 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
     params: `{"target": ..., "drafter": ...}`.
     state: state of the decoding loop.
     rounds: `[]` int32, maximum number of rounds. None: no maximum.
-    done: `[]` int32, number of done rows at which the loop ends. None: all
-      rows.
 
   Returns:
     The state, the sum of the statistics, and `[]` bool, True if all rows are
@@ -493,8 +491,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
     # Done rows also write their drafts, so their lengths are included.
     has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
         state.tokens.shape[1])
-    is_open = (~jnp.all(state.done) if done is None else
-               jnp.sum(state.done) < done) & has_room
+    is_open = ~jnp.all(state.done) & has_room
     if rounds is not None:
       is_open &= played < rounds
     return is_open & (i < _DRAWN_ROUNDS)

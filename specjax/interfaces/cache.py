@@ -30,7 +30,6 @@ class Cache:
     has_rows_first: True if the first axis of every leaf is the batch. If False,
       the subclass must implement `with_rows`, `take_rows` and `grow`.
     slack: number of tokens that `rollback` can remove without losing others.
-    pooled: True if a `Pool` allocates its pages.
     held: `[B]` int32, number of committed tokens that are not in the block of
       `reserve`; None if no block is reserved.
   """
@@ -39,7 +38,6 @@ class Cache:
   held: jax.Array | None = None
   has_rows_first = True
   slack = math.inf
-  pooled: bool = False
 
   @property
   def capacity(self) -> int:

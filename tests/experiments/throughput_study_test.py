@@ -10,7 +10,6 @@ from scripts import imported
 from scripts import last_line
 from scripts import ROOT
 
-import specjax as sj
 from specjax import testing
 
 sys.path.append(str(ROOT / "experiments"))
@@ -31,47 +30,31 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   out = tmp_path / "out"
   flags = [f"--output_dir={out}", f"--prompts={tmp_path / 'mine.txt'}",
            "--requests=12", "--prompt_tokens=20", "--mean_new_tokens=6",
-           "--drafter=noise", "--gamma=1", "--slots=2", "--loads=0.5,1"]
+           "--drafter=noise", "--gamma=1", "--slots=2"]
 
-  def study(*more):
+  def study():
     code = 0
     with imported("throughput_study.py") as script:
       monkeypatch.setattr(script.models, "load_models",
                           lambda *_, **__: (target, {}, _LETTERS))
-      monkeypatch.setattr(
-          sj.decoding.costs, "measured", lambda *_, lengths, **__: (
-              sj.decoding.Controller(lengths=lengths, seconds=(1.0, 1.5))))
       try:
-        common.run(script.main, ["throughput_study", *flags, *more])
+        common.run(script.main, ["throughput_study", *flags])
       except SystemExit as e:
         code = e.code or 0
     return {"code": code, "stdout": capsys.readouterr().out}
 
-  for loads in ("0.5,-1", "nan", "inf"):
-    refused = study(f"--loads={loads}")["code"]
-    assert f"--loads is {loads!r}; give shares of at least 0" in refused
-  assert not out.exists()
-
   found = last_line(study())
-  variants = ["none", "none, waiting", "noise", "noise, waiting",
-          "noise, controller"]
   rows = {(row["slots"], row["variant"]): row for row in found["rows"]}
   assert list(rows) == [
-      (slots, variant) for slots in (1, 2) for variant in variants]
+      (1, "none"), (1, "noise"), (2, "none"), (2, "none, waiting"),
+      (2, "noise"), (2, "noise, waiting")]
   for row in rows.values():
     assert row["different"] == 0 and row["tokens_per_second"] > 0
-    assert row["compared"] == (4 if "controller" in row["variant"] else 12)
-    assert 0 < row["first_median"] <= row["latency_median"] <= row["seconds"]
+    assert 0 < row["latency_median"] <= row["latency_p95"] <= row["seconds"]
   assert rows[2, "none"]["emitted_per_round"] == 1
   assert rows[2, "none"]["over_waiting"] == pytest.approx(
       rows[2, "none, waiting"]["seconds"] / rows[2, "none"]["seconds"])
-  load = {(row["load"], row["variant"]): row for row in found["load"]}
-  assert list(load) == [(share, name) for share in (0.5, 1.0) for name in (
-      "none", "none, waiting", "noise", "noise, controller")]
-  assert {row["requests"] for row in load.values()} == {6}
-  for name in ("tokens", "latency"):
-    assert (out / f"throughput_{name}.png").stat().st_size > 10_000
-  assert (out / "throughput_load.csv").read_text().count("\n") == 9
+  assert (out / "throughput.png").stat().st_size > 10_000
 
   # It goes on where it was, and says so where one text is another.
   first, *rest = (out / "runs.jsonl").read_text().splitlines()
@@ -84,4 +67,3 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   other = json.loads((out / "throughput.json").read_text())
   assert {(row["slots"], row["variant"]) for row in other["rows"]
           if row["different"]} == {(2, "noise")}
-  assert other["load"] == found["load"]

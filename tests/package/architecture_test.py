@@ -13,7 +13,7 @@ _LAYERS = (
     "version", "utils", "types", "trees", "gpu", "sampling", "interfaces",
     "attention", "caches", "verifiers", "decoding", "exact", "analysis",
     "constraints", "data", "models", "zoo", "training", "methods", "drafters",
-    "strategies", "objectives", "serving", "testing")
+    "strategies", "objectives", "testing")
 
 
 _GRAPH = measure_package.import_graph(_ROOT)
