@@ -318,14 +318,14 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
 
   Args:
     target: target model.
-    drafter: `DraftModel`.
+    drafter: chain of a language model.
     params: parameters of target and drafter.
     rounds: function `(drafter, verifier) -> Timed` that times decoding rounds.
     target_pass: function `tokens -> Timed` that times a pass over this number
       of tokens, at the same cache length.
     progress: progress bar, advanced once per timing.
   """
-  used, gamma, ratios = _USED.value, drafter.gamma, {}
+  used, gamma, ratios = _USED.value, drafter.shape.gamma, {}
   sum_bytes = _SUM_MEGABYTES.value * 2**20
   summed = large_sum(sum_bytes)
   bare = _bare_autoregression(target, params["target"], _SLOTS, used)
@@ -344,7 +344,7 @@ def _loop_ratios(target: Transformer, drafter: Any, params: Any,
   for _ in range(_MADE.value):
     block = rounds(drafter, verifier=sj.verifiers.Block())
     verify = target_pass(gamma + 1)
-    draft = passes(drafter.model, params["drafter"], _SLOTS, used, 1)
+    draft = passes(drafter.network.model, params["drafter"], _SLOTS, used, 1)
     alone += _interleaved(progress, block, verify, draft)
     del verify, draft
     token = rounds(drafter, verifier=sj.verifiers.Token())
@@ -379,7 +379,7 @@ def _ratios(name: str, target: Transformer, drafter_model: Transformer,
 
   Also returns absolute speeds: GB/s of a large sum, and milliseconds of passes.
   """
-  drafter = sj.drafters.DraftModel(model=drafter_model, gamma=_GAMMA.value)
+  drafter = sj.drafters.draft_model(model=drafter_model, gamma=_GAMMA.value)
   if placement:
     params = placement.put(sj.Decoder(
         target=target, drafter=drafter, verifier=sj.verifiers.Block()), params)

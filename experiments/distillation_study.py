@@ -290,8 +290,7 @@ def _totals(losses: list[str], target: Pretrained, first: Pretrained,
   decoder = sj.Decoder(
       target=target.model, verifier=sj.verifiers.Token(),
       observers=(sj.verifiers.Block(),),
-      drafter=sj.drafters.DraftModel(
-          model=first.model, gamma=_GAMMA.value),
+      drafter=sj.drafters.draft_model(model=first.model, gamma=_GAMMA.value),
       transform=sj.LogitsTransform(temperature=1.0))
   settings = fingerprint(
       target.params, first.params, rows, prompts, repr(decoder), *(

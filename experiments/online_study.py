@@ -301,7 +301,7 @@ def main() -> None:
           _GAMMA, _TEMPERATURE, _OPTIMIZER, _LEARNING_RATE, _RANK, _POSITIONS)
          }}, "study")
   drafters = {
-      f"{name}, fixed": sj.drafters.DraftModel(
+      f"{name}, fixed": sj.drafters.draft_model(
           model=small.model, gamma=_GAMMA.value),
       f"{name}, learning": sj.drafters.Online(
           model=small.model, gamma=_GAMMA.value, rank=_RANK.value,

@@ -1,5 +1,8 @@
 """All drafters by name, and the rules that stop a draft (`stop_rules`).
 
+A `NetworkDrafter` combines a network (`LanguageModel`, `FeatureLayer`) with the
+shape of a draft (`Chain`, `Tree`, `Best`, `Sampled`).
+
 Each family of `specjax.methods` lists its drafters in its `__init__.py`:
 
   draft_models        a second language model
@@ -12,10 +15,15 @@ Each family of `specjax.methods` lists its drafters in its `__init__.py`:
   other_vocabularies  a language model with another vocabulary
 """
 
+from specjax.methods import draft_shapes
+from specjax.methods import drafting
 from specjax.methods import FAMILIES
 from specjax.methods import stop_rules
 
-_DRAFTERS = {x.__name__: x for family in FAMILIES for x in family.drafters}
+_DRAFTERS = {x.__name__: x for x in (
+    drafting.Network, drafting.NetworkDrafter, draft_shapes.Chain,
+    draft_shapes.Tree, draft_shapes.Best, draft_shapes.Sampled,
+    *(x for family in FAMILIES for x in family.drafters))}
 globals().update(_DRAFTERS)
 
 __all__ = ["stop_rules", *_DRAFTERS]

@@ -94,13 +94,13 @@ def _timed(decoder: sj.Decoder, params: Any, rows: int, used: int,
   target, drafter = decoder.target, decoder.drafter
   least = lambda name, model: timing.bytes_read(
       model, params[name], rows * used) / speed
-  read, draft = least("target", target), least("drafter", drafter.model)
+  read, draft = least("target", target), least("drafter", drafter.network.model)
   alone = common.autoregressive(target, 1.0)
   calls = {
       "a step without drafts": (_rounds(alone, params, rows, used), read),
       "a round": (_rounds(decoder, params, rows, used),
-                  read + drafter.gamma * draft),
-      "a draft step": (timing.passes(drafter.model, params["drafter"],
+                  read + drafter.shape.gamma * draft),
+      "a draft step": (timing.passes(drafter.network.model, params["drafter"],
                                      _CAPACITY.value, used, 1, rows), draft)}
   for size in sizes:
     calls[f"a pass of {size}"] = (timing.passes(
@@ -123,7 +123,7 @@ def main():
   decoder = pairs.Setting(
       layers=layers, capacity=_CAPACITY.value, gamma=_GAMMA.value).decoder()
   params = {"target": _weights(decoder.target, 0),
-            "drafter": _weights(decoder.drafter.model, 1)}
+            "drafter": _weights(decoder.drafter.network.model, 1)}
   speeds = timing.bandwidths(_BYTES)
   speed = max(speeds.values())
   device = jax.devices()[0].device_kind

@@ -64,7 +64,9 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
     if name == "top_p":
       transform = sj.LogitsTransform(top_p=0.9)
   elif name == "tree":
-    strategy = (sj.drafters.DraftModelTree(model=draft, parents=tree),
+    strategy = (sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=draft),
+        shape=sj.drafters.Tree(parents=tree)),
                 sj.verifiers.Traversal())
   elif name == "medusa":
     own = methods.MedusaHeads(

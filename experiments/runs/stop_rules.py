@@ -81,7 +81,7 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
   decoder = sj.Decoder(
       target=pair.target.model, verifier=sj.verifiers.Block(),
       transform=sj.LogitsTransform(temperature=temperature),
-      drafter=sj.drafters.DraftModel(
+      drafter=sj.drafters.draft_model(
           model=drafter.model, gamma=gamma, stop=stop))
   params = {"target": pair.target.params, "drafter": (
       {"model": drafter.params, "stop": own} if own is not None

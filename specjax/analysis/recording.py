@@ -152,7 +152,7 @@ def record(decoder: Decoder, params: Mapping[str, chex.ArrayTree],
     >>> table = model.init(jax.random.key(0))
     >>> decoder = sj.Decoder(
     ...     target=model, verifier=sj.verifiers.Block(),
-    ...     drafter=sj.drafters.DraftModel(model=model, gamma=2))
+    ...     drafter=sj.drafters.draft_model(model=model, gamma=2))
     >>> with tempfile.TemporaryDirectory() as path:
     ...   record = sj.analysis.record(
     ...       decoder, {"target": table, "drafter": table}, [[1], [2, 3]],

@@ -73,7 +73,7 @@ class Automaton(constraining.Constraint):
     >>> table = model.init(jax.random.key(0))
     >>> decoder = sj.Decoder(
     ...     target=model, verifier=sj.verifiers.Block(), eos=2,
-    ...     drafter=sj.drafters.DraftModel(model=model, gamma=3),
+    ...     drafter=sj.drafters.draft_model(model=model, gamma=3),
     ...     transform=sj.LogitsTransform(constraints=(automaton,)))
     >>> params = {"target": table, "drafter": table}
     >>> texts = decoder.generate(

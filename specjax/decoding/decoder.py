@@ -88,7 +88,7 @@ class Decoder:
     >>> table = model.init(jax.random.key(0))
     >>> decoder = sj.Decoder(
     ...     target=model, verifier=sj.verifiers.Block(),
-    ...     drafter=sj.drafters.DraftModel(model=model, gamma=3),
+    ...     drafter=sj.drafters.draft_model(model=model, gamma=3),
     ...     transform=sj.LogitsTransform(temperature=0))
     >>> generation = decoder.generate(
     ...     {"target": table, "drafter": table}, [[1, 2], [3]],
@@ -346,7 +346,7 @@ class Decoder:
                 if isinstance(state, tuple) else "")
       raise ValueError(f"state is a {type(state).__name__}; give the "
                        f"DecodeState of prefill or of the last call{advice}")
-    drafter = type(self.parts.drafter).__name__
+    drafter = interfaces.kind_of(self.parts.drafter)
     if state.made_by not in (None, drafter):
       raise ValueError(
           f"the state was made for the drafter {state.made_by} and this "

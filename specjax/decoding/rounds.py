@@ -317,7 +317,7 @@ class Round:
 
   @property
   def _drafter_name(self) -> str:
-    return type(self.drafter).__name__
+    return interfaces.kind_of(self.drafter)
 
   @property
   def _is_chain(self) -> bool:

@@ -250,7 +250,7 @@ class _Attempt:
         functools.partial(self._propose, -1), state)
     # `rounds.once` carries the drafter's state through a loop, so its shapes
     # must not change.
-    name = type(by_length.drafter).__name__
+    name = interfaces.kind_of(by_length.drafter)
     checks.check_same(f"the state that {name}.propose returned", drafter,
                       state.drafter)
     self._draft_form = jax.eval_shape(self._packed, draft)
@@ -400,7 +400,7 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
         f"{type(one.rule).__name__} has a state that is made for drafts of one "
         "length, and a controller varies the length; choose a rule without a "
         "state, such as Block")
-  name = type(one.drafter).__name__
+  name = interfaces.kind_of(one.drafter)
   if interfaces.has_model(one.drafter) and not one.drafter.catches_up:
     raise ValueError(
         f"{name} has a model with a cache, and no method `catch_up` to read "
@@ -428,7 +428,7 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
 
 def _of_length(one: Round, length: int) -> Drafter:
   """Returns the drafter with drafts of `length` tokens."""
-  drafter, name = one.drafter, type(one.drafter).__name__
+  drafter, name = one.drafter, interfaces.kind_of(one.drafter)
   if drafter.num_nodes == length + 1:
     return drafter
   drafter = drafter.with_gamma(length)

@@ -52,7 +52,7 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
   >>> params = {"target": table, "drafter": table}
   >>> decoder = sj.Decoder(
   ...     target=model, verifier=sj.verifiers.Block(),
-  ...     drafter=sj.drafters.DraftModel(model=model, gamma=2))
+  ...     drafter=sj.drafters.draft_model(model=model, gamma=2))
   >>> start = lambda number, limit: decoder.prefill(
   ...     params, [[1]] * number, jax.random.key(1), limits=limit)
   >>> rows = decode_rows(decoder, params, start(2, 1),

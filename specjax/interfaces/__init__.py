@@ -11,6 +11,7 @@ from specjax.interfaces.cache import map_caches
 from specjax.interfaces.drafter import CAPABILITIES
 from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
+from specjax.interfaces.drafter import kind_of
 from specjax.interfaces.model import Model
 from specjax.interfaces.parts import bind
 from specjax.interfaces.parts import cannot_grow
@@ -39,6 +40,7 @@ __all__ = [
     "check_verifier",
     "has_model",
     "is_bundle",
+    "kind_of",
     "map_caches",
     "model_of",
 ]

@@ -260,6 +260,17 @@ class Drafter:
     return type(self).follow is not Drafter.follow
 
 
+def kind_of(drafter: Drafter) -> str:
+  """Returns the name of a drafter in messages.
+
+  It is the name of the class, or of the drafter's network and shape.
+  """
+  network = getattr(drafter, "network", None)
+  if network is None:
+    return type(drafter).__name__
+  return f"{type(network).__name__} with {type(drafter.shape).__name__}"
+
+
 def capabilities(drafter: Drafter) -> frozenset[str]:
   """Returns the names in `CAPABILITIES` that a drafter declares.
 
@@ -269,6 +280,6 @@ def capabilities(drafter: Drafter) -> frozenset[str]:
   for name in CAPABILITIES:
     value = getattr(drafter, name)
     if not isinstance(value, bool):
-      raise ValueError(f"{type(drafter).__name__}.{name} is {value!r}; it must "
+      raise ValueError(f"{kind_of(drafter)}.{name} is {value!r}; it must "
                        "be True or False")
   return frozenset(name for name in CAPABILITIES if getattr(drafter, name))

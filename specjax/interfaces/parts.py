@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
+from specjax.interfaces.drafter import kind_of
 from specjax.interfaces.model import Model
 from specjax.utils import fields
 
@@ -34,7 +35,7 @@ def bind(drafter: Drafter, target: Model, transform: "LogitsTransform"
   longest = min(target.context_length, bound.context_length)
   if tokens >= longest:
     raise ValueError(
-        f"{type(drafter).__name__} drafts {tokens} tokens in a row and the "
+        f"{kind_of(drafter)} drafts {tokens} tokens in a row and the "
         f"context length is {longest}; draft fewer, such as gamma=4")
   return bound
 
@@ -77,9 +78,9 @@ def check_drafter(drafter: Any) -> None:
               isinstance(drafter, Model) else None)
     raise ValueError(f"the drafter is a {name}; " + (
         "it must be a specjax.interfaces.Drafter" if advice is None else
-        f"pass {advice} in sj.drafters.DraftModel(model=..., gamma=4)"))
+        f"pass {advice} in sj.drafters.draft_model(model=..., gamma=4)"))
   fields.check_hashable("drafter", drafter)
-  model = model_of(drafter)
+  name, model = kind_of(drafter), model_of(drafter)
   if model is not None:
     check_model(f"{name}.model", model)
   fields.check_at_least(f"{name}.num_nodes", drafter.num_nodes, 1)
@@ -88,8 +89,8 @@ def check_drafter(drafter: Any) -> None:
 
 
 def model_of(part: Any) -> Any:
-  """Returns the field `model` of a drafter, or None."""
-  return getattr(part, "model", None)
+  """Returns the field `model` of a drafter or of its network, or None."""
+  return getattr(getattr(part, "network", part), "model", None)
 
 
 def is_bundle(part: Any) -> bool:

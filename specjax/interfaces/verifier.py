@@ -12,6 +12,7 @@ from specjax.interfaces import checks
 from specjax.interfaces.drafter import CAPABILITIES
 from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
+from specjax.interfaces.drafter import kind_of
 from specjax.trees import topology
 from specjax.types import Draft
 from specjax.types import Law
@@ -208,7 +209,7 @@ def check_pair(verifier: Verifier, drafter: Drafter | str,
   """
   check_verifier(verifier)
   fields.check_hashable("verifier", verifier)
-  name = drafter if isinstance(drafter, str) else type(drafter).__name__
+  name = drafter if isinstance(drafter, str) else kind_of(drafter)
   declared = capabilities(drafter) if declared is None else declared
   for need in verifier.requires:
     if need not in declared:

@@ -23,6 +23,7 @@ from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
+from specjax.methods import stop_rules
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -150,29 +151,34 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return tree_drafts(state, parents, jnp.where(known, tokens, 0), probs)
 
 
-def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
-               read: Callable[[jax.Array, _T], tuple[jax.Array, _T]], carry: _T,
-               logits: jax.Array, uniforms: jax.Array, state: DecodeState,
-               transform: LogitsTransform, vocab_size: int
+def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
+               read: Callable[[jax.Array, _T], tuple[Any, _T]], carry: _T,
+               first: Any, uniforms: jax.Array, state: DecodeState,
+               transform: LogitsTransform, vocab_size: int,
+               stop: tuple[stop_rules.StopRule, Any, Any] | None = None
                ) -> tuple[Draft, _T]:
   """Samples a chain of gamma draft tokens in each of B batch rows.
 
   The draft model runs on every drafted token except the last, because no draft
-  token follows the last one.
+  token follows the last one. With a stop rule, the loop ends when the chains of
+  all rows have ended.
 
   Args:
-    law: function `(logits, memory, k)` that returns the draft distribution
+    law: function `(forecast, memory, k)` that returns the draft distribution
       `[B, V]` of token k = 1..gamma. `memory` is the state of the constraints
       (such as the state of a grammar's automaton) before token k.
-    read: function `(tokens [B, 1], carry) -> (logits, carry)` that runs the
-      draft model on one token per row.
+    read: function `(tokens [B, 1], carry) -> (forecast, carry)` that runs the
+      draft model on one token per row. A forecast is a pytree whose first leaf
+      contains logits.
     carry: initial carry of `read`, such as the draft model's cache.
-    logits: draft model's logits of the first drafted token.
+    first: forecast of the first drafted token.
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state of the B rows.
     transform: transform of the drafter. Its `constraints` update `memory` after
       every drafted token.
     vocab_size: vocabulary size V.
+    stop: stop rule, its parameters and its state; None draws gamma tokens. With
+      a rule, forecasts are pairs of logits `[B, V]` and hidden states `[B, D]`.
 
   Returns:
     The drafts and the final carry of `read`.
@@ -181,31 +187,52 @@ def draw_chain(law: Callable[[jax.Array, Any, jax.Array | int], jax.Array],
   u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW).swapaxes(0, 1)
   gamma = u.shape[0]
 
-  def draw(tokens, probs, memory, logits, node, u):
+  def ask(node, forecast, q, token, asked):
+    rule, params, _ = stop
+    return stop_rules.ask(rule, params, stop_rules.Seen(
+        place=jnp.full_like(token, node - 1), probs=q, hidden=forecast[1],
+        token=token), *asked)
+
+  def draw(node, forecast, before, tokens, probs, memory, asked):
     put = functools.partial(
         jax.lax.dynamic_update_index_in_dim, index=node, axis=1)
-    q = law(logits, memory, node)
-    token = jax.vmap(inverse_cdf)(q, u)
-    return token, put(tokens, token), put(probs, q), constraints_lib.advanced(
-        transform.constraints, memory, token)
-
-  def extend(loop, node):
-    carry, logits, *drawn = loop
     # A sum, because XLA copies a slice with an operation of its own, which ends
     # a CUDA graph.
     is_own = (np.arange(1, gamma + 1, dtype=np.int32) == node)[:, None, None]
-    token, *drawn = draw(*drawn, logits, node,
-                         jnp.sum(jnp.where(is_own, u, 0), axis=0))
-    logits, carry = read(token[:, None], carry)
-    return (carry, logits, *drawn), None
+    q = reported = law(forecast, memory, node)
+    if stop:
+      if not stop[0].keeps:
+        asked = ask(node, forecast, q, before, asked)
+      reported = jnp.where(asked[0][:, None], q, 0)
+    token = jax.vmap(inverse_cdf)(
+        reported, jnp.sum(jnp.where(is_own, u, 0), axis=0))
+    if stop and stop[0].keeps:
+      asked = ask(node, forecast, q, token, asked)
+    return (token, put(tokens, token), put(probs, reported),
+            constraints_lib.advanced(transform.constraints, memory, token),
+            asked)
 
-  tokens = jnp.pad(rounds.roots(state)[:, None], ((0, 0), (0, gamma)))
-  probs = jnp.zeros((rows, gamma + 1, vocab_size),
-                    jnp.promote_types(logits.dtype, jnp.float32))
-  (carry, logits, *drawn), _ = jax.lax.scan(
-      extend, (carry, logits, tokens, probs, state.constraints),
-      np.arange(1, gamma, dtype=np.int32))
-  _, tokens, probs, _ = draw(*drawn, logits, gamma, u[-1])
+  def extend(node, loop):
+    carry, token, *drawn = loop
+    forecast, carry = read(token[:, None], carry)
+    return carry, *draw(node, forecast, token, *drawn)
+
+  roots = rounds.roots(state)
+  probs = jnp.zeros((rows, gamma + 1, vocab_size), jnp.promote_types(
+      jax.tree.leaves(first)[0].dtype, jnp.float32))
+  loop = carry, *draw(
+      1, first, roots, jnp.pad(roots[:, None], ((0, 0), (0, gamma))), probs,
+      state.constraints, stop and stop_rules.start_round(
+          stop[0], stop[2], ~state.done))
+  if stop is None:
+    loop, _ = jax.lax.scan(lambda loop, node: (extend(node, loop), None), loop,
+                           np.arange(2, gamma + 1, dtype=np.int32))
+  else:
+    _, loop = jax.lax.while_loop(
+        lambda both: (both[0] <= gamma) & jnp.any(both[1][-1][0]),
+        lambda both: (both[0] + 1, extend(*both)),
+        (jnp.full((), 2, jnp.int32), loop))
+  carry, _, tokens, probs, *_ = loop
   parents = jnp.tile(topology.chain(gamma), (rows, 1))
   return Draft(tokens=tokens, parents=parents, probs=probs), carry
 
@@ -230,7 +257,7 @@ def with_transform(drafter: Any, transform: LogitsTransform, **changes: Any
   return dataclasses.replace(drafter, transform=transform, **changes)
 
 
-def check_vocabulary(model: Model, target: Model) -> None:
+def check_vocabulary(model: Any, target: Model) -> None:
   """Raises `ValueError` if the two models differ in vocabulary size."""
   if model.vocab_size != target.vocab_size:
     raise ValueError(

@@ -174,10 +174,10 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     first = most_nodes(level, top_k)
     frontier = _best(frontier, tokens, values, first)
   columns = [jnp.concatenate(x, axis=1) for x in zip(*found)]
-  keep = lambda root, tokens, values, parents, fed: _kept(
-      root, tokens, values, parents, fed, num_nodes, vocab_size)
-  draft, slots = jax.vmap(keep)(roots, *columns, fed)
-  return draft, slots, carry
+  keep = lambda root, tokens, values, parents: _kept(
+      root, tokens, values, parents, num_nodes, vocab_size)
+  draft, nodes = jax.vmap(keep)(roots, *columns)
+  return draft, _slots(nodes, fed), carry
 
 
 def _best(frontier, tokens, values, first):
@@ -201,7 +201,7 @@ def _best(frontier, tokens, values, first):
       ancestors=jnp.concatenate([inherited, own], axis=-1))
 
 
-def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
+def _kept(root, tokens, values, parents, num_nodes, vocab_size):
   """Returns the draft tree of one row: the root and the N - 1 best candidates.
 
   Args:
@@ -209,12 +209,12 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
     tokens: token ids of all M generated nodes except the root, `[M]`.
     values: log probabilities of the paths of these nodes, `[M]`.
     parents: indices of the parents of these nodes, `[M]`; 0 is the root.
-    fed: indices of the nodes that the draft model read, in order.
     num_nodes: number N of nodes of the draft tree, including the root.
     vocab_size: number of tokens of the vocabulary.
 
   Returns:
-    The `Draft` of N nodes, and the position of each node in `fed`, `[N]` int32.
+    The `Draft` of N nodes, and the index of each node among all generated
+    nodes, `[N]`.
   """
   # The selected nodes must form a tree, so `top_k` must select the parent of
   # every selected node. This holds because the value of a parent is at least
@@ -226,7 +226,6 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   tokens, parents = tokens[best], parents[best]
   nodes = jnp.concatenate([jnp.zeros_like(best[:1]), best + 1])
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
-  slots = jnp.argmax(nodes[:, None] == fed, axis=-1) if fed.size else nodes
   probs = jax.nn.one_hot(tokens, vocab_size)
   # `one_hot` returns finite probabilities even if the draft model's logits are
   # NaN. This line copies NaN from `values` to `probs`, because the decoding
@@ -234,7 +233,7 @@ def _kept(root, tokens, values, parents, fed, num_nodes, vocab_size):
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
   draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
                      tokens, probs)
-  return draft, slots.astype(jnp.int32)
+  return draft, nodes
 
 
 def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
@@ -302,7 +301,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
     children: number of children of each such node.
 
   Returns:
-    The batched `Draft` and the carry after the last step.
+    `(draft, slots, carry)`, as `expand`.
   """
   chex.assert_rank([logits, uniforms, roots], [2, 2, 1])
   batch = logits.shape[0]
@@ -310,6 +309,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
   take = jax.vmap(lambda row, at: row[at])
   parents, scores = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch, 1))
   ancestors = jnp.zeros((batch, 1, 0), bool)
+  fed = jnp.zeros((batch, 0), jnp.int32)
   # `start` is the index of the level's first node in the tree.
   found, logits, start = [], logits[:, None], 0
   for level, size in enumerate(level_sizes(depth, expanded, children)):
@@ -319,7 +319,8 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
       ancestors = jnp.concatenate(
           [take(ancestors, above),
            jnp.tile(jnp.eye(size, dtype=bool), (batch, 1, 1))], axis=-1)
-      parents = start + chosen
+      parents = (start + chosen).astype(jnp.int32)
+      fed = jnp.concatenate([fed, parents], axis=1)
       logits, carry = step(
           take(found[-1][1], chosen), jnp.full_like(chosen, level - 1),
           ancestors, above, carry)
@@ -332,4 +333,14 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
     found.append((jnp.repeat(parents, children, axis=1), tokens, law))
   parents, tokens, probs = (jnp.concatenate(x, axis=1) for x in zip(*found))
   parents = jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1)
-  return jax.vmap(Draft.tree)(roots, parents, tokens, probs), carry
+  return (jax.vmap(Draft.tree)(roots, parents, tokens, probs),
+          _slots(jnp.arange(parents.shape[1]), fed), carry)
+
+
+def _slots(nodes: jax.Array, fed: jax.Array) -> jax.Array:
+  """Returns the position in `fed [B, F]` of each node; arbitrary if missing."""
+  nodes = jnp.broadcast_to(nodes, (len(fed), nodes.shape[-1]))
+  if not fed.size:
+    return jnp.zeros_like(nodes, jnp.int32)
+  return jnp.argmax(
+      nodes[..., None] == fed[:, None], axis=-1).astype(jnp.int32)

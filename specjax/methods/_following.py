@@ -95,9 +95,10 @@ def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
   """
   if jax.tree.leaves(state) and not drafter.can_follow:
     raise ValueError(
-        f"{type(drafter).__name__} has a state but no `follow()`, so it cannot "
-        "be combined with another drafter, whose tokens it has not read; add "
-        "the method (specjax.interfaces.Drafter), or use another drafter")
+        f"{interfaces.kind_of(drafter)} has a state but no `follow()`, so it "
+        "cannot be combined with another drafter, whose tokens it has not "
+        "read; add the method (specjax.interfaces.Drafter), or use another "
+        "drafter")
 
 
 @struct.dataclass

@@ -11,7 +11,6 @@ Some rules have a memory over rounds, for example an adapted threshold. This
 memory is updated after every round in which the chain was verified.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import math
@@ -22,14 +21,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding import constraining as constraints_lib
-from specjax.decoding import rounds
 from specjax.methods.networks import Params
-from specjax.sampling import inverse_cdf
-from specjax.sampling import LogitsTransform
-from specjax.sampling import UNIFORMS_A_DRAW
-from specjax.trees import topology
-from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import Verdict
 from specjax.utils import fields
@@ -694,73 +686,3 @@ def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
         f"stop is {type(rule).__name__}, a rule with parameters; give "
         "params['drafter'] = {'model': ..., 'stop': ...}")
   return params["model"], params["stop"]
-
-
-def draw_until(rule: StopRule, params: Params, transform: LogitsTransform,
-               uniforms: jax.Array, state: DecodeState,
-               rule_state: chex.ArrayTree, first: Forecast,
-               read: Callable[[jax.Array, Any], tuple[Forecast, Any]],
-               carry: chex.ArrayTree) -> tuple[Draft, Any, Any]:
-  """Samples a chain in each of B rows, until a stop rule ends it.
-
-  The loop over draft positions ends when every chain has ended or has gamma
-  tokens.
-
-  Args:
-    rule: stop rule.
-    params: parameters of the rule, or None if it has no parameters.
-    transform: transform from logits to draft probabilities.
-    uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
-    state: decoding state of the B rows.
-    rule_state: state of the rule, see `init_state`.
-    first: logits and hidden states for the first drafted token, a `Forecast`.
-    read: function `(tokens [B, 1], carry) -> (forecast, carry)` that runs the
-      draft model on one token per row and returns the `Forecast` of the next
-      token.
-    carry: initial carry of `read`, such as the draft model's cache.
-
-  Returns:
-    `(draft, carry, rule_state)`: the batched `Draft`, the final carry of
-    `read`, and the new state of the rule.
-  """
-  chex.assert_rank([uniforms, *first], 2)
-  rows = state.lengths.shape[0]
-  u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW)
-  gamma, constraints = u.shape[1], transform.constraints
-
-  def ask_rule(node, law, hidden, token, going, memory):
-    seen = Seen(place=jnp.full_like(token, node - 1), probs=law, hidden=hidden,
-                token=token)
-    return ask(rule, params, seen, going, memory)
-
-  def draw(node, forecast, tokens, probs, path, going, memory):
-    logits, hidden = forecast
-    logits = constraints_lib.constrained(
-        constraints, path, logits, drafted=True)
-    law = transform(logits, state.temperature)
-    if not rule.keeps:
-      going, memory = ask_rule(
-          node, law, hidden, tokens[:, node - 1], going, memory)
-    reported = jnp.where(going[:, None], law, 0)
-    token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
-    if rule.keeps:
-      going, memory = ask_rule(node, law, hidden, token, going, memory)
-    return (tokens.at[:, node].set(token), probs.at[:, node].set(reported),
-            constraints_lib.advanced(constraints, path, token), going, memory)
-
-  def extend(loop):
-    node, carry, tokens, *drawn = loop
-    last = jax.lax.dynamic_slice_in_dim(tokens, node - 1, 1, axis=1)
-    forecast, carry = read(last, carry)
-    return node + 1, carry, *draw(node, forecast, tokens, *drawn)
-
-  tokens = jnp.pad(rounds.roots(state)[:, None], ((0, 0), (0, gamma)))
-  probs = jnp.zeros((rows, gamma + 1, first[0].shape[-1]))
-  drawn = draw(1, first, tokens, probs, state.constraints,
-               *start_round(rule, rule_state, ~state.done))
-  _, carry, tokens, probs, *_ = jax.lax.while_loop(
-      lambda loop: (loop[0] <= gamma) & jnp.any(loop[-2]), extend,
-      (jnp.full((), 2, jnp.int32), carry, *drawn))
-  parents = jnp.tile(topology.chain(gamma), (rows, 1))
-  draft = Draft(tokens=tokens, parents=parents, probs=probs)
-  return draft, carry, record_chains(rule_state, draft, gamma)

@@ -30,3 +30,12 @@ class Strategy(NamedTuple):
     """
     return Decoder(target=target, drafter=self.drafter, verifier=self.verifier,
                    **options)
+
+
+def with_default_rule(drafter: Drafter, verifier: Verifier | None = None
+                      ) -> Strategy:
+  """Returns a strategy with a verifier; None means the drafter's default rule.
+  """
+  if verifier is None and drafter.proposal in ("top_k", "deterministic"):
+    verifier = verifiers.TargetWalk()
+  return Strategy(drafter, verifier or (BLOCK if drafter.chain else TRAVERSAL))

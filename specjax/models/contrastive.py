@@ -75,7 +75,7 @@ class Contrastive(Model):
     >>> weak, strong = map(model.init, jax.random.split(jax.random.key(0)))
     >>> decoder = sj.Decoder(
     ...     target=sj.models.Contrastive(expert=model, amateur=model),
-    ...     drafter=sj.drafters.DraftModel(model=model, gamma=3),
+    ...     drafter=sj.drafters.draft_model(model=model, gamma=3),
     ...     verifier=sj.verifiers.Block())
     >>> params = {"target": {"expert": strong, "amateur": weak},
     ...           "drafter": weak}

@@ -34,7 +34,7 @@ class VocabularySubset(AroundModel):
   """`Transformer` that reads all tokens and predicts a subset.
 
   This class can replace the model in any drafter, for example in
-  `drafters.DraftModel(model=VocabularySubset(model), gamma=4)`. `parameters`
+  `drafters.draft_model(model=VocabularySubset(model), gamma=4)`. `parameters`
   returns the parameters.
 
   Attributes:

@@ -127,7 +127,7 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
     >>> import specjax as sj
     >>> pair = sj.testing.tiny_pair(5)
     >>> report = sj.testing.assert_drafter_exact(
-    ...     sj.drafters.DraftModel(model=pair.drafter, gamma=2),
+    ...     sj.drafters.draft_model(model=pair.drafter, gamma=2),
     ...     pair.params, pair.target, calls=2)
     >>> report.tokens > 1000
     True
@@ -164,7 +164,7 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
           transform=_truncated(transform, target.vocab_size)))
   declared = interfaces.capabilities(decoder.parts.drafter)
   check = functools.partial(
-      check_drafts, type(drafter).__name__, alike=context(1) is None)
+      check_drafts, interfaces.kind_of(drafter), alike=context(1) is None)
   check(declared, truncated, crossed=False)
   if controller is not None:
     declared -= {"full"}  # a controller shortens drafts
@@ -436,6 +436,6 @@ def _check_rows_alone(decoder, params, found, ids, start, context):
     if differ.mean() > _FEW * active.mean():
       turn, row = np.argwhere(differ)[0]
       raise AssertionError(
-          f"{type(decoder.drafter).__name__}: the draft of row "
+          f"{interfaces.kind_of(decoder.drafter)}: the draft of row "
           f"{rows[kept][row]} in round {turn} depends on its place or on the "
           "other rows; draw with the keys or uniforms of the row alone")

@@ -17,6 +17,7 @@ import chex
 import jax
 import numpy as np
 
+from specjax import interfaces
 from specjax.decoding import decoder as decoder_lib
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -125,14 +126,14 @@ def assert_state_exact(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
     >>> pair = sj.testing.tiny_pair(5)
     >>> decoder = sj.Decoder(
     ...     target=pair.target, verifier=sj.verifiers.Block(),
-    ...     drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=2))
+    ...     drafter=sj.drafters.draft_model(model=pair.drafter, gamma=2))
     >>> found = sj.testing.assert_state_exact(
     ...     decoder, pair.params, [[1], [2, 3, 4]])
     >>> found.distances.shape
     (2, 3)
   """
   found = state_difference(decoder, params, prompts, rounds=rounds, **kwargs)
-  name = type(decoder.drafter).__name__
+  name = interfaces.kind_of(decoder.drafter)
   compared = ~np.isnan(found.distances)
   active = compared.any(1)
   if not active.any():

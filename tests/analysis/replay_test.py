@@ -27,7 +27,7 @@ def _pair():
 def _decoder(verifier, **kwargs):
   pair = _pair()
   return sj.Decoder(
-      target=pair.target, verifier=verifier, drafter=sj.drafters.DraftModel(
+      target=pair.target, verifier=verifier, drafter=sj.drafters.draft_model(
           model=pair.drafter, gamma=4), **kwargs), pair.params
 
 
@@ -101,10 +101,10 @@ def test_other_verifiers_are_judged_as_observers_are(tmp_path):
 _VOCAB = 7
 
 
-class _Hindsight(sj.drafters.DraftModel):
-  """A drafter whose q depends on more than the context."""
+class _Hindsight(sj.drafters.LanguageModel):
+  """A network whose q depends on more than the context."""
 
-  autoregressive = False
+  context_only = False
 
 
 def _markov(gamma=3, verifier=None):
@@ -114,7 +114,9 @@ def _markov(gamma=3, verifier=None):
   return {
       "decoder": sj.Decoder(target=model, eos=0,
                             verifier=verifier or sj.verifiers.Block(),
-                            drafter=_Hindsight(model=model, gamma=gamma)),
+                            drafter=sj.drafters.NetworkDrafter(
+                                network=_Hindsight(model=model),
+                                shape=sj.drafters.Chain(gamma))),
       "params": {"target": target,
                  "drafter": target + model.init(jax.random.key(1))},
       "prompts": [[3], [1, 4], [1, 5, 2, 2], [6], [3]],

@@ -263,11 +263,12 @@ def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch, kind):
     target, model = (dataclasses.replace(one, cache=sj.caches.Paged(page=64))
                      for one in (target, model))
   parts = dict(verifier=sj.verifiers.Block(),
-               drafter=sj.drafters.DraftModel(model=model, gamma=2))
+               drafter=sj.drafters.draft_model(model=model, gamma=2))
   if kind == "tree":
     parts = dict(verifier=sj.verifiers.Recursive(),
-                 drafter=sj.drafters.DraftModelTree(
-                     model=model, parents=sj.trees.full_tree((2, 2))))
+                 drafter=sj.drafters.NetworkDrafter(
+                     network=sj.drafters.LanguageModel(model=model),
+                     shape=sj.drafters.Tree(sj.trees.full_tree((2, 2)))))
   decoder = sj.Decoder(target=target, **parts)
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.params)
   prompt = sj.types.Prompt(tokens=jnp.zeros((2, 32), jnp.int32),

@@ -169,7 +169,7 @@ def _compile(name):
       for config in configs)
   decoder = sj.Decoder(
       target=target, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=drafter, gamma=_GAMMA))
+      drafter=sj.drafters.draft_model(model=drafter, gamma=_GAMMA))
 
   key = jax.random.key(0, impl="threefry2x32")
   params = {role: jax.tree.map(

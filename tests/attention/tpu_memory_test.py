@@ -81,7 +81,7 @@ def _moved():
       heads=4, kv_heads=4, head_dim=4, mlp_width=16))
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=3),
+      drafter=sj.drafters.draft_model(model=model, gamma=3),
       transform=sj.LogitsTransform(top_p=0.9))
   weights = jax.eval_shape(model.init, jax.random.key(0))
   params = {"target": weights, "drafter": weights}

@@ -194,10 +194,10 @@ def test_a_ring_that_loses_tokens_in_a_round_is_refused():
 
   controlled = {"controller": sj.decoding.Controller(
       lengths=(0, 3), seconds=(1.0, 1.1))}
-  chain = lambda model: drafters.DraftModel(model=model, gamma=3)
+  chain = lambda model: drafters.draft_model(model=model, gamma=3)
   for least, drafter, kwargs in (
       (5, chain, {}), (20, chain, controlled),
-      (5, lambda model: drafters.DraftModel(
+      (5, lambda model: drafters.draft_model(
           model=Shortened(model, Sublayers.between(0, 1)), gamma=3), {}),
       (5, lambda model: drafters.Online(model=model, gamma=3), {}),
       (7, lambda model: drafters.Cascade(

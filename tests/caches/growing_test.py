@@ -23,7 +23,7 @@ _GREEDY, _SAMPLED = 0.0, 1.0
 
 # A chain, a tree, a text and a cache in another vocabulary.
 @pytest.mark.parametrize("name", [
-    "DraftModel", "DraftModelTree without_replacement",
+    "chain", "tree without_replacement",
     "TokenIntersection"])
 def test_grown_in_the_middle_is_as_allocated_whole(name):
   # Broken: what a row had is lost or moved when slots are added, a row writes
@@ -75,7 +75,7 @@ def test_one_program_for_every_power_of_two():
   params = {"target": table, "drafter": table}
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=4))
+      drafter=sj.drafters.draft_model(model=model, gamma=4))
 
   def programs(prompt, new):
     before = rounds.until._cache_size()

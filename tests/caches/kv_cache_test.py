@@ -213,7 +213,7 @@ def test_a_round_copies_no_cache(drafts):
     params = {**params, "drafter": (params["target"],) * 2}
     rule = sj.verifiers.Recursive()
   else:
-    drafter = sj.drafters.DraftModel(
+    drafter = sj.drafters.draft_model(
         model=model, gamma=2 if drafts == "two" else 4)
     params = {**params, "drafter": params["target"]}
   decoder = sj.Decoder(target=model, verifier=rule, drafter=drafter)

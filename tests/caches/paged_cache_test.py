@@ -20,7 +20,7 @@ def _decoder(page):
   pair = testing.tiny_pair(_VOCAB, seed=2)
   cache = sj.caches.KVCache if page is None else paged.Paged(page=page)
   model = sj.models.Transformer(pair.target.config, cache=cache)
-  drafter = sj.drafters.DraftModel(model=model, gamma=3)
+  drafter = sj.drafters.draft_model(model=model, gamma=3)
   return sj.Decoder(target=model, verifier=sj.verifiers.Block(),
                     drafter=drafter), pair.params
 

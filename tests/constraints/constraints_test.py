@@ -35,17 +35,19 @@ def _drafts(decoder, params, prompts, before=None):
 
 
 @pytest.mark.parametrize("drafter,own", [
-    (lambda model: sj.drafters.DraftModel(model=model, gamma=3),
+    (lambda model: sj.drafters.draft_model(model=model, gamma=3),
      lambda table: table),
-    (lambda model: sj.drafters.DraftModelTree(
-        model=model, parents=TREE, proposal="iid"), lambda table: table),
+    (lambda model: sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=model),
+        shape=sj.drafters.Tree(TREE, "iid")), lambda table: table),
     (lambda model: sj.drafters.Paths(
         models=(model,), num_paths=2, length=2), lambda table: (table,)),
-    (lambda model: sj.drafters.DynamicTree(
-        model=model, depth=2, top_k=2, num_nodes=5), lambda table: table),
+    (lambda model: sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=model),
+        shape=sj.drafters.Best(2, top_k=2, num_nodes=5)), lambda table: table),
     (lambda model: sj.drafters.Cascade(
-        model=model, gamma=3, drafter=sj.drafters.DraftModel(
-            model=model, gamma=2)),
+        model=model, gamma=3,
+        drafter=sj.drafters.draft_model(model=model, gamma=2)),
      lambda table: {"target": table, "drafter": tables(4)[1]}),
 ], ids=["chain", "tree", "paths", "dynamic tree", "cascade"])
 def test_drafts_are_constrained_like_the_target(drafter, own):
@@ -75,7 +77,7 @@ def test_drafts_are_constrained_like_the_target(drafter, own):
 
 
 @pytest.mark.parametrize("drafter,own", [
-    (lambda model: sj.drafters.DraftModel(model=model, gamma=2),
+    (lambda model: sj.drafters.draft_model(model=model, gamma=2),
      lambda table: table),
     (lambda model: sj.drafters.Cascade(
         model=model, gamma=2, drafter=sj.drafters.NGram(gamma=1)),
@@ -102,7 +104,7 @@ def test_a_ban_goes_before_constraints():
   model = testing.MarkovModel(4)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=2),
+      drafter=sj.drafters.draft_model(model=model, gamma=2),
       transform=sj.LogitsTransform(banned=(2, 3), constraints=(
           constraints.Repetition(penalty=1.1),
           constraints.Banned(tokens=(0, 1)))))
@@ -215,10 +217,11 @@ def test_what_cannot_be_is_refused_in_one_line(call, words):
 
 _LAST_TOKENS = [
     sj.drafters.Empty(),
-    *(sj.drafters.DraftModel(model=testing.MarkovModel(6), gamma=gamma)
+    *(sj.drafters.draft_model(model=testing.MarkovModel(6), gamma=gamma)
       for gamma in (1, 4, 8)),
-    sj.drafters.DraftModelTree(
-        model=testing.MarkovModel(6), parents=(-1, 0, 0, 1, 1, 3, 5, 6))]
+    sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=testing.MarkovModel(6)),
+        shape=sj.drafters.Tree(parents=(-1, 0, 0, 1, 1, 3, 5, 6)))]
 
 
 @pytest.mark.parametrize("drafter", _LAST_TOKENS, ids=lambda d: (

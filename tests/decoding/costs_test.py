@@ -76,7 +76,7 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
   # that is not asked in them; a file forgets it.
   model, timed = controlled.pair().drafter, []
   ngram = sj.drafters.NGram(gamma=4)
-  lm = sj.drafters.DraftModel(model=model, gamma=4)
+  lm = sj.drafters.draft_model(model=model, gamma=4)
 
   def measure(decoder, params, *_):
     timed.append((type(decoder.drafter).__name__,
@@ -100,8 +100,9 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
       assert controller.first == seconds
       assert controller.seconds == (1.0, 2.0, 5.0, 6.0)
   # One with a model would draft twice to tell, which no time says.
-  assert not sj.drafters.Fallback(first=sj.drafters.DynamicTree(
-      model=model, depth=3, top_k=2, num_nodes=7), second=lm).tells
+  assert not sj.drafters.Fallback(first=sj.drafters.NetworkDrafter(
+      network=sj.drafters.LanguageModel(model=model),
+      shape=sj.drafters.Best(depth=3, top_k=2, num_nodes=7)), second=lm).tells
 
 
 def test_what_is_timed():
@@ -137,7 +138,7 @@ def test_lengths_and_rounds_that_fit():
   model = controlled.pair().drafter
   cascade = functools.partial(
       sj.drafters.Cascade, model=model, gamma=4,
-      drafter=sj.drafters.DraftModel(model=model, gamma=2))
+      drafter=sj.drafters.draft_model(model=model, gamma=2))
   fallback = lambda second: sj.drafters.Fallback(
       first=sj.drafters.NGram(gamma=4), second=second, min_tokens=2)
   for drafter, lengths in (

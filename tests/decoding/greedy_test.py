@@ -65,7 +65,7 @@ def test_greedy_output_is_autoregressive(rule, gamma):
   pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=rule,
-      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=gamma),
+      drafter=sj.drafters.draft_model(model=pair.drafter, gamma=gamma),
       transform=sj.LogitsTransform(temperature=0.0))
   got = decoder.generate(pair.params, _prompts(), jax.random.key(0),
                          max_new_tokens=_NEW)

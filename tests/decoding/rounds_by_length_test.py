@@ -145,7 +145,7 @@ def test_parted_loops_choose_like_single_rounds():
 def test_a_drafter_reads_what_it_missed():
   # Broken: after rounds of rest a model drafts from a cache with holes.
   pair = controlled.pair()
-  drafter = sj.drafters.DraftModel(
+  drafter = sj.drafters.draft_model(
       model=pair.drafter, gamma=1, transform=sj.LogitsTransform())
   rng = np.random.default_rng(0)
   text = rng.integers(controlled.V, size=(2, 60)).astype(np.int32)
@@ -177,7 +177,7 @@ def test_rest_leaves_no_trace():
   pair = controlled.pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=3),
+      drafter=sj.drafters.draft_model(model=pair.drafter, gamma=3),
       controller=controlled.controller(lengths=(0, 3), seconds=(1, 1.5)),
       transform=sj.LogitsTransform(temperature=0))
   state = decoder.prefill(pair.params, [[1, 2], [3]], jax.random.key(0),
@@ -207,7 +207,7 @@ def test_a_fallback_has_a_length_to_choose():
       target=pair.target, verifier=sj.verifiers.Block(),
       drafter=sj.drafters.Fallback(
           first=sj.drafters.NGram(gamma=4, max_ngram=2, min_ngram=2),
-          second=sj.drafters.DraftModel(model=pair.drafter, gamma=4)),
+          second=sj.drafters.draft_model(model=pair.drafter, gamma=4)),
       controller=controlled.controller(
           lengths=(0, 2, 4), seconds=(1, 1.1, 1.1), first=(1, 1.05, 1.05),
           credit=16.0),
@@ -230,11 +230,13 @@ def test_a_fallback_has_a_length_to_choose():
 def test_refusals():
   # Broken: a controller runs where it is not exact or cannot be right.
   pair = controlled.pair()
-  lm = sj.drafters.DraftModel(model=pair.drafter, gamma=3)
+  lm = sj.drafters.draft_model(model=pair.drafter, gamma=3)
   make = lambda drafter, rule, **options: sj.Decoder(
       target=pair.target, drafter=drafter, verifier=rule,
       controller=controlled.controller(**options))
-  tree = sj.drafters.DraftModelTree(model=pair.drafter, parents=(-1, 0, 0))
+  tree = sj.drafters.NetworkDrafter(
+      network=sj.drafters.LanguageModel(model=pair.drafter),
+      shape=sj.drafters.Tree(parents=(-1, 0, 0)))
   heads = sj.methods.MedusaHeads(
       width=16, vocab_size=controlled.V, heads=2)
   medusa = sj.drafters.Medusa(heads=heads, parents=(-1, 0, 0, 1))
@@ -248,7 +250,7 @@ def test_refusals():
       (lambda: make(lm, block, seconds=(1, 2, 3, 0)), "number above 0"),
       (lambda: make(lm, block, first=(1, 2)), r"first is \(1, 2\)"),
       (lambda: make(lm, block, first=controlled.SECONDS),
-       "DraftModel cannot tell"),
+       "LanguageModel with Chain cannot tell"),
       (lambda: make(lm, block, memory=2), "memory is 2"),
       (lambda: make(lm, block, seconds=(1, 18, 19, 20)), "18 times .* cheaper"),
       (lambda: make(lm, block, risk=-1), "risk is -1")):

@@ -34,7 +34,7 @@ def _random_decoder(model=None, **kwargs):
   model = model or testing.MarkovModel(_VOCAB)
   return sj.Decoder(**{**dict(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=3)), **kwargs})
+      drafter=sj.drafters.draft_model(model=model, gamma=3)), **kwargs})
 
 
 def _random_params(drafter_scale=1.0):
@@ -151,7 +151,7 @@ def test_a_row_does_not_depend_on_its_batch():
   pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.GreedyBlock(),
-      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=4))
+      drafter=sj.drafters.draft_model(model=pair.drafter, gamma=4))
   prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10], [1]]
   ids = [7, 3, 70000, 1]
 
@@ -291,7 +291,7 @@ def test_a_verifier_with_state_is_committed_every_round():
 
 def test_gamma_0_is_autoregressive():
   # Broken: the smallest draft, with no token at all, is no draft.
-  decoder = _random_decoder(drafter=sj.drafters.DraftModel(
+  decoder = _random_decoder(drafter=sj.drafters.draft_model(
       model=testing.MarkovModel(_VOCAB), gamma=0))
   got = decoder.generate(_random_params(), _PROMPTS, jax.random.key(0),
                          max_new_tokens=9)
@@ -300,19 +300,19 @@ def test_gamma_0_is_autoregressive():
   assert (np.asarray(got.stats.accepted) == 0).all()
 
 
-@pytest.mark.parametrize("rule,drafter", [
-    (sj.verifiers.GreedyBlock(), functools.partial(
-        sj.drafters.DraftModel, gamma=3)),
-    (sj.verifiers.Traversal(), functools.partial(
-        sj.drafters.DynamicTree, top_k=2, depth=2, num_nodes=4))])
-def test_the_loop_in_64_bits(rule, drafter):
+@pytest.mark.parametrize("rule,shape", [
+    (sj.verifiers.GreedyBlock(), sj.drafters.Chain(3)),
+    (sj.verifiers.Traversal(), sj.drafters.Best(2, top_k=2, num_nodes=4))])
+def test_the_loop_in_64_bits(rule, shape):
   # Broken: under jax_enable_x64 an index of another width stops the loop, or
   # with float64 weights some step computes in float32.
   pair = testing.tiny_pair(5)
   with jax.enable_x64(True):
     params = jax.tree.map(lambda x: x.astype(jnp.float64), pair.params)
     decoder = sj.Decoder(target=pair.target, verifier=rule,
-                         drafter=drafter(model=pair.drafter))
+                         drafter=sj.drafters.NetworkDrafter(
+                             network=sj.drafters.LanguageModel(
+                                 model=pair.drafter), shape=shape))
     state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0), limits=30)
     state, stats, traces = decoder.decode_traced(params, state, rounds=3)
     starts = np.array([2, 1]) + np.cumsum(stats.emitted, 0) - stats.emitted

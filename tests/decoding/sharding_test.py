@@ -46,7 +46,7 @@ def _decoder_and_state():
   pair = _pair()
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=pair.drafter, gamma=2))
+      drafter=sj.drafters.draft_model(model=pair.drafter, gamma=2))
   state = decoder.prefill(pair.params, [[1, 2], [3]], jax.random.key(0),
                           limits=12)
   return decoder, pair.params, state
@@ -87,7 +87,7 @@ def test_a_replicated_drafter_attends_with_all_heads():
     state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0),
                             limits=12, placement=placement)
     told = lambda state: (state.target_cache.heads_axis,
-                          state.drafter.heads_axis)
+                          state.drafter.memory.heads_axis)
     assert told(state) == ("model", axis)
     # One row is read without a placement: no mesh would divide it.
     fresh = decoder.prefill(params, [[3]], jax.random.key(1), limits=12)
@@ -104,7 +104,7 @@ def test_a_tpu_has_gate_and_up_as_two_matrices(monkeypatch):
   placement = sharding.Placement(mesh=_mesh("data", "model"))
   moved = placement.put(decoder, params)
   for part, model in (("target", decoder.target),
-                      ("drafter", decoder.drafter.model)):
+                      ("drafter", decoder.drafter.network.model)):
     kernel = moved[part]["mlp_0"]["gate_up"]["kernel"]
     assert kernel.format.layout.major_to_minor == (1, 0, 2)
     assert kernel.shape == (model.config.width, 2, model.config.mlp_width)
@@ -148,12 +148,12 @@ def test_few_key_value_heads_are_on_every_device():
   specs = model.param_specs("model", 4)
   assert specs["attention_0"]["qkv"]["kernel"] == P("model", None, None, None)
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
-  drafter = sj.drafters.DraftModel(model=pair.drafter, gamma=2)
+  drafter = sj.drafters.draft_model(model=pair.drafter, gamma=2)
   for size, axis in ((2, "model"), (4, None)):
     _, state = _placements(drafter, pair.params, sj.verifiers.Block(),
                            pair.target, size)
     assert {found.spec[1] for found in jax.tree.leaves(
-        (state.target_cache.k, state.drafter.k))} == {axis}
+        (state.target_cache.k, state.drafter.memory.k))} == {axis}
 
 
 def test_a_drafter_is_replicated_where_that_is_asked_for():
@@ -162,7 +162,7 @@ def test_a_drafter_is_replicated_where_that_is_asked_for():
   pair = testing.tiny_pair(8, heads=4, kv_heads=2)
   odd = testing.tiny_pair(8, heads=3)
   params = {**pair.params, "drafter": odd.params["drafter"]}
-  drafter = sj.drafters.DraftModel(model=odd.drafter, gamma=2)
+  drafter = sj.drafters.draft_model(model=odd.drafter, gamma=2)
   place = functools.partial(_placements, drafter, params, sj.verifiers.Block(),
                             pair.target, 2)
   with pytest.raises(ValueError, match="^heads is 3"):
@@ -197,7 +197,7 @@ def test_a_part_that_does_not_answer_is_refused():
   # Broken: what nobody splits is copied to every device and fills it.
   pair = testing.tiny_pair(8, kv_heads=2)
   params = {**pair.params, "drafter": jnp.zeros((8, 8))}
-  drafter = sj.drafters.DraftModel(model=_Silent(vocab_size=8), gamma=2)
+  drafter = sj.drafters.draft_model(model=_Silent(vocab_size=8), gamma=2)
   with pytest.raises(ValueError, match="_Silent.*param_specs.*2 devices"):
     _placements(drafter, params, sj.verifiers.Block())
 
@@ -208,7 +208,7 @@ def test_a_cache_that_does_not_answer_is_refused(monkeypatch):
   model = testing.MarkovModel(8)
   params = {"target": testing.tiny_pair(8, kv_heads=2).params["target"],
             "drafter": model.init(jax.random.key(0))}
-  drafter = sj.drafters.DraftModel(model=model, gamma=2)
+  drafter = sj.drafters.draft_model(model=model, gamma=2)
   with pytest.raises(ValueError, match="LengthCache.*specs.*'model'"):
     _placements(drafter, params, sj.verifiers.Block())
 

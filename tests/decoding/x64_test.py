@@ -54,7 +54,7 @@ def test_the_text_is_that_of_32_bits():
   def text():
     decoder = sj.Decoder(
         target=model, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.DraftModel(model=model, gamma=3))
+        drafter=sj.drafters.draft_model(model=model, gamma=3))
     return decoder.generate(params, [[1], [2, 3]], jax.random.key(0),
                             max_new_tokens=40).tokens
 

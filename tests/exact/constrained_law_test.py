@@ -139,14 +139,16 @@ def _drafting(kind, model):
   """A drafter, a rule that is exact for it, and what it drafts with."""
   table = jnp.asarray(tables(model.vocab_size)[1])
   if kind == "chain":
-    return (sj.drafters.DraftModel(model=model, gamma=2),
+    return (sj.drafters.draft_model(model=model, gamma=2),
             sj.verifiers.Block(), table)
   if kind == "stopped chain":
     stop = sj.drafters.stop_rules.Confidence(threshold=0.5)
-    return (sj.drafters.DraftModel(model=model, gamma=2, stop=stop),
+    return (sj.drafters.draft_model(model=model, gamma=2, stop=stop),
             sj.verifiers.Token(), table)
   if kind == "tree":
-    return (sj.drafters.DraftModelTree(model=model, parents=TREE),
+    return (sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=model),
+        shape=sj.drafters.Tree(parents=TREE)),
             sj.verifiers.Traversal(), table)
   # Deterministic drafts that know nothing of constraints.
   places = np.random.default_rng(0).integers(model.vocab_size, size=(1, 16))

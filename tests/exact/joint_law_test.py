@@ -35,10 +35,11 @@ def _pair():
 def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
                      verifier=_BLOCK, gamma=2, rows=_ROWS):
   pair = _pair()
-  drafter = drafter or sj.drafters.DraftModel
+  drafter = drafter or sj.drafters.NetworkDrafter
   decoder = sj.Decoder(
       target=target or pair.target, verifier=verifier, transform=transform,
-      drafter=drafter(model=pair.drafter, gamma=gamma))
+      drafter=drafter(network=sj.drafters.LanguageModel(model=pair.drafter),
+                      shape=sj.drafters.Chain(gamma)))
   state = decoder.prefill(pair.params, [_PROMPT] * rows, jax.random.key(seed),
                           limits=len(_PROMPT) + _HORIZON)
   state, stats = decoder.decode_until(pair.params, state)
@@ -103,7 +104,7 @@ def test_a_wrong_target_cache_is_caught(cache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ReportsSharperLaw(sj.drafters.DraftModel):
+class _ReportsSharperLaw(sj.drafters.NetworkDrafter):
   """Reports the q of temperature 0.5 for tokens drawn at temperature 1."""
 
   def propose(self, params, keys, state):
@@ -120,7 +121,7 @@ def test_a_wrong_q_is_caught():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Forgetful(sj.drafters.DraftModel):
+class _Forgetful(sj.drafters.NetworkDrafter):
   """Its cache loses a token in every round, and its law is its own.
 
   What it proposes is bad, but it reports the q that it drew from.

@@ -49,7 +49,7 @@ def test_a_chip_has_one_bound_for_the_pass_and_one_for_the_draft(
   monkeypatch.setattr(chips, "counts", counts)
   model = sj.testing.MarkovModel(vocab_size=5)
   candidate = judging.Candidate((sj.strategies.Strategy(
-      sj.drafters.DraftModel(model=model, gamma=4), sj.verifiers.Block()),),
+      sj.drafters.draft_model(model=model, gamma=4), sj.verifiers.Block()),),
                                 {}, model, restarts=True)
   rounds = round_costs.Rounds(
       target=SimpleNamespace(model=model, params=()),
@@ -76,7 +76,7 @@ def test_stored_seconds_are_those_of_the_dtype(tmp_path, monkeypatch):
     rounds = round_costs.Rounds(
         target=SimpleNamespace(model=model, params=params["target"]),
         candidates={"small": judging.Candidate((sj.strategies.Strategy(
-            sj.drafters.DraftModel(model=model, gamma=4),
+            sj.drafters.draft_model(model=model, gamma=4),
             sj.verifiers.Block()),), params, model, restarts=True)},
         gammas=[4], batches=[1], contexts=[64])
     costs = round_costs.Measured(

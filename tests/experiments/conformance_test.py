@@ -225,19 +225,20 @@ def test_a_wrong_format_of_the_prompts_is_named(chat, fault, scorers):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Forgetful(sj.drafters.DraftModel):
+class _Forgetful(sj.drafters.LanguageModel):
   """Loses the keys of all tokens at the end of every round."""
 
-  def commit(self, params, drafter, *args):
-    return jax.tree.map(lambda x: 0 * x if x.ndim > 2 else x, drafter)
+  def commit(self, params, memory, *args):
+    return jax.tree.map(lambda x: 0 * x if x.ndim > 2 else x, memory)
 
 
 @pytest.mark.parametrize("kind,faults", [
-    (sj.drafters.DraftModel, 0), (_Forgetful, 1)])
+    (sj.drafters.LanguageModel, 0), (_Forgetful, 1)])
 def test_a_wrong_state_after_rejections_is_named(kind, faults):
   pair = sj.testing.tiny_pair(7)
   decoder = sj.Decoder(
       target=pair.target, verifier=sj.verifiers.Token(),
-      drafter=kind(model=pair.drafter, gamma=3))
+      drafter=sj.drafters.NetworkDrafter(
+          network=kind(model=pair.drafter), shape=sj.drafters.Chain(3)))
   found = conformance.check_state(decoder, pair.params, [[1, 2, 3], [4, 5]])
   assert len(found) == faults, found

@@ -35,7 +35,7 @@ def test_statistics_equal_those_of_the_recorded_drafts():
   observed = statistics.statistics(vocab_size)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=gamma),
+      drafter=sj.drafters.draft_model(model=model, gamma=gamma),
       observers=tuple(observed.values()))
   params = {name: model.init(jax.random.key(i), scale=2.0)
             for i, name in enumerate(("target", "drafter"))}
@@ -213,7 +213,7 @@ def test_runs_of_another_order_of_rules_are_not_read():
   model = sj.testing.MarkovModel(vocab_size=5)
   read = reading.Prompts({"code": [[1]]}, [], {}, {})
   candidate = judging.Candidate(
-      (sj.strategies.Strategy(sj.drafters.DraftModel(model=model, gamma=2),
+      (sj.strategies.Strategy(sj.drafters.draft_model(model=model, gamma=2),
                               sj.verifiers.Token()),),
       {"target": (), "drafter": ()}, model, restarts=True)
   prints = {judging.Judge(

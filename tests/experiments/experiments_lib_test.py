@@ -33,7 +33,7 @@ def _decoder(verifier):
   model = sj.testing.MarkovModel(vocab_size=5)
   return sj.Decoder(
       target=model, verifier=verifier,
-      drafter=sj.drafters.DraftModel(model=model, gamma=3))
+      drafter=sj.drafters.draft_model(model=model, gamma=3))
 
 
 def test_noise_is_drawn_by_the_law_that_it_reports():
@@ -121,7 +121,7 @@ def test_a_limit_cuts_no_accepted_tokens():
   table = model.init(jax.random.key(0))
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=3))
+      drafter=sj.drafters.draft_model(model=model, gamma=3))
   variant = generation.Ours(
       decoder, {"target": table, "drafter": table}, 6, 16, [[1, 2]])
   run = variant.decode([1, 2], 0, 0)  # the drafter is the target

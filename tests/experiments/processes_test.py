@@ -146,13 +146,13 @@ def _text(kind, shape):
   other = testing.tiny_pair(8, seed=1).drafter  # two heads, which do not divide
   own = testing.tiny_pair(8, seed=1).params["drafter"]
   drafter, rule, params, how = {
-      "chain": (sj.drafters.DraftModel(model=pair.drafter, gamma=3),
+      "chain": (sj.drafters.draft_model(model=pair.drafter, gamma=3),
                 sj.verifiers.Block(), pair.params["drafter"], "split"),
       "tree": (sj.drafters.Paths(
           models=(pair.drafter, other), num_paths=2, length=2),
                sj.verifiers.Traversal(), (pair.params["drafter"], own),
                "replicate"),
-      "pages": (sj.drafters.DraftModel(model=pages, gamma=3),
+      "pages": (sj.drafters.draft_model(model=pages, gamma=3),
                 sj.verifiers.Block(), pair.params["drafter"], "split"),
   }["chain" if kind == "broken" else kind]
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=rule)

@@ -342,7 +342,7 @@ def test_how_a_chain_is_drafted(tmp_path, capsys):
   same, other = found(None, 330), found(_bundled(), 4096)
   drafter = lambda member, *how: models.chain(
       target, member, "mine", *how)[0](3).drafter
-  assert isinstance(drafter(same), sj.drafters.DraftModel)
+  assert isinstance(drafter(same).network, sj.drafters.LanguageModel)
   assert "mine has no tokenizer; its 330" in capsys.readouterr().err
   assert isinstance(drafter(other), sj.drafters.TokenIntersection)
   assert "mine has 4,096 tokens" in capsys.readouterr().err
@@ -363,7 +363,8 @@ def test_a_drafter_with_a_smaller_head(tmp_path, monkeypatch, capsys):
   ids = set(drafter.params["ids"].tolist())
   assert {tokenizer.eos, *tokenizer.encode("import os\n", bos=False)} <= ids
   chain, own = models.chain(target, drafter, "tiny")
-  assert chain(3).drafter.model is drafter.model and own is drafter.params
+  assert chain(3).drafter.network.model is drafter.model
+  assert own is drafter.params
   with pytest.raises(ValueError, match="5000 and tiny has 4096 tokens"):
     models.narrowed(drafter, tokenizer, "tiny", 5000)
   monkeypatch.setattr(models, "ends", lambda *_: (3, 4))

@@ -37,7 +37,9 @@ def _pair(vocab_size, **options):
 def _greedy(pair, tree, prompts):
   target, draft, params = pair
   drafter, verifier = (
-      (sj.drafters.DraftModelTree(model=draft, parents=_TREE),
+      (sj.drafters.NetworkDrafter(
+          network=sj.drafters.LanguageModel(model=draft),
+          shape=sj.drafters.Tree(parents=_TREE)),
        sj.verifiers.Traversal()) if tree else
       sj.strategies.block_verification(draft, 3))
   decoder = sj.Decoder(target=target, drafter=drafter, verifier=verifier,
@@ -83,8 +85,10 @@ def test_drafts_and_text_follow_their_laws(tree, monkeypatch):
   # Broken: as above, at other temperatures, or the draws of tokens.
   monkeypatch.setattr(gpu_sampling, "_BLOCK", 16)
   target, draft, params = _pair(70)
-  drafter = (sj.drafters.DraftModelTree(model=draft, parents=_TREE) if tree
-             else sj.drafters.DraftModel(model=draft, gamma=3))
+  drafter = (sj.drafters.NetworkDrafter(
+      network=sj.drafters.LanguageModel(model=draft),
+      shape=sj.drafters.Tree(parents=_TREE)) if tree
+             else sj.drafters.draft_model(model=draft, gamma=3))
   with gpu_kernels.interpreted():
     testing.assert_drafter_exact(
         drafter, params, target, rows=24, calls=4, rounds=4)

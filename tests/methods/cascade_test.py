@@ -21,7 +21,7 @@ import specjax as sj
 from specjax import testing
 from specjax.decoding import rounds
 from specjax.drafters import Cascade
-from specjax.drafters import DraftModel
+from specjax.drafters import draft_model
 from specjax.drafters import Empty
 from specjax.drafters import Fallback
 from specjax.drafters import Merge
@@ -130,11 +130,11 @@ def _composed(name):
   if name == "fallback":
     second = Cascade(
         model=_MODEL, gamma=_GAMMA, verifier=sj.verifiers.GreedyBlock(),
-        drafter=DraftModel(model=_MODEL, gamma=2), tail=True)
+        drafter=draft_model(model=_MODEL, gamma=2), tail=True)
     return Fallback(first=sometimes, second=second), (
         None, {"target": own, "drafter": worse}), [own] * 3 + [worse] * 2
   return Merge(drafters=(
-      DraftModel(model=_MODEL, gamma=_GAMMA),
+      draft_model(model=_MODEL, gamma=_GAMMA),
       _CertainlySometimes(vocab_size=VOCAB))), (own, None), [own] * 3
 
 
@@ -203,14 +203,14 @@ def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
   assert run(Empty(), None, [4, 2]) == (3, [3, 0])
   assert run(Empty(), None, [1, 2]) == (0, [0, 0])
   # A perfect drafter: 3 tokens a round.
-  perfect = DraftModel(model=_MARKOV, gamma=2)
+  perfect = draft_model(model=_MARKOV, gamma=2)
   assert run(perfect, _table(0), [40, 40]) == (2, [5, 5])
 
 
 def test_the_second_drafter_is_asked_only_where_the_first_has_nothing():
   # Broken: n-grams that match save nothing, or a row gets the wrong draft.
   drafter = Fallback(first=_CertainlySometimes(vocab_size=VOCAB),
-                     second=DraftModel(model=_MARKOV, gamma=1), min_tokens=2)
+                     second=draft_model(model=_MARKOV, gamma=1), min_tokens=2)
   params = {"target": _table(0), "drafter": (None, _table(1))}
   decoder = _decoder(drafter)
   assert drafter.num_nodes == 3
@@ -250,14 +250,15 @@ def test_equal_beginnings_are_one_path():
         model=testing.MarkovModel(3), drafter=Empty(), gamma=2)),
      "drafter has 3 tokens and the target 5"),
     (lambda: _decoder(Cascade(
-        model=_MARKOV, gamma=2, drafter=sj.drafters.DraftModelTree(
-            model=_MARKOV, parents=(-1, 0, 0)))), "Block is exact only"),
+        model=_MARKOV, gamma=2, drafter=sj.drafters.NetworkDrafter(
+            network=sj.drafters.LanguageModel(model=_MARKOV),
+            shape=sj.drafters.Tree((-1, 0, 0))))), "Block is exact only"),
     (lambda: _decoder(Cascade(
         model=_MARKOV, gamma=2, drafter=sj.drafters.Hierarchy(
             view=sj.models.cache_views.Recent(sinks=1, window=4), gamma=2,
             drafter=Empty()))), "drafter is a Hierarchy"),
     (lambda: _decoder(Fallback(
-        first=DraftModel(model=_MARKOV, gamma=3), second=Empty(),
+        first=draft_model(model=_MARKOV, gamma=3), second=Empty(),
         min_tokens=2)), "min_tokens is 2"),
     (lambda: _decoder(Fallback(
         first=_CertainlySometimes(vocab_size=VOCAB), second=Empty(),
@@ -272,9 +273,10 @@ def test_what_does_not_go_together_is_refused(make, message):
 
 
 @pytest.mark.parametrize("drafter, own, message", [
-    (Fallback(first=Empty(), second=sj.drafters.DraftModelTree(
-        model=_MARKOV, parents=(-1, 0))), (None, 1),
-     "DraftModelTree has a state but no `follow"),
+    (Fallback(first=Empty(), second=sj.drafters.NetworkDrafter(
+        network=sj.drafters.LanguageModel(model=_MARKOV),
+        shape=sj.drafters.Tree(parents=(-1, 0)))), (None, 1),
+     "LanguageModel with Tree has a state but no `follow"),
     (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
     (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
 ], ids=["state", "tuple", "mapping"])

@@ -16,11 +16,13 @@ import pytest
 
 import specjax as sj
 from specjax import methods
-from specjax.drafters import DynamicEagle
-from specjax.drafters import Eagle
+from specjax.drafters import Best
+from specjax.drafters import FeatureLayer
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
-from specjax.drafters import SampledEagle
+from specjax.drafters import NetworkDrafter
+from specjax.drafters import Sampled
+from specjax.drafters import Tree
 from specjax.methods import Eagle1Heads
 from specjax.methods import Eagle3Heads
 from specjax.methods import MTPHeads
@@ -212,31 +214,42 @@ def _decoder(drafter, **config):
 
 
 @pytest.mark.parametrize("make,words", [
-    (lambda: _decoder(Eagle(heads=heads_of(Eagle3Heads), parents=_CHAIN)),
+    (lambda: _decoder(NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle3Heads)),
+        shape=Tree(parents=_CHAIN))),
      "reads (1,) first"),
-    (lambda: _decoder(Eagle(heads=heads_of(Eagle1Heads), parents=_CHAIN),
+    (lambda: _decoder(NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
+        shape=Tree(parents=_CHAIN)),
                       width=24), "width 16, but the target has 24"),
     (lambda: heads_of(Eagle1Heads).attach(Transformer(dataclasses.replace(
         pair().target.config, vocab_size=9)), {}, {}), "vocab_size 5"),
-    (lambda: _decoder(Eagle(heads=heads_of(MTPHeads), parents=_CHAIN)),
+    (lambda: _decoder(NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(MTPHeads)),
+        shape=Tree(parents=_CHAIN))),
      "drafters.MTP"),
     (lambda: heads_of(Eagle3Heads, taps="0,5"), "taps contains 5"),
     (lambda: heads_of(Eagle3Heads, taps="low"), "taps contains 'low'"),
-    (lambda: MTP(heads=heads_of(Eagle1Heads)), "drafters.Eagle"),
+    (lambda: MTP(heads=heads_of(Eagle1Heads)), "drafters.FeatureLayer"),
     (lambda: MTP(heads=heads_of(MTPHeads), gamma=4), "gamma is 4"),
     (lambda: MTP(heads=heads_of(MTPHeads), gamma=0), "gamma is 0"),
-    (lambda: _decoder(Eagle(heads=heads_of(
-        Eagle3Heads, taps=("final",), ids=(0, 1)), parents=(-1, 0, 0, 0))),
+    (lambda: _decoder(NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(
+        Eagle3Heads, taps=("final",), ids=(0, 1))),
+        shape=Tree(parents=(-1, 0, 0, 0)))),
      "3 children, but the drafter has 2"),
-    (lambda: DynamicEagle(heads=heads_of(Eagle1Heads), depth=2, top_k=2,
-                          num_nodes=9), "num_nodes is 9"),
-    (lambda: SampledEagle(heads=heads_of(Eagle1Heads), depth=2, expanded=0,
-                          children=2), "expanded is 0"),
-    (lambda: SampledEagle(heads=heads_of(Eagle1Heads), depth=2, expanded=1,
-                          children=2, proposal="best"), "'best'"),
+    (lambda: NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
+        shape=Best(depth=2, top_k=2, num_nodes=9)), "num_nodes is 9"),
+    (lambda: NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
+        shape=Sampled(depth=2, expanded=0, children=2)), "expanded is 0"),
+    (lambda: NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
+        shape=Sampled(2, expanded=1, children=2, proposal="best")), "'best'"),
     (lambda: MTP(heads=heads_of(MTPHeads), gamma=2, readers=1), "readers is 1"),
     (lambda: MTPTree(heads=heads_of(Eagle1Heads), parents=_CHAIN),
-     "drafters.Eagle"),
+     "drafters.FeatureLayer"),
     (lambda: MTPTree(heads=heads_of(MTPHeads, 2), parents=_CHAIN),
      "3 levels deep, but there are 2 modules"),
     (lambda: MTPTree(heads=heads_of(MTPHeads), parents=(-1,)), "is 0"),

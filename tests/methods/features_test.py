@@ -23,11 +23,13 @@ import specjax as sj
 from specjax import testing
 from specjax.decoding import prefill
 from specjax.decoding import rounds
-from specjax.drafters import DynamicEagle
-from specjax.drafters import EagleChain
+from specjax.drafters import Best
+from specjax.drafters import Chain
+from specjax.drafters import FeatureLayer
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
-from specjax.drafters import SampledEagle
+from specjax.drafters import NetworkDrafter
+from specjax.drafters import Sampled
 from specjax.methods import Eagle1Heads
 from specjax.methods import Eagle3Heads
 from specjax.methods import MTPHeads
@@ -51,13 +53,15 @@ def _quick_loops():
 
 
 _CASES = {
-    "EAGLE-3": lambda: (EagleChain(
-        heads=heads_of(Eagle3Heads, windows=(4,), **EAGLE_3), gamma=3),
-                        Block()),
-    "EAGLE-3.1 tree": lambda: (SampledEagle(heads=heads_of(
+    "EAGLE-3": lambda: (NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(
+            Eagle3Heads, windows=(4,), **EAGLE_3)),
+        shape=Chain(gamma=3)), Block()),
+    "EAGLE-3.1 tree": lambda: (NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(
         Eagle3Heads, taps=(0, 1), entry_norm="each", feed_normed=True,
-        norm_before_residual=True, windows=(2,)), depth=3, expanded=2,
-                                            children=2), Traversal()),
+        norm_before_residual=True, windows=(2,))),
+        shape=Sampled(depth=3, expanded=2, children=2)), Traversal()),
     "modules": lambda: (MTP(heads=heads_of(MTPHeads, 4), gamma=3), Block()),
     "modules, a tree": lambda: (MTPTree(
         heads=heads_of(MTPHeads, 4, windows=(3,)),
@@ -79,10 +83,15 @@ class _ByTheClock(sj.decoding.Controller):
     return rungs[jnp.max(state.rounds) % len(self.TURN)].astype(jnp.int32)
 
 
+def _heads(drafter):
+  return getattr(drafter, "network", drafter).heads
+
+
 def _decoder(drafter, rule, controller=None):
   """`(decoder, params)`."""
-  target, params = drafter.heads.attach(
-      pair().target, pair().params["target"], disturbed(drafter.heads))
+  heads = _heads(drafter)
+  target, params = heads.attach(
+      pair().target, pair().params["target"], disturbed(heads))
   return sj.Decoder(target=target, drafter=drafter, verifier=rule,
                     controller=controller), params
 
@@ -156,7 +165,7 @@ def test_the_first_draft_is_what_training_computes(name):
   drafter, rule = _CASES[name]()
   target, params, draft = _first(drafter, rule)
   texts, lengths, nodes = _texts(draft)
-  laws = jit(functools.partial(_laws, drafter.heads, target))(
+  laws = jit(functools.partial(_laws, _heads(drafter), target))(
       params, texts, lengths)
   for law, n, (row, depth, child) in zip(laws, lengths, nodes):
     want = law[depth] if n >= 2 else np.zeros(VOCAB)
@@ -180,7 +189,7 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
     monkeypatch.setattr(prefill, "_CHUNK", size)
     found.append(jit(lambda *given: drafter.init(*given))(
         params, prompt, output))
-  pieces, whole = found
+  pieces, whole = (getattr(state, "memory", state) for state in found)
   for row, n in enumerate(np.asarray(whole.cache.lengths)):
     for a, b in zip(jax.tree.leaves((whole.cache.k, whole.cache.v)),
                     jax.tree.leaves((pieces.cache.k, pieces.cache.v))):
@@ -193,8 +202,9 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
 def test_dynamic_tree_is_that_of_the_layers_laws():
   # Broken: EAGLE-2's tree is grown from other laws than the layer's.
   heads = heads_of(Eagle3Heads, windows=(4,), **EAGLE_3)
-  target, params, draft = _first(DynamicEagle(
-      heads=heads, depth=3, top_k=2, num_nodes=7), TargetWalk())
+  target, params, draft = _first(NetworkDrafter(
+      network=FeatureLayer(heads=heads),
+      shape=Best(depth=3, top_k=2, num_nodes=7)), TargetWalk())
   assert not draft.probs[0].any()  # a prompt of one token
   texts, lengths, nodes = _texts(draft)
   laws = jit(functools.partial(_laws, heads, target))(params, texts, lengths)
@@ -204,16 +214,18 @@ def test_dynamic_tree_is_that_of_the_layers_laws():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: EagleChain(heads=heads_of(Eagle1Heads), gamma=2),
+    lambda: NetworkDrafter(
+        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
+        shape=Chain(gamma=2)),
     lambda: MTP(heads=heads_of(MTPHeads))])
 def test_layers_do_not_draft_inside_of_others(make):
   # Broken: features of tokens that were taken back stay in a layer's cache.
   drafter = make()
-  target, _ = drafter.heads.attach(pair().target, {}, {})
+  target, _ = _heads(drafter).attach(pair().target, {}, {})
   cascade = sj.drafters.Cascade(model=target, drafter=drafter, gamma=2)
   decoder = sj.Decoder(target=target, drafter=cascade, verifier=Block())
   params = jax.eval_shape(lambda: (target.init(jax.random.key(0)),
-                                   drafter.heads.init(jax.random.key(0), {
+                                   _heads(drafter).init(jax.random.key(0), {
                                        "embedding": jnp.zeros((VOCAB, 16))})))
   own = {"target": params[0], "drafter": params[1]}
   with pytest.raises(ValueError, match="has a state but no `follow"):

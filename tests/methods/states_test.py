@@ -18,40 +18,42 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.drafters import DraftModel
-from specjax.drafters import DraftModelTree
-from specjax.drafters import EagleChain
+from specjax.drafters import Chain
+from specjax.drafters import FeatureLayer
+from specjax.drafters import LanguageModel
 from specjax.drafters import Medusa
+from specjax.drafters import NetworkDrafter
+from specjax.drafters import Tree
 from specjax.testing import states
 
 _PROMPTS = ([2], [4, 1], [3, 0, 2, 2, 1], [*range(5)] * 2) * 6
 
 
-class _OnePositionLate(EagleChain):
+class _OnePositionLate(FeatureLayer):
   """Later tokens have a position that is one too large."""
 
-  def commit(self, params, drafter, *arguments):
-    new = super().commit(params, drafter, *arguments)
+  def commit(self, params, memory, *arguments):
+    new = super().commit(params, memory, *arguments)
     return new.replace(cache=new.cache.rollback(new.cache.lengths + 1))
 
 
-class _KeepsRejected(EagleChain):
+class _KeepsRejected(FeatureLayer):
   """All tokens of a draft stay visible, also the rejected ones."""
 
-  def commit(self, params, drafter, *arguments):
-    new = super().commit(params, drafter, *arguments)
+  def commit(self, params, memory, draft, *arguments):
+    new = super().commit(params, memory, draft, *arguments)
     return new.replace(cache=new.cache.rollback(
-        drafter.cache.lengths + self.num_nodes))
+        memory.cache.lengths + draft.tokens.shape[1]))
 
 
-class _MovesNoSlot(DraftModelTree):
+class _MovesNoSlot(LanguageModel):
   """Keeps the first nodes of a tree instead of the accepted path."""
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, memory, draft, slots, shape, verdict, *arguments):
     first = jnp.broadcast_to(
         jnp.arange(verdict.path.shape[1]), verdict.path.shape)
-    return super().commit(params, drafter, draft, verdict.replace(path=first),
-                          target_output, count)
+    return super().commit(params, memory, draft, slots, shape,
+                          verdict.replace(path=first), *arguments)
 
 
 class _OneNodeEarly(Medusa):
@@ -62,7 +64,7 @@ class _OneNodeEarly(Medusa):
                           jnp.where(count > 1, count - 1, count))
 
 
-class _ReadsNothing(DraftModel):
+class _ReadsNothing(LanguageModel):
   """It lacks the tokens of rounds without a draft."""
 
   def catch_up(self, params, state, since):
@@ -80,46 +82,45 @@ class _InTurn(sj.decoding.Controller):
     return (jnp.max(state.rounds) // 4 % 2).astype(jnp.int32)
 
 
-def _decoder(right, wrong):
-  """`(decoder, params)` of a correct drafter, or of its `wrong` subclass."""
-  kind = wrong or right
-  model, target = pair().target, pair().params["target"]
-  controller = None
-  if right is EagleChain:
-    drafter, rule = kind(heads=EAGLE_1, gamma=2), sj.verifiers.Block()
-    model, params = EAGLE_1.attach(model, target, disturbed(EAGLE_1))
-  elif right is Medusa:
-    drafter = kind(heads=MEDUSA, parents=CHAIN, proposal="iid")
-    rule, params = sj.verifiers.Block(), {
-        "target": target, "drafter": disturbed(MEDUSA)}
-  elif right is DraftModelTree:
-    drafter = kind(model=pair().drafter, parents=UNEVEN)
-    rule, params = sj.verifiers.Traversal(), pair().params
+def _decoder(network, shape):
+  """`(decoder, params)` of a drafter; `shape` is unused for Medusa."""
+  model, params, controller = pair().target, pair().params, None
+  if issubclass(network, FeatureLayer):
+    model, params = EAGLE_1.attach(
+        model, params["target"], disturbed(EAGLE_1))
+    network = network(heads=EAGLE_1)
+  elif issubclass(network, Medusa):
+    return sj.Decoder(
+        target=model, verifier=sj.verifiers.Block(),
+        drafter=network(heads=MEDUSA, parents=CHAIN, proposal="iid")), {
+            "target": params["target"], "drafter": disturbed(MEDUSA)}
   else:
-    drafter = kind(model=pair().drafter, gamma=3)
-    rule, params, controller = sj.verifiers.Block(), pair().params, _InTurn()
-  return sj.Decoder(target=model, drafter=drafter, verifier=rule,
-                    controller=controller), params
+    network = network(model=pair().drafter)
+    controller = _InTurn() if shape == Chain(3) else None
+  rule = sj.verifiers.Block() if shape.chain else sj.verifiers.Traversal()
+  return sj.Decoder(
+      target=model, verifier=rule, controller=controller,
+      drafter=NetworkDrafter(network=network, shape=shape)), params
 
 
-_WRONG = (_OnePositionLate, _KeepsRejected, _MovesNoSlot, _OneNodeEarly,
-          _ReadsNothing)
-
-
-@pytest.mark.parametrize("wrong", _WRONG)
-def test_wrong_states_are_refused(wrong):
+@pytest.mark.parametrize("wrong,shape", [
+    (_OnePositionLate, Chain(2)), (_KeepsRejected, Chain(2)),
+    (_MovesNoSlot, Tree(UNEVEN)), (_OneNodeEarly, None),
+    (_ReadsNothing, Chain(3))])
+def test_wrong_states_are_refused(wrong, shape):
   # Broken: a drafter forgets or repeats tokens, and no test fails.
-  decoder, params = _decoder(wrong.__base__, wrong)
-  with pytest.raises(AssertionError, match=f"{wrong.__name__}: after 4 rounds, "
-                     "the drafts of .* of 24 rows differ"):
+  decoder, params = _decoder(wrong, shape)
+  with pytest.raises(AssertionError, match=f"{wrong.__name__}.*: after 4 "
+                     "rounds, the drafts of .* of 24 rows differ"):
     testing.assert_state_exact(decoder, params, _PROMPTS)
 
 
-@pytest.mark.parametrize(
-    "right", [EagleChain, DraftModelTree, Medusa, DraftModel])
-def test_right_states_pass(right):
+@pytest.mark.parametrize("right,shape", [
+    (FeatureLayer, Chain(2)), (LanguageModel, Tree(UNEVEN)), (Medusa, None),
+    (LanguageModel, Chain(3))])
+def test_right_states_pass(right, shape):
   # Broken: the states above are refused for another reason.
-  decoder, params = _decoder(right, None)
+  decoder, params = _decoder(right, shape)
   found = testing.assert_state_exact(decoder, params, _PROMPTS)
   compared = found.distances[:, 1:]
   assert np.isfinite(compared).sum() > compared.size / 2

@@ -12,8 +12,8 @@ import pytest
 import specjax as sj
 from specjax import exact
 from specjax import testing
-from specjax.drafters import DraftModel
-from specjax.drafters import EagleChain
+from specjax.drafters import Chain
+from specjax.drafters import draft_model
 from specjax.exact import enumeration
 from specjax.methods import Eagle3Heads
 from specjax.methods import stop_rules
@@ -130,7 +130,7 @@ def test_greedy_block_is_not_exact_for_them_and_refused():
   model = testing.MarkovModel(_V)
   with pytest.raises(ValueError, match="autoregressive.*padding"):
     sj.Decoder(target=model, verifier=sj.verifiers.GreedyBlock(),
-               drafter=DraftModel(model=model, gamma=2, stop=rule))
+               drafter=draft_model(model=model, gamma=2, stop=rule))
 
 
 def _reference(rule, params, probs, hidden, tokens):
@@ -177,9 +177,8 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   # hands it another hidden state, or goes on when all of its rows have stopped.
   model, rows = testing.MarkovModel(_V), 64
   table = model.init(jax.random.key(1), scale=2.0)
-  whole = DraftModel(model=model, gamma=_GAMMA,
-                     transform=sj.LogitsTransform())
-  drafter = dataclasses.replace(whole, stop=rule)
+  whole = draft_model(model=model, gamma=_GAMMA, transform=sj.LogitsTransform())
+  drafter = dataclasses.replace(whole, shape=Chain(_GAMMA, rule))
   params = _params(rule)
   own = {"model": table, "stop": params} if rule.has_params else table
   tokens = jnp.tile(jnp.arange(_V, dtype=jnp.int32)[:, None], (rows // _V, 8))
@@ -209,23 +208,24 @@ def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   np.testing.assert_array_equal(
       got.probs[:, 1:], np.where(stays[..., None], probs, 0))
   # Passes after the first: none for what no row drafts.
-  passes = int(state.cache.lengths[0]) - 3
+  passes = int(state.memory.lengths[0]) - 3
   assert passes == min(max(kept) - rule.keeps, _GAMMA - 1)
   done, state = drafted(drafter, own, done=True)
-  assert not done.probs.any() and int(state.cache.lengths[0]) == 3
+  assert not done.probs.any() and int(state.memory.lengths[0]) == 3
 
 
 def test_an_eagle_chain_ends_where_the_rule_says():
   # Broken: the layer reads other states or positions in a loop that may end
   # than in a chain of fixed length, or what a row drafted stays in its cache.
   case = contributed_heads.layer(
-      Eagle3Heads, EagleChain, sj.verifiers.Block(), drafts=dict(gamma=4))
+      Eagle3Heads, contributed_heads.reused, sj.verifiers.Block(),
+      drafts=dict(shape=Chain(4)))
   rule = stop_rules.Confidence(threshold=0.6)
   found = {}
   for stop in (None, rule):
     decoder = sj.Decoder(
         target=case.model, verifier=case.rule,
-        drafter=dataclasses.replace(case.drafter, stop=stop))
+        drafter=dataclasses.replace(case.drafter, shape=Chain(4, stop)))
     state = decoder.prefill(
         case.parameters, [[1, 2, 3, 0]] * 8 + [[3, 1]] * 8 + [[2]],
         jax.random.key(0), limits=40)
@@ -247,7 +247,8 @@ def test_an_eagle_chain_ends_where_the_rule_says():
   np.testing.assert_allclose(
       got.probs[:, 1:], np.where(stays[..., None], want.probs[:, 1:], 0),
       atol=1e-6)
-  assert after.cache.held is None and not after.cache.block_k
+  cache = after.memory.cache
+  assert cache.held is None and not cache.block_k
 
 
 def test_an_adaptive_threshold_follows_what_was_accepted():
@@ -275,7 +276,7 @@ def test_an_adaptive_threshold_follows_what_was_accepted():
   table = model.init(jax.random.key(0))
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=DraftModel(model=model, gamma=2, stop=rule))
+      drafter=draft_model(model=model, gamma=2, stop=rule))
   params = {"target": table, "drafter": table[::-1]}
   state = decoder.prefill(params, [[1], [2]], jax.random.key(0), limits=[60, 1])
   state, _ = decoder.decode(params, state, rounds=8)
@@ -308,7 +309,7 @@ def _threshold(drafter, controller=None, gamma=4, rounds=20):
 def test_a_threshold_that_is_too_high_does_not_end_drafting(rule):
   # Broken: a drafter that was wrong for a while never drafts again.
   found, stats = _threshold(
-      lambda model: DraftModel(model=model, gamma=4, stop=rule))
+      lambda model: draft_model(model=model, gamma=4, stop=rule))
   assert found < 1 and stats.accepted.sum() > 0
 
 
@@ -317,7 +318,7 @@ def test_a_controller_does_not_shorten_what_a_rule_may_draft():
   # might be, for it is verified among shorter ones, and so the threshold never
   # falls.
   rule = stop_rules.Adaptive(threshold=0.9, target=0.5)
-  lm = lambda model: DraftModel(model=model, gamma=4, stop=rule)
+  lm = lambda model: draft_model(model=model, gamma=4, stop=rule)
   alone, stats = _threshold(lm)
   assert alone < 0.9 and stats.accepted.max() < 4
   controller = sj.decoding.Controller(
@@ -329,7 +330,7 @@ def test_a_rule_learns_of_its_own_chains():
   # Broken: what becomes of another drafter's draft moves the threshold of a
   # model that was not asked; in a merge it is moved by the nodes of all.
   rule = stop_rules.Adaptive(threshold=0.6)
-  lm = lambda model: DraftModel(model=model, gamma=2, stop=rule)
+  lm = lambda model: draft_model(model=model, gamma=2, stop=rule)
   oracle = testing.OracleDrafter(gamma=2)
   fallback = lambda model: sj.drafters.Fallback(first=oracle, second=lm(model))
   found, stats = _threshold(fallback, gamma=2)
@@ -339,8 +340,8 @@ def test_a_rule_learns_of_its_own_chains():
   for drafters in ((oracle, lm(model)), (oracle, fallback(model))):
     with pytest.raises(ValueError, match="stop is Adaptive, .* Confidence"):
       merge(*drafters)
-  merge(oracle, DraftModel(model=model, gamma=2,
-                           stop=stop_rules.Confidence(threshold=0.5)))
+  merge(oracle, draft_model(
+      model=model, gamma=2, stop=stop_rules.Confidence(threshold=0.5)))
 
 
 def test_parameters_of_rules():
@@ -365,7 +366,7 @@ def test_parameters_of_rules():
   model = testing.MarkovModel(_V)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=DraftModel(model=model, gamma=2, stop=_LEARNED[0]))
+      drafter=draft_model(model=model, gamma=2, stop=_LEARNED[0]))
   table = model.init(jax.random.key(0))
   with pytest.raises(ValueError, match="'model': ..., 'stop'"):
     decoder.prefill({"target": table, "drafter": table}, [[1]],

@@ -28,7 +28,7 @@ _MODULES = methods.ParallelLayers.for_target(
     _TARGET, 2, taps="final")
 _TOKENS = testing.ListTokenizer(tuple(bytes([97 + i]) for i in range(_V)))
 _EMBEDDINGS = methods.PaSSEmbeddings(count=2, width=_D)
-_DRAFTER = sj.drafters.DraftModel(model=_MODEL, gamma=2)
+_DRAFTER = sj.drafters.draft_model(model=_MODEL, gamma=2)
 _SIZES = {"model": _MODEL, "models": (_MODEL, _MODEL), "gamma": 2, "length": 2,
           "parents": _TREE, "branching": (2, 2), "heads": _HEADS,
           "expanded": 2, "children": 2,

@@ -10,9 +10,11 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.drafters import DraftModelTree
-from specjax.drafters import DynamicTree
+from specjax.drafters import Best
+from specjax.drafters import LanguageModel
+from specjax.drafters import NetworkDrafter
 from specjax.drafters import Paths
+from specjax.drafters import Tree
 from specjax.verifiers import Block
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
@@ -43,8 +45,9 @@ def _params(drafter, pair):
 
 
 def _tree(proposal="without_replacement", parents=_UNEVEN, vocab_size=_VOCAB):
-  return DraftModelTree(model=_pair(vocab_size).drafter, parents=parents,
-                        proposal=proposal)
+  return NetworkDrafter(
+      network=LanguageModel(model=_pair(vocab_size).drafter),
+      shape=Tree(parents=parents, proposal=proposal))
 
 
 def _paths(models, num_paths=3, length=3, vocab_size=_VOCAB, **kwargs):
@@ -53,8 +56,9 @@ def _paths(models, num_paths=3, length=3, vocab_size=_VOCAB, **kwargs):
 
 
 def _dynamic(vocab_size=_VOCAB, **sizes):
-  return DynamicTree(model=_pair(vocab_size).drafter, **{
-      **dict(depth=3, top_k=2, num_nodes=7), **sizes})
+  return NetworkDrafter(
+      network=LanguageModel(model=_pair(vocab_size).drafter),
+      shape=Best(**{**dict(depth=3, top_k=2, num_nodes=7), **sizes}))
 
 
 # What is sampled, and the rows that are reported.
@@ -96,7 +100,7 @@ def _p_value(tokens):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _NotRenormalised(DraftModelTree):
+class _NotRenormalised(NetworkDrafter):
   """Reports the law of the first child for its sibling too."""
 
   def propose(self, params, keys, state):
@@ -108,8 +112,8 @@ class _NotRenormalised(DraftModelTree):
 def test_rows_that_are_not_renormalised_are_caught():
   # Broken: contribution_test.py, which decodes with all of these, cannot see a
   # dishonest row of a tree.
-  drafter = _NotRenormalised(model=_pair().drafter,
-                             parents=sj.trees.full_tree((2, 2)))
+  drafter = _NotRenormalised(network=LanguageModel(model=_pair().drafter),
+                             shape=Tree(sj.trees.full_tree((2, 2))))
   rows = range(len(_PROMPT) - 1, _TEXTS * len(_PROMPT), len(_PROMPT))
   tokens, _, _ = _decoded(drafter, Traversal(), rows)
   assert _p_value(tokens) < 1e-6
@@ -157,7 +161,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("drafter,chain,iid,autoregressive", [
     (sj.drafters.Empty(), 1, 1, 1),
-    (sj.drafters.DraftModel(model=_pair().drafter, gamma=2), 1, 1, 1),
+    (sj.drafters.draft_model(model=_pair().drafter, gamma=2), 1, 1, 1),
     (testing.OracleDrafter(gamma=2), 1, 1, 1),
     (_tree("iid"), 0, 1, 1),
     (_tree("without_replacement"), 0, 0, 0),
@@ -180,11 +184,12 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Merges(DraftModelTree):
+class _Merges(NetworkDrafter):
   conditional = False
 
 
-_MERGES = _Merges(model=_pair().drafter, parents=_UNEVEN)
+_MERGES = _Merges(
+    network=LanguageModel(model=_pair().drafter), shape=Tree(_UNEVEN))
 
 
 @pytest.mark.parametrize("drafter,rule,need", [
@@ -223,7 +228,7 @@ def _decoder(drafter):
     (lambda: _paths(1, length=0), "length is 0.*at least 1"),
     (lambda: _dynamic(top_k=0), "top_k is 0.*at least 1"),
     (lambda: _dynamic(depth=2, num_nodes=8), "num_nodes is 8.*2 to 7"),
-    (lambda: _decoder(_dynamic(top_k=6)), "top_k is 6.*size, 5"),
+    (lambda: _decoder(_dynamic(top_k=6)), "6 children.*5 tokens"),
     (lambda: _decoder(_paths(1)).prefill(_pair().params, [[1]],
                                          jax.random.key(0)),
      "must be a tuple.*1 models")])

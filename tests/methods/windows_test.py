@@ -83,12 +83,15 @@ def _attached(name):
 
 
 _DRAFTERS = {
-    "chain": ("eagle3_windows", lambda heads: sj.drafters.EagleChain(
-        heads=heads, gamma=3)),
-    "static tree": ("eagle3_windows", lambda heads: sj.drafters.Eagle(
-        heads=heads, parents=(-1, 0, 0, 1, 1, 2, 3), proposal="top_k")),
-    "dynamic tree": ("eagle3_windows", lambda heads: sj.drafters.DynamicEagle(
-        heads=heads, depth=3, top_k=3, num_nodes=7)),
+    "chain": ("eagle3_windows", lambda heads: sj.drafters.NetworkDrafter(
+        network=sj.drafters.FeatureLayer(heads=heads),
+        shape=sj.drafters.Chain(gamma=3))),
+    "static tree": ("eagle3_windows", lambda heads: sj.drafters.NetworkDrafter(
+        network=sj.drafters.FeatureLayer(heads=heads),
+        shape=sj.drafters.Tree((-1, 0, 0, 1, 1, 2, 3), "top_k"))),
+    "dynamic tree": ("eagle3_windows", lambda heads: sj.drafters.NetworkDrafter(
+        network=sj.drafters.FeatureLayer(heads=heads),
+        shape=sj.drafters.Best(depth=3, top_k=3, num_nodes=7))),
     "slots": ("dflash_windows", lambda heads: sj.drafters.Parallel(
         heads=heads, parents=range(-1, 5))),
     "anchor": ("dspark_windows_speculators", lambda heads: sj.drafters.Parallel(

@@ -106,7 +106,9 @@ def test_adapted_models_decode_as_our_own():
   for model in (pair.target, _plain(pair.target)):
     decoder = sj.Decoder(
         target=model, verifier=sj.verifiers.Traversal(),
-        drafter=sj.drafters.DraftModelTree(model=model, parents=_PARENTS))
+        drafter=sj.drafters.NetworkDrafter(
+            network=sj.drafters.LanguageModel(model=model),
+            shape=sj.drafters.Tree(parents=_PARENTS)))
     texts.append(decoder.generate(
         pair.params, [[1, 2, 3], [4]], jax.random.key(0), max_new_tokens=16))
   for ours, adapted in zip(texts[0].tokens, texts[1].tokens):
@@ -119,7 +121,7 @@ def test_an_nnx_model_writes_its_greedy_text():
   model, params = _cached()
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Block(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=3),
+      drafter=sj.drafters.draft_model(model=model, gamma=3),
       transform=sj.LogitsTransform(temperature=0))
   _, other = _cached(seed=1)
   out = decoder.generate({"target": params, "drafter": other}, [[3, 1], [2]],

@@ -337,7 +337,7 @@ def test_the_shorter_context_is_named():
                                  (short, short, "target")):
     decoder = sj.Decoder(
         target=target, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.DraftModel(model=drafter, gamma=2))
+        drafter=sj.drafters.draft_model(model=drafter, gamma=2))
     with pytest.raises(ValueError, match=rf"is 32, the {owner}'s"):
       decoder.prefill(None, [[1]], jax.random.key(0), limits=40)
 

@@ -8,8 +8,10 @@ import untrained
 
 import specjax as sj
 from specjax import testing
-from specjax.drafters import DraftModelTree
+from specjax.drafters import LanguageModel
+from specjax.drafters import NetworkDrafter
 from specjax.drafters import Paths
+from specjax.drafters import Tree
 
 VOCAB = 5
 WIDTH, HEADS = 16, 3
@@ -58,8 +60,9 @@ class Contributed:
     return self.params or pair().params
 
 
-def with_model(cls, **kwargs):
-  return cls(model=pair().drafter, **kwargs)
+def with_model(shape):
+  return NetworkDrafter(
+      network=LanguageModel(model=pair().drafter), shape=shape)
 
 
 def paths(models):
@@ -72,7 +75,9 @@ def paths(models):
 
 def with_cache(cache):
   model = sj.models.Transformer(pair().target.config, cache=cache)
-  return Contributed(DraftModelTree(model=model, parents=UNEVEN),
+  return Contributed(NetworkDrafter(
+      network=LanguageModel(model=model),
+      shape=Tree(parents=UNEVEN)),
                      sj.verifiers.Traversal(), model)
 
 

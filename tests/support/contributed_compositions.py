@@ -9,7 +9,8 @@ import newcomers
 
 import specjax as sj
 from specjax.drafters import Cascade
-from specjax.drafters import DraftModel
+from specjax.drafters import Chain
+from specjax.drafters import draft_model
 from specjax.drafters import Fallback
 from specjax.drafters import Hierarchy
 from specjax.drafters import Merge
@@ -20,8 +21,7 @@ from specjax.drafters import Recycling
 def skipping():
   left = sj.models.Sublayers.without(3, attention=[1], mlp=[2])
   return part_of_target(
-      lambda model: DraftModel(
-          model=sj.models.Shortened(model, left), gamma=3),
+      lambda model: draft_model(sj.models.Shortened(model, left), gamma=3),
       sj.verifiers.GreedyBlock())
 
 
@@ -31,7 +31,7 @@ def quantized():
                                 cache=sj.caches.QuantizedKV(bits=4))
   own = sj.models.quantize(pair().params["target"], bits=4)
   return Contributed(
-      DraftModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
+      draft_model(model=model, gamma=3), sj.verifiers.GreedyBlock(),
       params={**pair().params, "drafter": own})
 
 
@@ -39,7 +39,7 @@ def window():
   """Autoregressive: what is seen of a text does not depend on the round."""
   cache = sj.caches.Streaming(sinks=1, window=3, slack=6)
   return Contributed(
-      DraftModel(model=sj.models.Transformer(
+      draft_model(model=sj.models.Transformer(
           pair().target.config, cache=cache), gamma=3),
       sj.verifiers.GreedyBlock(),
       params={**pair().params, "drafter": pair().params["target"]})
@@ -53,7 +53,7 @@ def hierarchy():
   return Contributed(
       Hierarchy(view=sj.models.cache_views.Retrieved(
                     budget=4, chunk=2, recent=3),
-                drafter=DraftModel(model=tiny, gamma=1), gamma=3),
+                drafter=draft_model(model=tiny, gamma=1), gamma=3),
       sj.verifiers.Block(),
       params={**pair().params, "drafter": {
           "target": pair().params["target"],
@@ -74,7 +74,7 @@ def fallback():
   """N-grams, which often have nothing, and a language model."""
   return Contributed(
       Fallback(first=NGram(gamma=2, min_ngram=2),
-               second=with_model(DraftModel, gamma=3)),
+               second=with_model(Chain(3))),
       sj.verifiers.Block(),
       params={**pair().params, "drafter": (None, pair().params["drafter"])})
 
@@ -93,7 +93,7 @@ def fallback_to_other_tokens():
 def merge():
   """Drawn and deterministic tokens, and a deterministic tree with state."""
   return Contributed(
-      Merge(drafters=(with_model(DraftModel, gamma=2), NGram(gamma=2),
+      Merge(drafters=(with_model(Chain(2)), NGram(gamma=2),
                       Recycling(parents=(-1, 0, 0, 1)))),
       sj.verifiers.Traversal(),
       params={**pair().params, "drafter": (
@@ -104,7 +104,7 @@ def stage():
   middle = pair(0.3)
   inner = sj.Decoder(
       target=middle.drafter, verifier=sj.verifiers.Block(),
-      drafter=with_model(DraftModel, gamma=2))
+      drafter=with_model(Chain(2)))
   own = {"target": middle.params["drafter"],
          "drafter": pair().params["drafter"]}
   return Contributed(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import specjax as sj
 from specjax import testing
 from specjax.caches import dense
-from specjax.drafters import DraftModel
+from specjax.drafters import draft_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,5 +121,5 @@ class Bigram(sj.interfaces.Model):
 def bigram():
   tables = 2 * jax.random.normal(jax.random.key(5), (2, VOCAB, VOCAB))
   return Contributed(
-      DraftModel(model=Bigram(), gamma=2), sj.verifiers.Block(), Bigram(),
+      draft_model(model=Bigram(), gamma=2), sj.verifiers.Block(), Bigram(),
       {"target": tables[0], "drafter": (tables[0] + tables[1]) / 2})

@@ -17,7 +17,9 @@ import numpy as np
 
 import specjax as sj
 from specjax import methods
+from specjax.drafters import FeatureLayer
 from specjax.drafters import Kangaroo
+from specjax.drafters import NetworkDrafter
 from specjax.drafters import PaSS
 from specjax.methods import stop_rules
 
@@ -55,6 +57,10 @@ def independent(drafter, rule):
   return Contributed(drafter, rule, params=params)
 
 
+def reused(heads, shape):
+  return NetworkDrafter(network=FeatureLayer(heads=heads), shape=shape)
+
+
 def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
           **options):
   heads = kind.for_target(pair().target, count, **options)
@@ -86,12 +92,14 @@ def kangaroo():
       sj.verifiers.Block(), functools.partial(jax.jit(ADAPTER.init), None))
 
 
-def features(dynamic):
+def features(shape):
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   own = {"mix": draw(WIDTH, WIDTH) / 4, "embedding": draw(VOCAB, WIDTH),
          "head": draw(WIDTH, VOCAB)}
   return Contributed(
-      newcomers.FeatureTree(parents=(-1, 0, 0, 1, 1, 2, 3), dynamic=dynamic),
-      (sj.verifiers.TargetWalk if dynamic else sj.verifiers.Traversal)(),
+      NetworkDrafter(
+          network=newcomers.Features(vocab_size=VOCAB), shape=shape),
+      (sj.verifiers.TargetWalk if shape.deterministic
+       else sj.verifiers.Traversal)(),
       params={**pair().params, "drafter": own})

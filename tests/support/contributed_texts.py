@@ -14,7 +14,7 @@ import numpy as np
 import specjax as sj
 from specjax import testing
 from specjax.data import datastores
-from specjax.drafters import DraftModel
+from specjax.drafters import draft_model
 from specjax.drafters import Reference
 from specjax.drafters import StringMatch
 from specjax.drafters import TokenIntersection
@@ -57,7 +57,7 @@ def vocabulary_subset():
   model = sj.models.VocabularySubset(pair().drafter)
   own = model.parameters(pair().params["drafter"], [0, 2, 3])
   return Contributed(
-      DraftModel(model=model, gamma=3), sj.verifiers.GreedyBlock(),
+      draft_model(model=model, gamma=3), sj.verifiers.GreedyBlock(),
       params={**pair().params, "drafter": own})
 
 

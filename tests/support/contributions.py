@@ -22,13 +22,9 @@ import contributed_texts as texts
 import specjax as sj
 from specjax import methods
 from specjax import objectives
+from specjax.drafters import Best
 from specjax.drafters import Blockwise
-from specjax.drafters import DraftModel
-from specjax.drafters import DraftModelTree
-from specjax.drafters import DynamicEagle
-from specjax.drafters import DynamicTree
-from specjax.drafters import Eagle
-from specjax.drafters import EagleChain
+from specjax.drafters import Chain
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
 from specjax.drafters import Hydra
@@ -41,39 +37,42 @@ from specjax.drafters import Parallel
 from specjax.drafters import ParallelTree
 from specjax.drafters import Recycling
 from specjax.drafters import Retrieval
-from specjax.drafters import SampledEagle
+from specjax.drafters import Sampled
 from specjax.drafters import Suffix
 from specjax.drafters import Swift
+from specjax.drafters import Tree
 from specjax.methods import stop_rules
 
 DRAFTERS = {
     "Empty": lambda: Contributed(sj.drafters.Empty(), sj.verifiers.Token()),
-    "DraftModel": lambda: Contributed(
-        with_model(DraftModel, gamma=3), sj.verifiers.GreedyBlock()),
-    "DraftModel with a stop rule": lambda: Contributed(
-        with_model(DraftModel, gamma=3,
-                   stop=stop_rules.Adaptive(threshold=0.7)),
+    "chain": lambda: Contributed(
+        with_model(Chain(3)), sj.verifiers.GreedyBlock()),
+    "chain with a stop rule": lambda: Contributed(
+        with_model(Chain(3, stop_rules.Adaptive(threshold=0.7))),
         sj.verifiers.Block()),
-    "DraftModel with a controller": lambda: Contributed(
-        with_model(DraftModel, gamma=3), sj.verifiers.Block(),
+    "chain with a controller": lambda: Contributed(
+        with_model(Chain(3)), sj.verifiers.Block(),
         controller=sj.decoding.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
-    "DraftModelTree iid": lambda: Contributed(
-        with_model(DraftModelTree, parents=UNEVEN, proposal="iid"),
+    "tree iid": lambda: Contributed(
+        with_model(Tree(UNEVEN, "iid")),
         sj.verifiers.KSeq()),
-    "DraftModelTree without_replacement": lambda: Contributed(
-        with_model(DraftModelTree, parents=UNEVEN),
+    "tree without_replacement": lambda: Contributed(
+        with_model(Tree(UNEVEN)),
         sj.verifiers.Traversal()),
-    "DraftModelTree hybrid": lambda: Contributed(
-        with_model(DraftModelTree, parents=UNEVEN, proposal="hybrid"),
+    "tree hybrid": lambda: Contributed(
+        with_model(Tree(UNEVEN, "hybrid")),
         sj.verifiers.Recursive()),
     "Paths of one model": lambda: Contributed(
         rule=sj.verifiers.Recursive(), **paths(1)),
     "Paths of two models": lambda: Contributed(
         rule=sj.verifiers.Traversal(), **paths(2)),
-    "DynamicTree": lambda: Contributed(
-        with_model(DynamicTree, depth=3, top_k=2, num_nodes=7),
+    "EAGLE-2 tree of a language model": lambda: Contributed(
+        with_model(Best(depth=3, top_k=2, num_nodes=7)),
         sj.verifiers.TargetWalk()),
+    "language model, a tree expanded by score": lambda: Contributed(
+        with_model(Sampled(depth=3, expanded=2, children=2)),
+        sj.verifiers.Traversal()),
     "Medusa top_k": lambda: heads.independent(
         Medusa(heads=heads.MEDUSA, parents=UNEVEN), sj.verifiers.TargetWalk()),
     "Medusa sampled chain": lambda: heads.independent(
@@ -88,35 +87,35 @@ DRAFTERS = {
     "Blockwise": lambda: heads.independent(
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
-        methods.Eagle1Heads, EagleChain, sj.verifiers.Block(),
-        drafts=dict(gamma=3), controller=sj.decoding.Controller(
+        methods.Eagle1Heads, heads.reused, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3)), controller=sj.decoding.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "EAGLE-3 chain with a stop rule": lambda: heads.layer(
-        methods.Eagle3Heads, EagleChain, sj.verifiers.Block(),
-        drafts=dict(gamma=3, stop=stop_rules.Adaptive(threshold=0.7))),
+        methods.Eagle3Heads, heads.reused, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3, stop_rules.Adaptive(threshold=0.7)))),
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
-        methods.Eagle3Heads, Eagle, sj.verifiers.Traversal(), ids=(0, 2, 3),
-        taps=(0, 1, "final"), drafts=dict(parents=UNEVEN)),
+        methods.Eagle3Heads, heads.reused, sj.verifiers.Traversal(),
+        ids=(0, 2, 3), taps=(0, 1, "final"), drafts=dict(shape=Tree(UNEVEN))),
     "EAGLE-1 tree of independent draws": lambda: heads.layer(
-        methods.Eagle1Heads, Eagle, sj.verifiers.KSeq(),
-        drafts=dict(parents=UNEVEN, proposal="iid")),
+        methods.Eagle1Heads, heads.reused, sj.verifiers.KSeq(),
+        drafts=dict(shape=Tree(UNEVEN, "iid"))),
     "EAGLE tree of the likeliest": lambda: heads.layer(
-        methods.Eagle1Heads, Eagle, sj.verifiers.TargetWalk(),
-        drafts=dict(parents=UNEVEN, proposal="top_k")),
+        methods.Eagle1Heads, heads.reused, sj.verifiers.TargetWalk(),
+        drafts=dict(shape=Tree(UNEVEN, "top_k"))),
     "EAGLE-2 tree": lambda: heads.layer(
-        methods.Eagle1Heads, DynamicEagle, sj.verifiers.TargetWalk(),
-        drafts=dict(depth=3, top_k=2, num_nodes=7)),
+        methods.Eagle1Heads, heads.reused, sj.verifiers.TargetWalk(),
+        drafts=dict(shape=Best(depth=3, top_k=2, num_nodes=7))),
     "EAGLE tree expanded by score": lambda: heads.layer(
-        methods.Eagle1Heads, SampledEagle, sj.verifiers.Traversal(),
-        drafts=dict(depth=3, expanded=2, children=2)),
+        methods.Eagle1Heads, heads.reused, sj.verifiers.Traversal(),
+        drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
     "MTP modules": lambda: heads.layer(
         methods.MTPHeads, MTP, sj.verifiers.Block()),
     "MTP modules, a tree": lambda: heads.layer(
         methods.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
         drafts=dict(parents=UNEVEN)),
     "MTP, one module used again": lambda: heads.layer(
-        methods.MTPHeads, EagleChain, sj.verifiers.Block(), reuse=True,
-        drafts=dict(gamma=3)),
+        methods.MTPHeads, heads.reused, sj.verifiers.Block(), reuse=True,
+        drafts=dict(shape=Chain(3))),
     "layers beside the last one": lambda: heads.layer(
         methods.ParallelLayers, MTP, sj.verifiers.Block()),
     "PaSS as published": lambda: heads.lookahead(
@@ -153,7 +152,7 @@ DRAFTERS = {
     "a windowed self-draft": compositions.window,
     "Hierarchy": compositions.hierarchy,
     "Online": lambda: Contributed(
-        with_model(Online, gamma=3, learning_rate=0.1, rank=2),
+        Online(model=pair().drafter, gamma=3, learning_rate=0.1, rank=2),
         sj.verifiers.Block()),
     "Suffix deterministic": lambda: texts.counted(
         Suffix, sj.verifiers.TargetWalk(), max_depth=6),
@@ -182,8 +181,10 @@ DRAFTERS = {
     "Swift": lambda: part_of_target(
         lambda _: Swift(gamma=2, count=1, window=2), sj.verifiers.Block()),
     "a part of the target": compositions.skipping,
-    "features in a static tree": lambda: heads.features(False),
-    "features in a dynamic tree": lambda: heads.features(True),
+    "features in a static tree": lambda: heads.features(
+        Tree((-1, 0, 0, 1, 1, 2, 3))),
+    "features in a dynamic tree": lambda: heads.features(
+        Best(3, top_k=2, num_nodes=7)),
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
     "your cache": lambda: with_cache(examples.SlotCache),
@@ -195,9 +196,9 @@ DRAFTERS = {
 
 # Each of these takes a code path that no other one takes; the others are slow.
 QUICK = {
-    "Empty", "DraftModel", "DraftModel with a stop rule",
-    "DraftModel with a controller", "DraftModelTree iid",
-    "DraftModelTree hybrid", "Paths of one model", "DynamicTree",
+    "Empty", "chain", "chain with a stop rule",
+    "chain with a controller", "tree iid",
+    "tree hybrid", "Paths of one model", "EAGLE-2 tree of a language model",
     "Medusa top_k", "Hydra without_replacement",
     "EAGLE-3 chain with a stop rule", "EAGLE tree expanded by score",
     "MTP modules", "PaSS folded",
@@ -208,7 +209,7 @@ QUICK = {
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
-CROSSED = {"DraftModel", "DraftModelTree iid", "Paths of one model"}
+CROSSED = {"chain", "tree iid", "Paths of one model"}
 
 # By design, their drafts depend on more than the tokens of the row. A prefill
 # of these tokens gives another draft than the rounds that wrote them.

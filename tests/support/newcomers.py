@@ -6,62 +6,51 @@ is a decoder itself. They are toys that touch nothing of the core, and
 """
 
 import dataclasses
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
 
 import specjax as sj
 from specjax.decoding import rounds
-from specjax.methods import _dynamic_trees
-from specjax.methods import _trees
+from specjax.methods import drafting
 from specjax.methods.heads import _forecasts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureTree(_trees.StaticTree):
+class Features(drafting.Network):
   """A toy EAGLE: a feature of the parent and the token give the next feature.
 
   f(child) = tanh(W f(parent) + e(token)), logits = f U; the root's parent is
   the target's own hidden state.
   """
 
-  parents: tuple[int, ...]
-  proposal: str = "without_replacement"
-  transform: Any = None
-  dynamic: bool = False
-  autoregressive = False  # q depends on where the block began
+  vocab_size: int
+  context_length = math.inf
+  reads_rounds = True
 
-  def init(self, params, prompt, prefill_output):
+  def init(self, params, prompt, output):
     before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
-    hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
+    hidden = jnp.take_along_axis(output.hidden, before, axis=1)
     return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
-  def propose(self, params, uniforms, state):
-    own, roots = params["drafter"], rounds.roots(state)
+  def begin(self, params, state, size):
+    return self.extend(params, rounds.roots(state)[:, None],
+                       state.drafter.values[:, None])
 
-    def step(tokens, depths, ancestors, above, features):
-      parents = jnp.take_along_axis(features, above[..., None], axis=1)
-      features = jnp.tanh(parents @ own["mix"] + own["embedding"][tokens])
-      return features @ own["head"], features
+  def extend(self, params, token, carry):
+    logits, carry = self.step(
+        params, token, None, None, jnp.zeros_like(token), carry)
+    return (logits[:, 0], carry[:, 0]), carry
 
-    nothing = jnp.zeros_like(roots)[:, None]
-    logits, features = step(roots[:, None], None, None, nothing,
-                            state.drafter.values[:, None])
-    if self.dynamic:
-      draft, _, _ = _dynamic_trees.expand(
-          step, features, logits[:, 0], roots, transform=sj.LogitsTransform(),
-          depth=3, top_k=2, num_nodes=self.num_nodes)
-      return draft, state.drafter
-    tokens, probs, _ = _trees.grow(
-        step, features, logits[:, 0], uniforms, self.parents,
-        _trees.drawer(self.proposal, self.transform, state.temperature))
-    parents = jnp.array(self.parents, jnp.int32)
-    tree = lambda root, *rows: sj.Draft.tree(root, parents, *rows)
-    return jax.vmap(tree)(roots, tokens, probs), state.drafter
+  def step(self, params, tokens, depths, ancestors, above, carry):
+    own = params["drafter"]
+    parents = jnp.take_along_axis(carry, above[..., None], axis=1)
+    features = jnp.tanh(parents @ own["mix"] + own["embedding"][tokens])
+    return features @ own["head"], features
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
-    return drafter.advance(target_output.hidden, verdict, count)
+  def commit(self, params, memory, draft, slots, shape, verdict, output, count):
+    return memory.advance(output.hidden, verdict, count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

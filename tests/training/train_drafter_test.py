@@ -434,7 +434,7 @@ def test_block_efficiency_of_a_drafter_that_is_the_target():
   model = testing.MarkovModel(_V, context_length=8)
   decoder = sj.Decoder(
       target=model, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.DraftModel(model=model, gamma=2))
+      drafter=sj.drafters.draft_model(model=model, gamma=2))
   params = {"target": _normal((_V, _V)), "drafter": _normal((_V, _V))}
   measure = evaluation.block_efficiency(decoder, [[1], [2, 3]], rounds=4)
   assert measure(params)["block_efficiency"] == pytest.approx(3, abs=1e-4)

@@ -9,7 +9,9 @@ import pytest
 
 import specjax as sj
 from specjax import testing
-from specjax.drafters import DynamicTree
+from specjax.drafters import Best
+from specjax.drafters import LanguageModel
+from specjax.drafters import NetworkDrafter
 from specjax.exact import random_pair
 from specjax.methods import _trees
 from specjax.trees import topology
@@ -165,7 +167,9 @@ def _dynamic_drafts(table):
   model = testing.MarkovModel(8)
   decoder = sj.Decoder(
       target=model, verifier=TargetWalk(),
-      drafter=DynamicTree(model=model, depth=4, top_k=3, num_nodes=14))
+      drafter=NetworkDrafter(
+          network=LanguageModel(model=model),
+          shape=Best(depth=4, top_k=3, num_nodes=14)))
   params = {"target": jnp.zeros((8, 8)), "drafter": table}
   state = decoder.prefill(params, [[t] for t in range(8)], jax.random.key(0))
   _, stats, traces = decoder.decode_traced(params, state, rounds=1)

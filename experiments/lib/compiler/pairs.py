@@ -73,12 +73,13 @@ class Setting:
     if self.parents:
       return sj.Decoder(
           target=target, verifier=sj.verifiers.Traversal(),
-          drafter=sj.drafters.DraftModelTree(
-              model=drafter, parents=self.parents))
+          drafter=sj.drafters.NetworkDrafter(
+              network=sj.drafters.LanguageModel(model=drafter),
+              shape=sj.drafters.Tree(parents=self.parents)))
     return sj.Decoder(
         target=target, verifier=sj.verifiers.Block(),
         observers=self.observers,
-        drafter=sj.drafters.DraftModel(model=drafter, gamma=self.gamma))
+        drafter=sj.drafters.draft_model(model=drafter, gamma=self.gamma))
 
 
 def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
@@ -98,7 +99,7 @@ def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
   cache = lambda model, params: model.init_cache(
       params, rows, capacity).rollback(filled)
   own = () if isinstance(decoder.drafter, sj.drafters.Empty) else cache(
-      decoder.drafter.model, params["drafter"])
+      decoder.drafter.network.model, params["drafter"])
   verifier = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))),
       decoder.verifier.init(decoder.num_nodes - 1))

@@ -40,7 +40,7 @@ def placed(setting: pairs.Setting, decoder: sj.Decoder | None = None):
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
       jax.eval_shape(model.init, jax.random.key(0)))
   params = {"target": weights(decoder.target),
-            "drafter": weights(decoder.drafter.model)}
+            "drafter": weights(decoder.drafter.network.model)}
 
   keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
   state = jax.eval_shape(

@@ -89,7 +89,9 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
   if value is None:
     return strategy
   rule, drafter = named(value), strategy.drafter
-  if "stop" not in {field.name for field in dataclasses.fields(drafter)}:
+  shape = getattr(drafter, "shape", None)
+  stops = drafter if shape is None else shape
+  if "stop" not in {field.name for field in dataclasses.fields(stops)}:
     raise ValueError(f"--stop={value} does not support --drafter={name} with "
                      "this --verifier; leave --stop out, or set a drafter of "
                      "chains, such as small, or eagle3 with --verifier=block")
@@ -98,4 +100,6 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
     raise ValueError(f"--stop={value} requires a confidence head, and "
                      f"--drafter={name} has none; set confidence, adaptive or "
                      "entropy, or block-parallel heads with a confidence head")
-  return strategy._replace(drafter=dataclasses.replace(drafter, stop=rule))
+  stops = dataclasses.replace(stops, stop=rule)
+  return strategy._replace(drafter=stops if shape is None else
+                           dataclasses.replace(drafter, shape=stops))

@@ -96,10 +96,11 @@ def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
   if drafter.heads is not None:
     found = _compared(drafter.heads, nodes)
   elif compositions.composes(name) or not isinstance(
-      drafter.strategy.drafter, sj.drafters.DraftModel):
+      getattr(drafter.strategy.drafter, "network", None),
+      sj.drafters.LanguageModel):
     found = {"": (drafter.strategy,)}
   else:
-    model, parents = drafter.strategy.drafter.model, _tree(nodes)
+    model, parents = drafter.strategy.drafter.network.model, _tree(nodes)
     found = {
         "chain": (drafter.strategy,),
         "sampled tree": (strategies.traversal(model, parents),

@@ -218,7 +218,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     parents: parent index of each node of the draft tree, see `specjax.trees`.
       The depth is at most K. `range(-1, K)` is a chain of K tokens. The nodes
       are stored in breadth-first order.
-    proposal: sampling method of children, see `drafters.DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
     transform: transform of the draft logits. None means the target's transform.
       Any transform is lossless, because the verifier gets the transformed
       distributions.
@@ -419,7 +419,7 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
     gamma: draft length of a chain, at most K. None means K.
     parents: parent index of each node of a draft tree. None means a chain of
       `gamma` tokens.
-    proposal: sampling method of children, see `drafters.DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
     verifier: verification rule for these drafts.
     stop: stop rule for chains. None means that no chain ends early.
   """

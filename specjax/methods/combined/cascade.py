@@ -133,9 +133,9 @@ class Cascade(Drafter):
       part = "" if reader is self.drafter else (
           f" with a {type(reader).__name__} in it")
       raise ValueError(
-          f"drafter is a {type(self.drafter).__name__}{part}, which reads the "
-          "small model's cache, but the cascade writes that cache only after "
-          "its rounds; make the cascade the drafter of the "
+          f"drafter is a {interfaces.kind_of(self.drafter)}{part}, which reads "
+          "the small model's cache, but the cascade writes that cache only "
+          "after its rounds; make the cascade the drafter of the "
           f"{type(reader).__name__}")
     _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + _following.PASS)
@@ -144,8 +144,8 @@ class Cascade(Drafter):
         self.drafter, self.model, bound.transform).follow()
     interfaces.check_pair(self.verifier, drafter)
     if self.tail and "chain" not in interfaces.capabilities(drafter):
-      raise ValueError(f"tail is True, but {type(drafter).__name__} drafts "
-                       "trees; give a drafter of chains, or tail=False")
+      raise ValueError(f"tail is True, but {interfaces.kind_of(drafter)} "
+                       "drafts trees; give a drafter of chains, or tail=False")
     return dataclasses.replace(bound, drafter=drafter)
 
   def follow(self) -> "Cascade":
@@ -342,7 +342,7 @@ def cascade(model: Model, drafter: Drafter, gamma: int,
   >>> import specjax as sj
   >>> from specjax import drafters
   >>> small = sj.testing.MarkovModel(7)
-  >>> tiny = drafters.DraftModel(model=small, gamma=3)
+  >>> tiny = drafters.draft_model(model=small, gamma=3)
   >>> table = small.init(jax.random.key(0))
   >>> decoder = cascade(small, tiny, gamma=8).decoder(small)
   >>> params = {"target": table,

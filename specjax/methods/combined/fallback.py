@@ -164,8 +164,8 @@ def fallback(first: Drafter, second: Drafter, verifier: Verifier = BLOCK
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
-  >>> short = drafters.DraftModel(model=MarkovModel(7), gamma=2)
-  >>> long = drafters.DraftModel(model=MarkovModel(7), gamma=5)
+  >>> short = drafters.draft_model(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.draft_model(model=MarkovModel(7), gamma=5)
   >>> fallback(short, long).drafter.num_nodes
   6
 

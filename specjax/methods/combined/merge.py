@@ -126,8 +126,8 @@ def merged(members: Sequence[Drafter], verifier: Verifier = TRAVERSAL
 
   >>> from specjax import drafters
   >>> from specjax.testing import MarkovModel
-  >>> short = drafters.DraftModel(model=MarkovModel(7), gamma=2)
-  >>> long = drafters.DraftModel(model=MarkovModel(7), gamma=5)
+  >>> short = drafters.draft_model(model=MarkovModel(7), gamma=2)
+  >>> long = drafters.draft_model(model=MarkovModel(7), gamma=5)
   >>> merged((long, short)).drafter.num_nodes
   8
 

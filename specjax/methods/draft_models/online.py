@@ -33,7 +33,9 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods.draft_models.draft_model import DraftModel
+from specjax.methods.draft_models.language_model import draft_model
+from specjax.methods.drafting import NetworkDrafter
+from specjax.methods.drafting import NetworkState
 from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
@@ -117,7 +119,7 @@ class _Corrected(AroundModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online(_common.OneModel, _common.DrawnChain):
-  """`DraftModel` with a correction of the logits that is learned online.
+  """Chains of a language model whose logits get a learned correction.
 
   After a round the model reads its draft again in one pass, to compute its
   hidden states. Then the correction takes a gradient step. The loss is the
@@ -138,7 +140,7 @@ class Online(_common.OneModel, _common.DrawnChain):
       next token. "all": the positions of all draft tokens and the position
       after the last.
     every: number of rounds over which gradients are averaged before a step.
-    transform: transform of the draft logits, see `DraftModel`.
+    transform: transform of the draft logits, see `NetworkDrafter`.
   """
 
   model: Model
@@ -162,9 +164,9 @@ class Online(_common.OneModel, _common.DrawnChain):
                        f"{POSITIONS}")
 
   @property
-  def _drafter(self) -> DraftModel:
-    return DraftModel(model=_Corrected(self.model), gamma=self.gamma,
-                      transform=self.transform)
+  def _drafter(self) -> NetworkDrafter:
+    return draft_model(
+        _Corrected(self.model), self.gamma, transform=self.transform)
 
   @property
   def _steps(self) -> optax.GradientTransformation:
@@ -220,9 +222,9 @@ class Online(_common.OneModel, _common.DrawnChain):
     """Drafts a chain per row."""
     before = state.drafter
     own = {"model": params["drafter"], "correction": before.correction}
-    draft, cache = self._drafter.propose(
-        {"drafter": own}, uniforms, state.replace(drafter=before.cache))
-    return draft, before.replace(cache=cache, since=state.lengths)
+    draft, after = self._drafter.propose({"drafter": own}, uniforms, (
+        state.replace(drafter=NetworkState(memory=before.cache))))
+    return draft, before.replace(cache=after.memory, since=state.lengths)
 
   def commit(self, params: Params, drafter: Learner, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array

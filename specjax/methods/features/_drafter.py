@@ -42,14 +42,12 @@ class FeatureState:
       of the token after the root.
     known: `[B]` bool, False for rows with a single token, which have no feature
       yet.
-    rule: state of the stop rule, or () without a stop rule.
   """
 
   cache: Any
   hidden: jax.Array
   read: jax.Array
   known: jax.Array
-  rule: Any = ()
 
 
 class LayerDrafter(Drafter):
@@ -181,59 +179,6 @@ def read_round(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
   return state.replace(
       cache=cache, hidden=newest(out.hidden, state.hidden),
       read=newest(out.read, state.read), known=state.known | (count > 0))
-
-
-def growing(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState):
-  """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`.
-
-  Returns:
-    `(step, carry, logits)`. The step runs the layer on one level of a tree. The
-    carry is a cache and the hidden states `[B, S, D]` of the previous level's S
-    nodes. The logits `[B, V]` are those of the token after the root.
-  """
-  own, target = params["drafter"], params["target"]
-  laws = lambda read: heads.whole(heads.logits(own, target, read))
-
-  def step(tokens, depths, ancestors, above, carry):
-    cache, hidden = carry
-    hidden = jnp.take_along_axis(hidden, above[..., None], axis=1)
-    out = heads.step(
-        own, target, hidden, tokens, visible=ancestors, cache=cache,
-        positions=cache.lengths[:, None] + depths)
-    return laws(out.read), (out.cache, out.hidden)
-
-  return (step, (state.cache, state.hidden[:, None]),
-          laws(state.read[:, None])[:, 0])
-
-
-def chaining(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
-             gamma: int):
-  """Returns the last three arguments of `stop_rules.draw_until`.
-
-  A forecast is a pair of logits `[B, V]` and hidden states `[B, D]`.
-
-  Returns:
-    `(first, read, carry)`. `first` is the forecast of the token after the root.
-    `read(token, carry)` returns the forecast after a draft token, and the next
-    carry. The carry is a cache with room for the chain, and the hidden states
-    `[B, 1, D]` at the last token.
-  """
-  own, target = params["drafter"], params["target"]
-
-  def forecast(read, hidden):
-    logits = heads.whole(heads.logits(own, target, read))
-    return logits[:, 0], hidden[:, 0]
-
-  def read(token, carry):
-    cache, hidden = carry
-    out = heads.step(own, target, hidden, token,
-                     visible=jnp.ones((len(token), 1, 1), bool), cache=cache)
-    return forecast(out.read, out.hidden), (
-        out.cache.rollback(cache.lengths + 1), out.hidden)
-
-  hidden = state.hidden[:, None]
-  return forecast(state.read[:, None], hidden), read, (
-      state.cache.reserve(gamma), hidden)
 
 
 def known_only(draft: Draft, known: jax.Array) -> Draft:

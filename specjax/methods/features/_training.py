@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from specjax import verifiers
 from specjax.interfaces import Verifier
 from specjax.methods import _dynamic_trees
+from specjax.methods.draft_shapes import Best
+from specjax.methods.draft_shapes import Sampled
 from specjax.methods.features import eagle
 from specjax.methods.features import mtp
 from specjax.methods.features.network import FeatureHeads
@@ -214,13 +216,12 @@ def _layer_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
   if not heads.reuse:
     return found
   top_k, drawn = (min(x, heads.draft_size) for x in (_TOP_K, _DRAWN))
-  dynamic = eagle.DynamicEagle(
-      heads=heads, depth=depth, top_k=top_k,
-      num_nodes=min(len(tree), _dynamic_trees.most_nodes(depth, top_k)))
-  sampled = eagle.SampledEagle(
-      heads=heads, depth=depth, children=drawn,
-      expanded=_dynamic_trees.most_expanded(len(tree), depth, drawn))
+  dynamic = Best(depth, top_k, min(
+      len(tree), _dynamic_trees.most_nodes(depth, top_k)))
+  sampled = Sampled(depth, children=drawn, expanded=(
+      _dynamic_trees.most_expanded(len(tree), depth, drawn)))
   return found | {
-      "dynamic tree": (Strategy(dynamic, walk),),
+      "dynamic tree": (Strategy(eagle.layer_drafter(heads, dynamic), walk),),
       "sampled dynamic tree": tuple(
-          Strategy(sampled, rule) for rule in (TRAVERSAL, RECURSIVE))}
+          Strategy(eagle.layer_drafter(heads, sampled), rule)
+          for rule in (TRAVERSAL, RECURSIVE))}

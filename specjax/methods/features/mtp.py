@@ -22,14 +22,14 @@ from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
 from specjax.methods import _trees
+from specjax.methods.draft_shapes import Chain
+from specjax.methods.draft_shapes import Tree
 from specjax.methods.features import _drafter
 from specjax.methods.features import _modules
-from specjax.methods.features.eagle import _tree
-from specjax.methods.features.eagle import Eagle
-from specjax.methods.features.eagle import EagleChain
+from specjax.methods.features.eagle import layer_drafter
 from specjax.methods.features.network import FeatureHeads
-from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import with_default_rule
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
@@ -84,7 +84,7 @@ class ParallelLayers(FeatureHeads):
 class MTP(_common.DrawnChain, _modules.ModulesDrafter):
   """Samples token k of a chain from module k.
 
-  Heads with one reused module draft with `EagleChain` instead.
+  Heads with one reused module draft with `FeatureLayer` instead.
 
   Attributes:
     heads: heads with a module for every draft token.
@@ -186,7 +186,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   Attributes:
     heads: heads with a module for every depth.
     parents: draft tree, see `specjax.trees`, stored breadth-first.
-    proposal: sampling method of children, see `drafters.DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
     transform: transform of the draft logits; None uses the decoder's transform.
       Any transform is lossless, because the verifier receives the transformed
       distributions.
@@ -270,7 +270,7 @@ def _check_not_reused(heads):
   if heads.reuse:
     raise ValueError("reuse is True, so the heads have one module for all "
                      "tokens; this drafter needs a module per token: use "
-                     "drafters.EagleChain or drafters.Eagle")
+                     "drafters.FeatureLayer")
 
 
 def mtp(heads: FeatureHeads, gamma: int | None = None,
@@ -302,7 +302,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     verifier: verification rule. None means `Block` for a sampled chain,
       `Traversal` for a sampled tree and `TargetWalk` for a deterministic tree.
     parents: draft tree of N nodes; None samples a chain.
-    proposal: sampling method of children, see `drafters.DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
 
   Raises:
     ValueError: both `gamma` and `parents` are given.
@@ -311,12 +311,12 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     raise ValueError(f"gamma is {gamma}, and parents is given as well; the "
                      "depth of `parents` is the draft length: give one of the "
                      "two")
-  if parents is not None:
-    kind = Eagle if heads.reuse else MTPTree
-    return _tree(kind(heads=heads, parents=tuple(parents), proposal=proposal),
-                 verifier)
   if heads.reuse:
-    gamma = heads.num_forecasts if gamma is None else gamma
-    return Strategy(
-        EagleChain(heads=heads, gamma=gamma), verifier or BLOCK)
-  return Strategy(MTP(heads=heads, gamma=gamma), verifier or BLOCK)
+    shape = (Tree(tuple(parents), proposal) if parents is not None else
+             Chain(heads.num_forecasts if gamma is None else gamma))
+    drafter = layer_drafter(heads, shape)
+  elif parents is not None:
+    drafter = MTPTree(heads=heads, parents=tuple(parents), proposal=proposal)
+  else:
+    drafter = MTP(heads=heads, gamma=gamma)
+  return with_default_rule(drafter, verifier)

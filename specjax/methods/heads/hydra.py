@@ -154,7 +154,7 @@ class Hydra(_forecasts.HeadsDrafter):
     heads: heads of the target.
     parents: parent index of each node of the draft tree, see `specjax.trees`.
       The depth is at most K. The nodes are stored in breadth-first order.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
     transform: transform of the draft logits. None means the target's transform.
       Any transform is lossless, because the verifier gets the transformed
       distributions.

@@ -184,7 +184,7 @@ class Medusa(_forecasts.HeadsDrafter):
     parents: parent index of each node of the draft tree, see `specjax.trees`.
       The depth is at most the number of heads. The nodes are stored in
       breadth-first order.
-    proposal: sampling method of children, see `DraftModelTree`.
+    proposal: sampling method of children, see `drafters.Tree`.
     transform: transform of the draft logits. None means the target's transform.
       Any transform is lossless, because the verifier gets the transformed
       distributions.

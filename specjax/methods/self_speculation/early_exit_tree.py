@@ -73,7 +73,7 @@ class EarlyExitTree(_trees.StaticTree):
     parents: parent index of each node of the tree, in any order, see
       `specjax.trees`; stored in breadth-first order.
     proposal: sampling method of the children of a node, for example "iid" or
-      "without_replacement", see `drafters.DraftModelTree`.
+      "without_replacement", see `drafters.Tree`.
     transform: transform from logits to draft probabilities; None uses the
       target's transform.
     shares_pass: True if the verifying pass runs only the layers after the first

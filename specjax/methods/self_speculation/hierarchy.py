@@ -134,7 +134,7 @@ def triforce(view: CacheView, drafter: Drafter, gamma: int,
 
   >>> from specjax import drafters, testing
   >>> from specjax.models import cache_views
-  >>> tiny = drafters.DraftModel(model=testing.MarkovModel(7), gamma=1)
+  >>> tiny = drafters.draft_model(model=testing.MarkovModel(7), gamma=1)
   >>> view = cache_views.Retrieved(budget=4096, chunk=8)
   >>> triforce(view, tiny, gamma=6).drafter.num_nodes
   7

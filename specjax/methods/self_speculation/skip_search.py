@@ -40,7 +40,7 @@ from numpy.typing import ArrayLike
 
 from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
-from specjax.methods.draft_models.draft_model import DraftModel
+from specjax.methods.draft_models.language_model import draft_model
 from specjax.methods.self_speculation.skipping import survival
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import STOP
@@ -410,5 +410,5 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
       with a stop rule.
   """
   model = Shortened(target, sublayers)
-  return Strategy(DraftModel(model=model, gamma=gamma, stop=stop),
+  return Strategy(draft_model(model, gamma, stop=stop),
                   verifier)

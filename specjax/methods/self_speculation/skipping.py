@@ -28,7 +28,8 @@ from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods.draft_models.draft_model import DraftModel
+from specjax.methods.draft_models.language_model import draft_model
+from specjax.methods.drafting import NetworkState
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.shortened import check_whole
@@ -175,11 +176,12 @@ class Swift(_common.DrawnChain):
     skipped = rounds.once(
         jnp.any(due), lambda old: self._searched(params, state, old, due),
         before)
-    drafter = DraftModel(model=Masked(self.model), gamma=self.gamma,
-                         transform=self.transform)
+    drafter = draft_model(
+        Masked(self.model), self.gamma, transform=self.transform)
     draft, _ = drafter.propose(
         {"drafter": {"model": params["target"], "keep": _last(skipped.keep)}},
-        uniforms, state.replace(drafter=state.target_cache))
+        uniforms, state.replace(drafter=NetworkState(
+            memory=state.target_cache)))
     return draft, skipped
 
   def _searched(self, params: chex.ArrayTree, state: DecodeState, old: Skipped,

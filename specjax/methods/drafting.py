@@ -1,0 +1,309 @@
+"""One drafter for every network and every shape of drafts.
+
+A `Network` predicts the tokens after drafted tokens. A shape (`draft_shapes`)
+decides which tokens are drafted. A `NetworkDrafter` combines them, and decides
+capabilities, constraints, stop rules and random numbers once for all pairs.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import chex
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.decoding import rounds
+from specjax.interfaces import Drafter
+from specjax.interfaces import Model
+from specjax.methods import _common
+from specjax.methods import _following
+from specjax.methods import draft_shapes
+from specjax.methods import stop_rules
+from specjax.methods.stop_rules import Forecast
+from specjax.sampling import LogitsTransform
+from specjax.types import DecodeState
+from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
+
+
+class Network:
+  """Base class of networks that predict the tokens of a draft.
+
+  A network is a frozen dataclass. It knows no draft shape. Its *memory* is a
+  pytree of arrays with the batch B as first axis, such as a cache. In a draft,
+  the *carry* holds what the network has read so far. All methods receive
+  `params`, `{"target": ..., "drafter": ...}`.
+
+  Attributes:
+    vocab_size: number V of tokens of the vocabulary.
+    draft_size: number of tokens that can be drafted.
+    context_length: length in tokens of the longest sequence.
+    slack: number of tokens that can be removed from the cache, see
+      `Cache.slack`.
+    context_only: True if a prediction depends on the tokens alone, and not on
+      the position where the draft began.
+    reads_rounds: True if `commit` reads the tokens of every round. If False,
+      `begin` reads them, and `catch_up` after rounds without drafts.
+    always_drafts: True if no draft is padding.
+  """
+
+  vocab_size: int
+  context_length: float
+  slack: float = math.inf
+  context_only = False
+  reads_rounds = False
+  always_drafts = False
+
+  @property
+  def draft_size(self) -> int:
+    return self.vocab_size
+
+  def check(self, target: Model) -> None:
+    """Raises `ValueError` if the network does not fit the target."""
+    _common.check_vocabulary(self, target)
+
+  def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
+           ) -> Any:
+    """Returns the memory after the prompts. `output` is the target's."""
+    raise NotImplementedError
+
+  def begin(self, params: chex.ArrayTree, state: DecodeState, size: int
+            ) -> tuple[Forecast, Any]:
+    """Returns the forecast of the token after the root, and the carry.
+
+    Args:
+      params: see the class.
+      state: decoding state, with the memory as `state.drafter`.
+      size: number of drafted tokens that the network reads in this round.
+    """
+    raise NotImplementedError
+
+  def step(self, params: chex.ArrayTree, tokens: jax.Array, depths: jax.Array,
+           ancestors: jax.Array, above: jax.Array, carry: Any
+           ) -> tuple[jax.Array, Any]:
+    """Reads one level of a tree. `methods._trees` explains the arguments."""
+    raise NotImplementedError
+
+  def extend(self, params: chex.ArrayTree, token: jax.Array, carry: Any
+             ) -> tuple[Forecast, Any]:
+    """Reads the next token `[B, 1]` of a chain; returns the next forecast."""
+    raise NotImplementedError
+
+  def end(self, memory: Any, carry: Any, draft: Draft, slots: jax.Array | None
+          ) -> tuple[Draft, Any]:
+    """Returns the draft and the memory after all draft steps.
+
+    Args:
+      memory: memory before the draft.
+      carry: carry after the last step.
+      draft: drafts of all rows.
+      slots: see `draft_shapes.Shape.grow`.
+    """
+    del carry, slots
+    return draft, memory
+
+  def commit(self, params: chex.ArrayTree, memory: Any, draft: Draft,
+             slots: jax.Array | None, shape: draft_shapes.Shape,
+             verdict: Verdict, output: ModelOutput, count: jax.Array) -> Any:
+    """Returns the memory after a round, see `Drafter.commit`."""
+    raise NotImplementedError
+
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> Any:
+    """Returns the memory after reading tokens of draft-free rounds.
+
+    The default is for networks with `reads_rounds`. See `Drafter.catch_up`.
+    """
+    del params, since
+    return state.drafter
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    """Returns the `PartitionSpec` of the parameters; the default is replicated.
+    """
+    del axis, size
+    return PartitionSpec()
+
+
+@struct.dataclass
+class NetworkState:
+  """State of a `NetworkDrafter`.
+
+  Attributes:
+    memory: memory of the network.
+    slots: `[B, N]` int32, slots of the nodes of the last draft, see
+      `draft_shapes.Shape.grow`; None for chains.
+    rule: state of the stop rule; None without a rule.
+  """
+
+  memory: Any
+  slots: jax.Array | None = None
+  rule: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkDrafter(Drafter):
+  """Drafts a shape with a network.
+
+  >>> from specjax import drafters, testing
+  >>> network = drafters.LanguageModel(model=testing.MarkovModel(7))
+  >>> chain = drafters.NetworkDrafter(
+  ...     network=network, shape=drafters.Chain(gamma=4))
+  >>> tree = drafters.NetworkDrafter(
+  ...     network=network, shape=drafters.Best(depth=3, top_k=2, num_nodes=6))
+  >>> chain.num_nodes, tree.num_nodes, tree.deterministic
+  (5, 6, True)
+
+  Attributes:
+    network: the network, such as a language model or a layer of EAGLE.
+    shape: `Chain`, `Tree`, `Best` or `Sampled`.
+    transform: transform of the draft logits; None uses the decoder's transform.
+      Any transform is lossless, because the verifier receives the transformed
+      distributions. The shape `Best` does not use it.
+  """
+
+  network: Network
+  shape: draft_shapes.Shape
+  transform: LogitsTransform | None = None
+
+  conditional = True
+
+  @property
+  def chain(self) -> bool:
+    return self.shape.chain
+
+  @property
+  def iid(self) -> bool:
+    return self.shape.iid
+
+  @property
+  def deterministic(self) -> bool:
+    return self.shape.deterministic
+
+  @property
+  def autoregressive(self) -> bool:
+    # Unless children are i.i.d., q of a child also depends on its earlier
+    # siblings. With a stop rule, rows of `probs` after the end of a chain are
+    # 0, and the end depends on where the draft began.
+    return self.network.context_only and self.iid and self.stop is None
+
+  @property
+  def full(self) -> bool:
+    # If a constraint forbids all tokens, a node is padding.
+    return (self.network.always_drafts and self.stop is None
+            and isinstance(self.shape, draft_shapes.Chain)
+            and not (self.transform and self.transform.constraints))
+
+  @property
+  def num_nodes(self) -> int:
+    return self.shape.num_nodes
+
+  @property
+  def num_uniforms(self) -> int:
+    return self.shape.num_uniforms
+
+  @property
+  def proposal(self) -> str:
+    return self.shape.proposal
+
+  @property
+  def stop(self) -> stop_rules.StopRule | None:
+    return self.shape.stop
+
+  @property
+  def context_length(self) -> float:
+    return self.network.context_length
+
+  @property
+  def slack(self) -> float:
+    return self.network.slack
+
+  @property
+  def catches_up(self) -> bool:
+    return self.network.reads_rounds or isinstance(
+        self.shape, draft_shapes.Chain)
+
+  @property
+  def can_follow(self) -> bool:
+    return not self.network.reads_rounds and isinstance(
+        self.shape, draft_shapes.Chain)
+
+  def follow(self) -> Drafter:
+    return _following.Following(drafter=self) if self.can_follow else self
+
+  def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
+    if not isinstance(self.shape, draft_shapes.Chain):
+      return None
+    return dataclasses.replace(
+        self, shape=dataclasses.replace(self.shape, gamma=gamma))
+
+  def bind(self, target: Model, transform: LogitsTransform) -> "NetworkDrafter":
+    self.network.check(target)
+    if self.shape.siblings > self.network.draft_size:
+      raise ValueError(
+          f"a node has {self.shape.siblings} children, but the drafter has "
+          f"{self.network.draft_size} tokens; siblings must differ: use a "
+          "narrower tree")
+    rounds.check_slack(self.network, self.shape.depth + 2)
+    return dataclasses.replace(
+        self, shape=self.shape.under(transform),
+        transform=(self.transform or transform).under(transform))
+
+  def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
+    """Returns the parameters without those of the stop rule, and these."""
+    own, rule = stop_rules.split_params(self.stop, params["drafter"])
+    return {**params, "drafter": own}, rule
+
+  def init(self, params: chex.ArrayTree, prompt: Prompt,
+           prefill_output: ModelOutput) -> NetworkState:
+    rows = len(prompt.lengths)
+    missing = max(0, self.shape.fed - self.num_nodes)
+    prompt = prompt.replace(capacity=prompt.capacity + missing)
+    return NetworkState(
+        memory=self.network.init(
+            self._split(params)[0], prompt, prefill_output),
+        slots=None if isinstance(self.shape, draft_shapes.Chain) else jnp.zeros(
+            (rows, self.num_nodes), jnp.int32),
+        rule=self.stop and stop_rules.init_state(self.stop, rows))
+
+  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
+              state: DecodeState) -> tuple[Draft, NetworkState]:
+    before = state.drafter
+    if self.num_nodes == 1:
+      return rounds.root_only(state, self.network.vocab_size), before
+    params, rule_params = self._split(params)
+    own = state.replace(drafter=before.memory)
+    first, carry = self.network.begin(params, own, self.shape.fed)
+    draft, carry, slots = self.shape.grow(
+        self.network, params, first, carry, uniforms, own, self.transform,
+        (rule_params, before.rule))
+    rule = self.stop and stop_rules.record_chains(
+        before.rule, draft, self.shape.depth)
+    draft, memory = self.network.end(before.memory, carry, draft, slots)
+    return draft, NetworkState(memory=memory, slots=slots, rule=rule)
+
+  def commit(self, params: chex.ArrayTree, drafter: NetworkState, draft: Draft,
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array
+             ) -> NetworkState:
+    memory = self.network.commit(
+        self._split(params)[0], drafter.memory, draft, drafter.slots,
+        self.shape, verdict, target_output, count)
+    return drafter.replace(
+        memory=memory, rule=self.stop and stop_rules.update(
+            self.stop, drafter.rule, draft, verdict, count))
+
+  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
+               since: jax.Array) -> NetworkState:
+    own = state.replace(drafter=state.drafter.memory)
+    return state.drafter.replace(memory=self.network.catch_up(
+        self._split(params)[0], own, since))
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    specs = self.network.param_specs(axis, size)
+    if self.stop is None or not self.stop.has_params:
+      return specs
+    return {"model": specs, "stop": PartitionSpec()}
