@@ -70,8 +70,9 @@ def _rounds(decoder: sj.Decoder, params: Any, rows: int, used: int):
 
   def run(params, state):
     new, _ = decoder.decode(params, state, timing.STEPS)
-    back = lambda cache: (
-        cache if cache == () else cache.rollback(state.target_cache.lengths))
+    back = lambda tree: sj.interfaces.map_caches(
+        lambda cache: cache.rollback(state.target_cache.lengths),
+        lambda x: x, tree)
     return new.replace(lengths=state.lengths, done=state.done,
                        target_cache=back(new.target_cache),
                        drafter=back(new.drafter))

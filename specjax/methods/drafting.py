@@ -260,12 +260,15 @@ class NetworkDrafter(Drafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> NetworkState:
-    rows = len(prompt.lengths)
     missing = max(0, self.shape.fed - self.num_nodes)
     prompt = prompt.replace(capacity=prompt.capacity + missing)
+    return self.first_state(self.network.init(
+        self._split(params)[0], prompt, prefill_output), len(prompt.lengths))
+
+  def first_state(self, memory: Any, rows: int) -> NetworkState:
+    """Returns the state before the first round of `rows` rows."""
     return NetworkState(
-        memory=self.network.init(
-            self._split(params)[0], prompt, prefill_output),
+        memory=memory,
         slots=None if isinstance(self.shape, draft_shapes.Chain) else jnp.zeros(
             (rows, self.num_nodes), jnp.int32),
         rule=self.stop and stop_rules.init_state(self.stop, rows))

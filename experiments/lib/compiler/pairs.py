@@ -98,8 +98,9 @@ def state(decoder: sj.Decoder, params: Any, keys: jax.Array, capacity: int,
   filled = jnp.full((rows,), used, jnp.int32)
   cache = lambda model, params: model.init_cache(
       params, rows, capacity).rollback(filled)
-  own = () if isinstance(decoder.drafter, sj.drafters.Empty) else cache(
-      decoder.drafter.network.model, params["drafter"])
+  own = () if isinstance(decoder.drafter, sj.drafters.Empty) else (
+      decoder.drafter.first_state(cache(
+          decoder.drafter.network.model, params["drafter"]), rows))
   verifier = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))),
       decoder.verifier.init(decoder.num_nodes - 1))
