@@ -31,7 +31,7 @@ setuptools.setup(
         "numpy",
         "optax>=0.2.5",
         "orbax-checkpoint",
-        "safetensors",
+        "safetensors>=0.8",
         "scipy",
         "tokenizers",
         "tqdm",

@@ -20,7 +20,6 @@ import numpy as np
 from specjax.models import gguf_headers
 from specjax.models import tensor_names
 from specjax.models.configuration_keys import Keys
-from specjax.models.safetensors_files import mapped
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.settings import FULL
 from specjax.models.settings import SLIDING
@@ -199,8 +198,8 @@ def _stored(path: pathlib.Path, header: gguf_headers.TensorHeader, kind: _Type
   if header.offset + size > path.stat().st_size:
     raise ValueError(f"{path} is truncated; download it again")
   return StoredTensor(header.shape, np.dtype(np.float32), lambda: _Rows(
-      mapped(path, header.offset, (shape[0], size // shape[0]),
-             np.dtype(np.uint8)), shape, kind))
+      np.asarray(np.memmap(path, np.uint8, "r", header.offset,
+                           (shape[0], size // shape[0]))), shape, kind))
 
 
 def _config(source: str, kind: str, model_type: str,

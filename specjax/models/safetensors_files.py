@@ -9,13 +9,13 @@ import json
 import math
 import os
 import pathlib
-from typing import Any
 from typing import Protocol
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
 from specjax.utils.files import atomically
 from specjax.utils.files import check_downloaded
@@ -66,7 +66,8 @@ class StoredTensor:
       return out
     step = rows_at_once(math.prod(self.shape[1:]))
     for start in range(0, len(out), step):
-      out[start:start + step] = rows[start:start + step]
+      end = min(start + step, len(out))
+      out[start:end] = rows[start:end]
     return out
 
 
@@ -82,71 +83,30 @@ def rows_at_once(size: int) -> int:
 def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
   """Returns the tensors of a safetensors file, by name.
 
-  Only the header is read. A tensor is mapped into memory while it is in use.
+  Only the header is read. The file is mapped into memory, and a tensor is read
+  when it is used.
 
   Raises:
     ValueError: the file is truncated, a Git LFS pointer, or not a safetensors
-      file.
+      file; a tensor has a dtype that specjax does not read.
   """
   check_downloaded(path)
-  size = path.stat().st_size
-  with open(path, "rb") as f:
-    length = int.from_bytes(f.read(8), "little")
-    if not 2 <= length <= size - 8:
-      raise ValueError(f"{path} has {size} bytes, but its header should have "
-                       f"{length}; {_AGAIN}")
-    header = f.read(length)
-  entries = _header(path, header)
+  try:
+    file = safetensors.safe_open(path, framework="numpy")
+  except safetensors.SafetensorError as e:
+    raise ValueError(f"{path} cannot be read ({e}); {_AGAIN}") from None
   tensors = {}
-  for name, entry in entries.items():
-    dtype, shape, (begin, end) = (
-        entry[key] for key in ("dtype", "shape", "data_offsets"))
+  for name in file.keys():
+    part = file.get_slice(name)
+    shape, dtype = tuple(part.get_shape()), part.get_dtype()
     if dtype not in DTYPES:
       raise ValueError(f"{path} has the tensor {name} as {dtype}; specjax "
                        f"reads {', '.join(DTYPES)}: {NOT_QUANTIZED}")
     dtype = np.dtype(DTYPES[dtype])
-    if not 0 <= begin <= end <= size - 8 - length:
-      raise ValueError(f"{path} ends before its tensor {name}; {_AGAIN}")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-      raise ValueError(f"{path} has {end - begin} bytes for the tensor {name}, "
-                       f"which is {dtype} {shape}; {_AGAIN}")
     tensors[name] = StoredTensor(
-        tuple(shape), dtype, functools.partial(
-            mapped, path, 8 + length + begin, tuple(shape), dtype))
+        shape, dtype, functools.partial(file.get_slice, name)
+        if math.prod(shape) else functools.partial(np.zeros, shape, dtype))
   return tensors
-
-
-def _header(path: pathlib.Path, text: bytes) -> dict[str, Any]:
-  """Returns the entries of a safetensors header, by name."""
-  try:
-    entries = json.loads(text)
-    entries.pop("__metadata__", None)
-    for entry in entries.values():
-      begin, end = entry["data_offsets"]
-      numbers = [begin, end, *entry["shape"]]
-      if not isinstance(entry["dtype"], str) or not all(
-          isinstance(x, int) and x >= 0 for x in numbers):
-        raise ValueError(entry)
-  except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-    raise ValueError(f"the header of {path} cannot be read; {_AGAIN}") from None
-  return entries
-
-
-def mapped(path: pathlib.Path, offset: int, shape: tuple[int, ...],
-           dtype: np.dtype) -> np.ndarray:
-  """Returns an array mapped from a file.
-
-  Args:
-    path: path of the file.
-    offset: position of the first byte in the file.
-    shape: shape of the array.
-    dtype: dtype of the array.
-  """
-  size = math.prod(shape) * dtype.itemsize
-  if not size:
-    return np.zeros(shape, dtype)
-  data = np.memmap(path, np.uint8, "r", offset=offset, shape=(size,))
-  return np.asarray(data).view(dtype).reshape(shape)
 
 
 def float_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
