@@ -151,12 +151,18 @@ def deterministic(state: DecodeState, parents: Sequence[int], tokens: jax.Array,
   return tree_drafts(state, parents, jnp.where(known, tokens, 0), probs)
 
 
+def known_only(draft: Draft, known: jax.Array) -> Draft:
+  """Turns all nodes into padding in rows where `known [B]` is False."""
+  return draft.replace(
+      probs=jnp.where(known[:, None, None], draft.probs, 0))
+
+
 def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
                read: Callable[[jax.Array, _T], tuple[Any, _T]], carry: _T,
                first: Any, uniforms: jax.Array, state: DecodeState,
                transform: LogitsTransform, vocab_size: int,
-               stop: tuple[stop_rules.StopRule, Any, Any] | None = None
-               ) -> tuple[Draft, _T]:
+               stop: tuple[stop_rules.StopRule, Any, Any] | None = None,
+               has_loop: bool = True) -> tuple[Draft, _T]:
   """Samples a chain of gamma draft tokens in each of B batch rows.
 
   The draft model runs on every drafted token except the last, because no draft
@@ -179,6 +185,8 @@ def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
     vocab_size: vocabulary size V.
     stop: stop rule, its parameters and its state; None draws gamma tokens. With
       a rule, forecasts are pairs of logits `[B, V]` and hidden states `[B, D]`.
+    has_loop: True draws the tokens in a loop. False is for a `read` that
+      differs between tokens; a stop rule then saves no passes of the model.
 
   Returns:
     The drafts and the final carry of `read`.
@@ -224,7 +232,10 @@ def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
       1, first, roots, jnp.pad(roots[:, None], ((0, 0), (0, gamma))), probs,
       state.constraints, stop and stop_rules.start_round(
           stop[0], stop[2], ~state.done))
-  if stop is None:
+  if not has_loop:
+    for node in range(2, gamma + 1):
+      loop = extend(node, loop)
+  elif stop is None:
     loop, _ = jax.lax.scan(lambda loop, node: (extend(node, loop), None), loop,
                            np.arange(2, gamma + 1, dtype=np.int32))
   else:

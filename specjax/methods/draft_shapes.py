@@ -142,7 +142,7 @@ class Chain(Shape):
     draft, carry = _common.draw_chain(
         law, functools.partial(network.extend, params), carry, first, uniforms,
         state, transform, first[0].shape[-1],
-        self.stop and (self.stop, *rule))
+        self.stop and (self.stop, *rule), network.has_loop)
     return draft, carry, None
 
 

@@ -50,14 +50,18 @@ class Network:
     reads_rounds: True if `commit` reads the tokens of every round. If False,
       `begin` reads them, and `catch_up` after rounds without drafts.
     always_drafts: True if no draft is padding.
+    has_loop: True if `extend` is the same function for all tokens of a chain.
+    deepest: largest depth of a draft.
   """
 
   vocab_size: int
-  context_length: float
+  context_length: float = math.inf
   slack: float = math.inf
   context_only = False
   reads_rounds = False
   always_drafts = False
+  has_loop = True
+  deepest: float = math.inf
 
   @property
   def draft_size(self) -> int:
@@ -188,8 +192,10 @@ class NetworkDrafter(Drafter):
   def autoregressive(self) -> bool:
     # Unless children are i.i.d., q of a child also depends on its earlier
     # siblings. With a stop rule, rows of `probs` after the end of a chain are
-    # 0, and the end depends on where the draft began.
-    return self.network.context_only and self.iid and self.stop is None
+    # 0, and the end depends on where the draft began. A draft of depth 1 begins
+    # where it ends.
+    return self.iid and self.stop is None and (
+        self.network.context_only or self.shape.depth <= 1)
 
   @property
   def full(self) -> bool:
@@ -248,6 +254,11 @@ class NetworkDrafter(Drafter):
           f"a node has {self.shape.siblings} children, but the drafter has "
           f"{self.network.draft_size} tokens; siblings must differ: use a "
           "narrower tree")
+    if self.shape.depth > self.network.deepest:
+      raise ValueError(
+          f"the draft is {self.shape.depth} tokens deep and there are "
+          f"{self.network.deepest} heads; each level needs a head: reduce the "
+          "depth or train more heads")
     rounds.check_slack(self.network, self.shape.depth + 2)
     return dataclasses.replace(
         self, shape=self.shape.under(transform),

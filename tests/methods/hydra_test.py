@@ -9,9 +9,16 @@ import pytest
 
 import specjax as sj
 from specjax import methods
+from specjax.drafters import Hydra
+from specjax.drafters import NetworkDrafter
+from specjax.drafters import Tree
 
 _V, _D, _K = 5, 16, 3
 _HEADS = methods.HydraHeads(width=_D, vocab_size=_V, heads=_K, blocks=2)
+
+
+def _drafter(shape):
+  return NetworkDrafter(network=Hydra(heads=_HEADS), shape=shape)
 
 
 def _by_hand(params, read):
@@ -54,8 +61,7 @@ def test_a_law_is_that_of_its_path():
   params = {"target": target, "drafter": own}
   decoder = sj.Decoder(
       target=pair().target, verifier=sj.verifiers.Traversal(),
-      drafter=sj.drafters.Hydra(
-          heads=_HEADS, parents=(-1, 0, 0, 1, 1, 2, 3), proposal="iid"))
+      drafter=_drafter(Tree((-1, 0, 0, 1, 1, 2, 3), "iid")))
   prompts = [[1, 3, 0, 2], [4, 1], [2, 2, 3]]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=24)
   _, stats, traces = decoder.decode_traced(params, state, rounds=2)
@@ -82,5 +88,4 @@ def test_too_deep_a_draft_is_refused():
   # Broken: a level without a head fails somewhere inside of a program.
   with pytest.raises(ValueError, match="4 tokens deep and there are 3 heads"):
     sj.Decoder(target=pair().target, verifier=sj.verifiers.TargetWalk(),
-               drafter=sj.drafters.Hydra(heads=_HEADS,
-                                         parents=(-1, 0, 1, 2, 3)))
+               drafter=_drafter(Tree((-1, 0, 1, 2, 3))))

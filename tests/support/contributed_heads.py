@@ -18,6 +18,7 @@ import numpy as np
 import specjax as sj
 from specjax import methods
 from specjax.drafters import FeatureLayer
+from specjax.drafters import Hydra
 from specjax.drafters import Kangaroo
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import PaSS
@@ -51,10 +52,14 @@ def acceptance_head(key, target):
   return ACCEPTANCE.init_params(key, pair().drafter.config.width)
 
 
-def independent(drafter, rule):
-  params = {"target": pair().params["target"],
-            "drafter": disturbed(drafter.heads)}
-  return Contributed(drafter, rule, params=params)
+def independent(drafter, rule, controller=None):
+  heads = getattr(drafter, "network", drafter).heads
+  return Contributed(drafter, rule, controller=controller, params={
+      "target": pair().params["target"], "drafter": disturbed(heads)})
+
+
+def hydra(shape):
+  return NetworkDrafter(network=Hydra(heads=HYDRA), shape=shape)
 
 
 def reused(heads, shape):

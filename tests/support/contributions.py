@@ -27,7 +27,6 @@ from specjax.drafters import Blockwise
 from specjax.drafters import Chain
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
-from specjax.drafters import Hydra
 from specjax.drafters import Medusa
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
@@ -82,8 +81,13 @@ DRAFTERS = {
         Medusa(heads=heads.MEDUSA, parents=UNEVEN,
                proposal="without_replacement"), sj.verifiers.Traversal()),
     "Hydra without_replacement": lambda: heads.independent(
-        Hydra(heads=heads.HYDRA, parents=UNEVEN,
-              proposal="without_replacement"), sj.verifiers.Traversal()),
+        heads.hydra(Tree(UNEVEN)), sj.verifiers.Traversal()),
+    "Hydra chain with a stop rule and a controller": lambda: heads.independent(
+        heads.hydra(Chain(3, stop_rules.Confidence(threshold=0.3))),
+        sj.verifiers.Block(), sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+    "Hydra, EAGLE-2's tree": lambda: heads.independent(
+        heads.hydra(Best(3, top_k=2, num_nodes=7)), sj.verifiers.TargetWalk()),
     "Blockwise": lambda: heads.independent(
         Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
     "EAGLE-1 chain with a controller": lambda: heads.layer(

@@ -85,7 +85,7 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
   Returns:
     A `Judged`.
   """
-  parents, larger = np.array(parents), np.array(decoder.drafter.parents)
+  parents, larger = np.array(parents), np.array(decoder.drafter.shape.parents)
   # The deepest nodes have no child. Their entry is 0, and its row is not used.
   children = [int(np.argmax(larger == node)) for node in nodes]
 

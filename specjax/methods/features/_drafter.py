@@ -179,9 +179,3 @@ def read_round(heads: FeatureHeads, params: chex.ArrayTree, state: FeatureState,
   return state.replace(
       cache=cache, hidden=newest(out.hidden, state.hidden),
       read=newest(out.read, state.read), known=state.known | (count > 0))
-
-
-def known_only(draft: Draft, known: jax.Array) -> Draft:
-  """Turns all nodes into padding in rows where `known [B]` is False."""
-  return draft.replace(
-      probs=jnp.where(known[:, None, None], draft.probs, 0))

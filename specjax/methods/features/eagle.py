@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
+from specjax.methods import _common
 from specjax.methods.draft_shapes import Best
 from specjax.methods.draft_shapes import Chain
 from specjax.methods.draft_shapes import Sampled
@@ -160,7 +161,7 @@ class FeatureLayer(Network):
 
   def end(self, memory: FeatureState, carry: Any, draft: Draft,
           slots: jax.Array | None) -> tuple[Draft, FeatureState]:
-    return _drafter.known_only(draft, memory.known), memory
+    return _common.known_only(draft, memory.known), memory
 
   def commit(self, params: chex.ArrayTree, memory: FeatureState, draft: Draft,
              slots: jax.Array | None, shape: Shape, verdict: Verdict,

@@ -154,7 +154,7 @@ class MTP(_common.DrawnChain, _modules.ModulesDrafter):
     new = self.read(params, own, draw)
     draft = jax.vmap(Draft.chain)(
         rounds.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
-    return _drafter.known_only(draft, own.held > 0), new
+    return _common.known_only(draft, own.held > 0), new
 
 
 class _Paths(NamedTuple):
@@ -226,7 +226,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
         *self._growing(params, own))
     tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
     draft = _common.tree_drafts(state, self.parents, tokens, probs)
-    return _drafter.known_only(draft, own.held > 0), self.read(params, own)
+    return _common.known_only(draft, own.held > 0), self.read(params, own)
 
   def _growing(self, params, own):
     """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`."""

@@ -44,6 +44,16 @@ class Forecast:
   values: jax.Array
   known: jax.Array
 
+  @classmethod
+  def of_prompt(cls, prompt: Prompt, output: ModelOutput) -> "Forecast":
+    """Returns the target's hidden state at the token before the root.
+
+    The root is the last token of the prompt.
+    """
+    before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
+    hidden = jnp.take_along_axis(output.hidden, before, axis=1)
+    return cls(values=hidden[:, 0], known=prompt.lengths >= 2)
+
   def advance(self, values, verdict, count) -> "Forecast":
     """Returns the prediction after a round.
 
@@ -130,14 +140,8 @@ class HeadsDrafter(_trees.StaticTree):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
-    """Returns the target's hidden state at the token before the root.
-
-    The root is the last token of the prompt.
-    """
     del params
-    before = jnp.maximum(prompt.lengths - 2, 0)[:, None, None]
-    hidden = jnp.take_along_axis(prefill_output.hidden, before, axis=1)
-    return Forecast(values=hidden[:, 0], known=prompt.lengths >= 2)
+    return Forecast.of_prompt(prompt, prefill_output)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
@@ -153,14 +157,8 @@ class HeadsDrafter(_trees.StaticTree):
       drawn = jax.vmap(lambda logits, uniforms, temperature: draw(
           logits, self.parents, uniforms, self.proposal,
           self.transform.at(temperature)))(logits, uniforms, state.temperature)
-    return self.drafts(state, *drawn), forecast
-
-  def drafts(self, state: DecodeState, tokens: jax.Array, probs: jax.Array
-             ) -> Draft:
-    """Returns the drafts. Rows without a hidden state contain padding."""
-    known = state.drafter.known[:, None, None]
-    return _common.tree_drafts(
-        state, self.parents, tokens, jnp.where(known, probs, 0))
+    draft = _common.tree_drafts(state, self.parents, *drawn)
+    return _common.known_only(draft, forecast.known), forecast
 
   def _constrained(self, logits, uniforms, state):
     """Returns the tokens and probs of trees sampled under constraints."""

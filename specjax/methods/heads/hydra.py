@@ -15,11 +15,15 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from specjax import verifiers
-from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
+from specjax.interfaces import Model
 from specjax.interfaces import Verifier
+from specjax.methods import _common
 from specjax.methods import networks
+from specjax.methods.draft_shapes import Shape
+from specjax.methods.draft_shapes import Tree
+from specjax.methods.drafting import Network
+from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
 from specjax.methods.networks import check_fits
@@ -27,17 +31,20 @@ from specjax.methods.networks import Params
 from specjax.methods.records import chain_of
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
+from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
-from specjax.methods.strategy import TRAVERSAL
+from specjax.methods.strategy import with_default_rule
 from specjax.models.transformer import Transformer
-from specjax.sampling import LogitsTransform
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
 from specjax.training.objective import weights_of
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 from specjax.utils import fields
 
 
@@ -141,56 +148,67 @@ def _linear(params, x):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hydra(_forecasts.HeadsDrafter):
-  """Drafter of trees whose nodes of depth d have the distribution of head d.
+class Hydra(Network):
+  """Heads of Hydra as a network: head d predicts the nodes of depth d.
 
-  The distribution of a node depends on the tokens above the node. In `Medusa`
-  it depends only on the depth. With "top_k" the draft is deterministic, as in
-  the paper, and `verifiers.TargetWalk` is exact. Sampled drafts work with any
-  rule for sampled trees. `params["drafter"]` contains the parameters of the
-  heads. The embeddings come from `params["target"]`.
+  The distribution of a node depends on the tokens above the node. With
+  `Tree(parents, "top_k")` the draft is deterministic, as in the paper, and
+  `verifiers.TargetWalk` is exact. The embeddings come from `params["target"]`.
+  After a prompt of one token there is no hidden state, so the first draft is
+  padding.
 
   Attributes:
     heads: heads of the target.
-    parents: parent index of each node of the draft tree, see `specjax.trees`.
-      The depth is at most K. The nodes are stored in breadth-first order.
-    proposal: sampling method of children, see `drafters.Tree`.
-    transform: transform of the draft logits. None means the target's transform.
-      Any transform is lossless, because the verifier gets the transformed
-      distributions.
   """
 
   heads: HydraHeads
-  parents: tuple[int, ...]
-  proposal: str = "top_k"
-  transform: LogitsTransform | None = None
 
-  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
-              state: DecodeState) -> tuple[Draft, Any]:
-    """Returns a draft tree for each row."""
-    forecast, roots = state.drafter, rounds.roots(state)
-    if self.num_nodes == 1:
-      return rounds.root_only(state, self.heads.vocab_size), forecast
-    table = params["target"]["embedding"]
+  reads_rounds = True
+  has_loop = False
 
-    def step(tokens, depths, ancestors, above, paths):
-      """Step of `_trees.grow`.
+  @property
+  def vocab_size(self) -> int:
+    return self.heads.vocab_size
 
-      The carry contains the heads' inputs `[B, S, (d + 1) D]` at depth d.
-      """
-      del depths, ancestors
-      paths = jnp.take_along_axis(paths, above[..., None], axis=1)
-      paths = jnp.concatenate([paths, table[tokens]], axis=-1)
-      return self.heads.head(params["drafter"], paths), paths
+  @property
+  def deepest(self) -> int:
+    return self.heads.heads
 
-    nothing = jnp.zeros_like(roots)[:, None]
-    logits, paths = step(roots[:, None], None, None, nothing,
-                         forecast.values[:, None])
-    step, carry, logits = constraints_lib.steered(
-        self.transform.constraints, state.constraints, step, paths,
-        logits[:, 0])
-    tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
-    return self.drafts(state, tokens, probs), forecast
+  def check(self, target: Model) -> None:
+    check_fits(self.heads, target)
+
+  def init(self, params: Params, prompt: Prompt, output: ModelOutput
+           ) -> _forecasts.Forecast:
+    return _forecasts.Forecast.of_prompt(prompt, output)
+
+  def begin(self, params: Params, state: DecodeState, size: int
+            ) -> tuple[Forecast, jax.Array]:
+    return self.extend(params, rounds.roots(state)[:, None],
+                       state.drafter.values[:, None])
+
+  def extend(self, params: Params, token: jax.Array, carry: jax.Array
+             ) -> tuple[Forecast, jax.Array]:
+    logits, paths = self.step(
+        params, token, None, None, jnp.zeros_like(token), carry)
+    return (logits[:, 0], paths[:, 0]), paths
+
+  def step(self, params: Params, tokens: jax.Array, depths: Any,
+           ancestors: Any, above: jax.Array, carry: jax.Array
+           ) -> tuple[jax.Array, jax.Array]:
+    # The carry contains the heads' inputs `[B, S, (d + 1) D]` at depth d.
+    paths = jnp.take_along_axis(carry, above[..., None], axis=1)
+    read = params["target"]["embedding"][tokens]
+    paths = jnp.concatenate([paths, read], axis=-1)
+    return self.heads.head(params["drafter"], paths), paths
+
+  def end(self, memory: _forecasts.Forecast, carry: Any, draft: Draft,
+          slots: jax.Array | None) -> tuple[Draft, _forecasts.Forecast]:
+    return _common.known_only(draft, memory.known), memory
+
+  def commit(self, params: Params, memory: _forecasts.Forecast, draft: Draft,
+             slots: jax.Array | None, shape: Shape, verdict: Verdict,
+             output: ModelOutput, count: jax.Array) -> _forecasts.Forecast:
+    return memory.advance(output.hidden, verdict, count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,8 +290,7 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
   tokens. Drafts can also be sampled, because the distribution of every node
   given its path is known.
 
-  >>> from specjax import trees
-  >>> from specjax import methods
+  >>> from specjax import methods, trees, verifiers
   >>> own = methods.HydraHeads(width=8, vocab_size=7, heads=2)
   >>> hydra(own, trees.full_tree((3, 2))).verifier
   TargetWalk()
@@ -287,13 +304,12 @@ def hydra(heads: HydraHeads, parents: Sequence[int], proposal: str = "top_k",
       tokens.
     proposal: sampling method of children: "top_k", "without_replacement" or
       "iid".
-    verifier: verification rule. None means `TargetWalk` for "top_k" and
-      `Traversal` for the other methods.
+    verifier: verification rule. None means `TargetWalk` for "top_k", `Block`
+      for a sampled chain and `Traversal` for a sampled tree.
   """
-  if verifier is None:
-    verifier = (verifiers.TargetWalk() if proposal == "top_k" else TRAVERSAL)
-  return Strategy(Hydra(
-      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+  drafter = NetworkDrafter(
+      network=Hydra(heads=heads), shape=Tree(tuple(parents), proposal))
+  return with_default_rule(drafter, verifier)
 
 
 def _hydra_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
