@@ -363,7 +363,8 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
       decoder = setting.decoder(temperature, name, tuple(parents),
                                 observers.get(name, ()))
       # The prefill depends neither on the tree nor on the rule.
-      reader = readers.setdefault(type(decoder.drafter), decoders.Reader(
+      kind = sj.interfaces.kind_of(decoder.drafter)
+      reader = readers.setdefault(kind, decoders.Reader(
           decoder, setting.params, setting.capacity,
           memory=batches.window(setting.batch) or 1))
       variants[variant] = decoders.DecoderRows(

@@ -11,6 +11,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import sampling
 from specjax.decoding import constraining as constraints_lib
@@ -37,12 +38,18 @@ class Shape:
     siblings: largest number of children of a node that must be distinct.
     proposal: name of the method that samples the tokens.
     stop: stop rule of chains, or None.
+    fixed_slots: `[N]`, position of each node among the nodes that the network
+      reads, if it is the same in every round; None for chains, whose nodes are
+      read in order.
+    is_dynamic: True if the positions are known only after a draft.
   """
 
   chain = False
   iid = False
   deterministic = False
   stop: stop_rules.StopRule | None = None
+  fixed_slots: np.ndarray | None = None
+  is_dynamic = False
 
   num_nodes: int
   depth: int
@@ -76,9 +83,8 @@ class Shape:
 
     Returns:
       The drafts, the carry after the last draft step, and the slots `[B, N]`
-      int32: the position of each node among the nodes that the network read.
-      They are arbitrary for the other nodes, and None for chains, whose nodes
-      are read in order.
+      int32, or None for chains: the position of each node among the nodes that
+      the network read. They are arbitrary for the other nodes.
     """
     del rule
     step, carry, logits = constraints_lib.steered(
@@ -199,6 +205,10 @@ class Tree(Shape):
     return _trees.fed_slots(self.parents)[1]
 
   @property
+  def fixed_slots(self) -> np.ndarray:
+    return _trees.fed_slots(self.parents)[0]
+
+  @property
   def siblings(self) -> int:
     return 1 if self.iid else self._most_children
 
@@ -206,8 +216,7 @@ class Tree(Shape):
     tokens, probs, carry = _trees.grow(
         step, carry, logits, uniforms, self.parents,
         _trees.drawer(self.proposal, transform, state.temperature))
-    slots = jnp.tile(
-        _trees.fed_slots(self.parents)[0], (len(state.lengths), 1))
+    slots = jnp.tile(self.fixed_slots, (len(tokens), 1))
     return _common.tree_drafts(state, self.parents, tokens, probs), slots, carry
 
 
@@ -240,6 +249,7 @@ class Best(Shape):
   confidence: LogitsTransform = LogitsTransform()
 
   deterministic = True
+  is_dynamic = True
   num_uniforms = 0
   proposal = "deterministic"
 
@@ -298,6 +308,8 @@ class Sampled(Shape):
   children: int
   proposal: str = "without_replacement"
   confidence: LogitsTransform = LogitsTransform()
+
+  is_dynamic = True
 
   def __post_init__(self):
     fields.check_fields(self, "depth", "expanded", "children")

@@ -140,7 +140,7 @@ class NetworkState:
   Attributes:
     memory: memory of the network.
     slots: `[B, N]` int32, slots of the nodes of the last draft, see
-      `draft_shapes.Shape.grow`; None for chains.
+      `draft_shapes.Shape.grow`; None if the shape is not dynamic.
     rule: state of the stop rule; None without a rule.
   """
 
@@ -280,8 +280,8 @@ class NetworkDrafter(Drafter):
     """Returns the state before the first round of `rows` rows."""
     return NetworkState(
         memory=memory,
-        slots=None if isinstance(self.shape, draft_shapes.Chain) else jnp.zeros(
-            (rows, self.num_nodes), jnp.int32),
+        slots=jnp.zeros((rows, self.num_nodes), jnp.int32)
+        if self.shape.is_dynamic else None,
         rule=self.stop and stop_rules.init_state(self.stop, rows))
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
@@ -298,14 +298,19 @@ class NetworkDrafter(Drafter):
     rule = self.stop and stop_rules.record_chains(
         before.rule, draft, self.shape.depth)
     draft, memory = self.network.end(before.memory, carry, draft, slots)
-    return draft, NetworkState(memory=memory, slots=slots, rule=rule)
+    return draft, NetworkState(
+        memory=memory, slots=slots if self.shape.is_dynamic else None,
+        rule=rule)
 
   def commit(self, params: chex.ArrayTree, drafter: NetworkState, draft: Draft,
              verdict: Verdict, target_output: ModelOutput, count: jax.Array
              ) -> NetworkState:
+    slots = drafter.slots
+    if self.shape.fixed_slots is not None:
+      slots = jnp.tile(self.shape.fixed_slots, (len(count), 1))
     memory = self.network.commit(
-        self._split(params)[0], drafter.memory, draft, drafter.slots,
-        self.shape, verdict, target_output, count)
+        self._split(params)[0], drafter.memory, draft, slots, self.shape,
+        verdict, target_output, count)
     return drafter.replace(
         memory=memory, rule=self.stop and stop_rules.update(
             self.stop, drafter.rule, draft, verdict, count))
