@@ -398,7 +398,8 @@ def draft_and_verify(target: Transformer, sublayers: Sublayers, gamma: int,
   >>> from specjax import models, testing
   >>> target = testing.tiny_pair(7, layers=3).target
   >>> left = models.Sublayers.without(3, attention=[1])
-  >>> draft_and_verify(target, left, gamma=4).drafter.model.sublayers.attention
+  >>> model = draft_and_verify(target, left, gamma=4).drafter.network.model
+  >>> model.sublayers.attention
   (0, 2)
 
   Args:
