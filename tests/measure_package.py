@@ -152,6 +152,15 @@ def _arguments(function):
   return [x.annotation for x in every if x and x.arg not in ("self", "cls")]
 
 
+def _members(node):
+  """Returns the names of the attributes and methods that a class defines."""
+  return {name for x in node.body for name in (
+      [x.name] if isinstance(x, ast.FunctionDef) else
+      [x.target.id] if isinstance(x, ast.AnnAssign) else
+      [y.id for t in x.targets for y in ast.walk(t) if isinstance(y, ast.Name)]
+      if isinstance(x, ast.Assign) else [])}
+
+
 def _share(part, of):
   return f"{100 * part / of:.1f} %" if of else "-"
 
@@ -210,6 +219,8 @@ def measure(root, trace=False):
   drafters = sum(any(function.name == "propose" and not private
                      for function, private in _functions(tree))
                  for tree in below(methods))
+  classes = {x.name: _members(x) for x in _nodes(library, ast.ClassDef)}
+  declaring = [_members(node) for node in _nodes(below(methods), ast.ClassDef)]
   table = {
       "files in the import closure of `specjax.exact`": len(
           closure(graph, "specjax.exact")),
@@ -222,7 +233,11 @@ def measure(root, trace=False):
           name.startswith("specjax/") and name.count("/") > 1
           and name.endswith("/__init__.py") for name in texts),
       "files of methods; without a public drafter": (
-          f"{len(below(methods))}; {len(below(methods)) - drafters}")}
+          f"{len(below(methods))}; {len(below(methods)) - drafters}"),
+      "members of `Drafter`": len(classes["Drafter"]),
+      "classes of methods with `propose`; that declare `autoregressive`": (
+          f"{sum('propose' in x for x in declaring)}; "
+          f"{sum('autoregressive' in x for x in declaring)}")}
   for method, pattern in _METHODS.items():
     mention = [name for name, text in texts.items()
                if re.search(pattern, name + text, re.I)]
