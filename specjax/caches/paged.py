@@ -176,8 +176,3 @@ class Paged(CacheFactory):
   def empty(self, **sizes: Any) -> PagedCache:
     """Returns an empty cache, see `PagedCache.empty`."""
     return PagedCache.empty(page=self.page, **sizes)
-
-
-def is_paged(node: Any) -> bool:
-  """Returns True for a `PagedCache`. Tree maps use it as `is_leaf`."""
-  return isinstance(node, PagedCache)

@@ -20,36 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
-from specjax.interfaces import Drafter
 from specjax.types import Draft
 from specjax.utils import fields
-
-
-class ExpandedTree(Drafter):
-  """Base class of drafters with EAGLE-2 trees, see `expand`.
-
-  All draft distributions are one-hot, because the tokens are not sampled.
-  Subclasses are frozen dataclasses with three fields. `depth` is the number of
-  levels below the root. `top_k` is both the number of nodes per level that get
-  children and the number of children of each such node. `num_nodes` is the
-  number of nodes, including the root.
-  """
-
-  deterministic = True
-  conditional = True
-  num_uniforms = 0
-  proposal = "deterministic"
-
-  def __post_init__(self):
-    check_sizes(self.depth, self.top_k, self.num_nodes)
-
-  @property
-  def chain(self) -> bool:
-    return self.top_k == 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain
 
 
 @struct.dataclass

@@ -184,7 +184,7 @@ def test_what_is_declared_of_copies():
     (lambda: NGram(gamma=2, max_ngram=3.0), "max_ngram is 3.0.*whole"),
     (lambda: NGram(gamma=2.0), "gamma is 2.0.*whole"),
     (lambda: NGram(gamma=float("nan")), "gamma is nan.*whole"),
-    (lambda: sj.drafters.draft_model(model=None, gamma=2.0), "2.0.*whole"),
+    (lambda: sj.drafters.Chain(gamma=2.0), "2.0.*whole"),
     (lambda: Reference(gamma=2, max_ngram=1, min_ngram=2),
      "max_ngram is 1.*min_ngram, 2"),
     (lambda: NGram(gamma=2, prefer="last"), "'last'.*latest, first"),
