@@ -32,7 +32,6 @@ from lib import flags as shared
 from lib import models
 from lib.configurations import base
 from lib.configurations import compositions
-from lib.configurations import decoders
 from lib.figures import style
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import resumable
@@ -72,6 +71,7 @@ _OUTPUT_DIR = shared.output_dir("results/throughput")
 
 _NO_DRAFTS, _WAITING = "none", ", waiting"
 _FEWEST = 4  # minimum output length; the minimum prompt length is twice this
+_ROUNDS = 16  # rounds per call; finished requests are replaced between calls
 _WARM_TOKENS = 2  # tokens of warm-up requests, which are not timed
 
 
@@ -154,7 +154,7 @@ class _Batch(base.Configuration):
       for place, row in row_batches.decode_rows(
           self._decoder, self._params, idle,
           [lambda index=index: start(index) for index in group],
-          rounds=decoders.ROUNDS):
+          rounds=_ROUNDS):
         rows[first + place] = row
         latency[first + place] = time.perf_counter() - starts[first + place]
     order = range(len(requests))

@@ -116,7 +116,7 @@ def drawn():
       _trees.drawer("without_replacement", transform, None),
       confidence=sampling.LogitsTransform(), depth=_DEPTH, expanded=_EXPANDED,
       children=_CHILDREN))
-  draft, sums = grow(uniforms)
+  draft, _, sums = grow(uniforms)
   return transform, np.asarray(table), jax.tree.map(np.asarray, draft), sums
 
 
