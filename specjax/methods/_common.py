@@ -304,6 +304,28 @@ def check_siblings(children: int, target: Model) -> None:
         "tree")
 
 
+def check_children(part: Any, width: int) -> None:
+  """Raises `ValueError` if a node needs more tokens than can be drafted.
+
+  Args:
+    part: heads or network whose `draft_size` is the number of tokens that can
+      be drafted.
+    width: largest number of distinct children of a node.
+  """
+  if width > part.draft_size:
+    raise ValueError(
+        f"a node has {width} children, but the drafter has {part.draft_size} "
+        "tokens; siblings must differ: use a narrower tree")
+
+
+def check_depth(depth: int, heads: float) -> None:
+  """Raises `ValueError` if a draft is deeper than the number of heads."""
+  if depth > heads:
+    raise ValueError(
+        f"the draft is {depth} tokens deep and there are {heads} heads; each "
+        "level needs a head: reduce the depth or train more heads")
+
+
 def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,
                cache: Cache) -> tuple[ModelOutput, Any]:
   """Runs the model on one token for each of B batch rows.
@@ -322,23 +344,9 @@ def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,
   return out, out.cache.rollback(cache.lengths + 1)
 
 
-def model_step(model: Model, params: chex.ArrayTree
-               ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function that runs a language model on one level of a draft tree.
-
-  The module `_trees` describes the function's arguments and results. The carry
-  of the function is the model's cache.
-  """
-  def step(tokens, depths, ancestors, above, cache):
-    del above
-    out = model(params, tokens, depths, ancestors, cache)
-    return out.logits, out.cache
-
-  return step
-
-
-def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
-              cache: Cache, size: int, more: int = 0) -> tuple[jax.Array, Any]:
+def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
+              cache: Cache, size: int, more: int = 0
+              ) -> tuple[jax.Array, jax.Array, Any]:
   """Runs a draft model on the last `size` committed tokens of every row.
 
   The draft model's cache may lack some committed tokens, and their number may
@@ -355,21 +363,6 @@ def feed_last(model: Model, params: chex.ArrayTree, state: DecodeState,
     more: number of drafted tokens that the model reads after this pass in the
       same round. If it is not 0, the cache reserves space for these tokens, and
       the caller has to call `cache.settle()` after the model has read them.
-
-  Returns:
-    The logits `[B, V]` of the token after the root, and the cache with all
-    committed tokens. The root is the last committed token.
-  """
-  logits, _, cache = read_last(model, params, state, cache, size, more)
-  return logits, cache
-
-
-def read_last(model: Model, params: chex.ArrayTree, state: DecodeState,
-              cache: Cache, size: int, more: int = 0
-              ) -> tuple[jax.Array, jax.Array, Any]:
-  """Runs `feed_last`, and also returns the hidden state at the root.
-
-  The arguments are those of `feed_last`.
 
   Returns:
     The logits `[B, V]` of the token after the root, the hidden state
@@ -407,7 +400,7 @@ def catch_up(model: Model, params: chex.ArrayTree, state: DecodeState,
 
   Returns:
     The cache. It lacks at most the last two committed tokens of a row, which
-    the next draft reads with `feed_last(..., size=2)`.
+    the next draft reads with `read_last(..., size=2)`.
   """
   missing = jnp.where(state.done, 0, state.lengths - 2 - since)
 
@@ -443,7 +436,7 @@ def keep_path(cache: Cache, slots: jax.Array, path: jax.Array, size: int,
   The returned cache contains the accepted path of the draft tree. The draft
   model has not read the next token, and possibly not the deepest accepted
   token. The cache entries of these two tokens are invalid until
-  `feed_last(..., size=2)` reads both tokens in the next round.
+  `read_last(..., size=2)` reads both tokens in the next round.
 
   Args:
     cache: cache with a block of `size` drafted tokens after the committed ones.

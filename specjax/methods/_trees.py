@@ -14,7 +14,7 @@ the nodes of the previous step, and 0 for the children of the root.
 If the draft network passes features from parents to children, as EAGLE does,
 the carry contains the parents' features, and `above` selects them. If the draft
 model is a language model, the carry is its cache, and the step ignores `above`
-(`_common.model_step`).
+(`LanguageModel.step`).
 
 The functions `iid`, `without_replacement`, `top_k` and `hybrid` choose the
 children of a node.
@@ -92,17 +92,13 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
   return tuple(found)
 
 
-class StaticTree(Drafter):
-  """Base class of drafters whose tree has the same shape in every round.
+class FixedTree:
+  """Properties of a tree that has the same shape in every round.
 
-  Subclasses are frozen dataclasses with three fields: `parents`, the parent
-  index of each node in breadth-first order; `proposal`, the sampling method of
-  children, a key of `DRAWS`; and `transform`, the transform from logits to
-  draft probabilities. If `transform` is None, `bind` uses the target's
-  transform.
+  Subclasses are frozen dataclasses with two fields: `parents`, the parent index
+  of each node in breadth-first order, and `proposal`, the sampling method of
+  children, a key of `DRAWS`.
   """
-
-  conditional = True
 
   def __post_init__(self):
     object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
@@ -121,16 +117,26 @@ class StaticTree(Drafter):
     return len(self.parents)
 
   @property
-  def num_uniforms(self) -> int:
-    return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
-
-  @property
   def depth(self) -> int:
     return len(levels(self.parents))
 
   @property
   def _most_children(self) -> int:
     return max((max(level.counts) for level in levels(self.parents)), default=0)
+
+
+class StaticTree(FixedTree, Drafter):
+  """Base class of drafters of a `FixedTree`.
+
+  Subclasses have a further field `transform`, the transform from logits to
+  draft probabilities. If it is None, `bind` uses the target's transform.
+  """
+
+  conditional = True
+
+  @property
+  def num_uniforms(self) -> int:
+    return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> Any:

@@ -21,7 +21,6 @@ from specjax.methods import _dynamic_trees
 from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.sampling import LogitsTransform
-from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.utils import fields
@@ -153,7 +152,7 @@ class Chain(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree(Shape):
+class Tree(_trees.FixedTree, Shape):
   """A sampled tree that is the same in every round.
 
   SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
@@ -174,31 +173,6 @@ class Tree(Shape):
 
   parents: tuple[int, ...]
   proposal: str = "without_replacement"
-
-  def __post_init__(self):
-    object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
-    _trees.check_proposal(self.proposal)
-
-  @property
-  def _most_children(self) -> int:
-    return max((max(level.counts) for level in _trees.levels(self.parents)),
-               default=0)
-
-  @property
-  def chain(self) -> bool:
-    return self._most_children <= 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain or self.proposal == "iid"
-
-  @property
-  def num_nodes(self) -> int:
-    return len(self.parents)
-
-  @property
-  def depth(self) -> int:
-    return len(_trees.levels(self.parents))
 
   @property
   def fed(self) -> int:

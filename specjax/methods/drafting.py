@@ -249,16 +249,8 @@ class NetworkDrafter(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform) -> "NetworkDrafter":
     self.network.check(target)
-    if self.shape.siblings > self.network.draft_size:
-      raise ValueError(
-          f"a node has {self.shape.siblings} children, but the drafter has "
-          f"{self.network.draft_size} tokens; siblings must differ: use a "
-          "narrower tree")
-    if self.shape.depth > self.network.deepest:
-      raise ValueError(
-          f"the draft is {self.shape.depth} tokens deep and there are "
-          f"{self.network.deepest} heads; each level needs a head: reduce the "
-          "depth or train more heads")
+    _common.check_children(self.network, self.shape.siblings)
+    _common.check_depth(self.shape.depth, self.network.deepest)
     rounds.check_slack(self.network, self.shape.depth + 2)
     return dataclasses.replace(
         self, shape=self.shape.under(transform),

@@ -32,7 +32,6 @@ from specjax.methods import stop_rules
 from specjax.methods.blocks import _coupling
 from specjax.methods.blocks import _slot_trees
 from specjax.methods.blocks.parallel_network import ParallelHeads
-from specjax.methods.features import _drafter
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
@@ -268,7 +267,7 @@ class Parallel(BlockDrafter, _trees.StaticTree):
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Parallel":
     """Returns a copy with the target and the transform set."""
-    _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
+    _common.check_children(self.heads, 1 if self.iid else self._most_children)
     return _trees.StaticTree.bind(
         BlockDrafter.bind(self, target, transform), target, transform)
 

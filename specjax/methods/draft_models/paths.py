@@ -5,6 +5,7 @@ SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -20,6 +21,7 @@ from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
 from specjax.methods import _trees
+from specjax.methods.draft_models.language_model import LanguageModel
 from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
@@ -132,13 +134,14 @@ class Paths(Drafter):
       # After `commit`, the cache of a single model lacks at most two tokens.
       # With several models, the accepted path may come from another model. Then
       # this cache lacks the path and the next token: up to `length` + 1 tokens.
-      logits, cache = _common.feed_last(
+      logits, _, cache = _common.read_last(
           model, own, state, cache, size=2 if self.iid else self.length + 1,
           more=len(paths) * (self.length - 1))
       count = UNIFORMS_A_DRAW * (len(bundle) - 1)
       step, carry, logits = constraints_lib.steered(
           self.transform.constraints, state.constraints,
-          _common.model_step(model, own), cache, logits)
+          functools.partial(
+              LanguageModel(model=model).step, {"drafter": own}), cache, logits)
       drawn, law, (cache, _) = _trees.grow(
           step, carry, logits, uniforms[:, used:used + count], bundle, draw)
       used += count

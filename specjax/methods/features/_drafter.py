@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from specjax.decoding import prefill
 from specjax.decoding import rounds
 from specjax.interfaces import Drafter
-from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.features.network import FeatureHeads
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -77,19 +76,6 @@ class LayerDrafter(Drafter):
     """Returns an empty `PartitionSpec`, which replicates the heads."""
     del axis, size
     return PartitionSpec()
-
-
-def check_children(heads: FeatureHeads | ParallelHeads, width: int) -> None:
-  """Raises `ValueError` if a node needs more tokens than the heads can draft.
-
-  Args:
-    heads: heads whose `draft_size` is the number of tokens they can draft.
-    width: largest number of distinct children of a node.
-  """
-  if width > heads.draft_size:
-    raise ValueError(
-        f"a node has {width} children, but the drafter has {heads.draft_size} "
-        "tokens; siblings must differ: use a narrower tree")
 
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput

@@ -24,7 +24,6 @@ from specjax.methods import _common
 from specjax.methods import _trees
 from specjax.methods.draft_shapes import Chain
 from specjax.methods.draft_shapes import Tree
-from specjax.methods.features import _drafter
 from specjax.methods.features import _modules
 from specjax.methods.features.eagle import layer_drafter
 from specjax.methods.features.network import FeatureHeads
@@ -214,7 +213,7 @@ class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
   def bind(self, target: Model, transform: LogitsTransform) -> "MTPTree":
     """Returns the drafter specialised to a target."""
     self.heads.check_target(target)
-    _drafter.check_children(self.heads, 1 if self.iid else self._most_children)
+    _common.check_children(self.heads, 1 if self.iid else self._most_children)
     return super().bind(target, transform)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,

@@ -131,11 +131,7 @@ class HeadsDrafter(_trees.StaticTree):
         the number of heads.
     """
     check_fits(self.heads, target)
-    if self.depth > self.heads.heads:
-      raise ValueError(
-          f"the draft is {self.depth} tokens deep and there are "
-          f"{self.heads.heads} heads; each level needs a head: reduce the "
-          "depth or train more heads")
+    _common.check_depth(self.depth, self.heads.heads)
     return super().bind(target, transform)
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
