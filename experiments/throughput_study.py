@@ -18,6 +18,9 @@ Run no other program at the same time. If the script is killed, the same command
 resumes it. Output: throughput.csv, throughput.json and a plot in --output_dir.
 """
 
+from lib import common  # before jax, which takes long to import
+
+# isort: split
 from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
@@ -27,7 +30,6 @@ from typing import NamedTuple
 
 from absl import flags
 import jax
-from lib import common
 from lib import flags as shared
 from lib import models
 from lib.configurations import base
