@@ -76,14 +76,14 @@ class Network:
     """Returns the memory after the prompts. `output` is the target's."""
     raise NotImplementedError
 
-  def begin(self, params: chex.ArrayTree, state: DecodeState, size: int
-            ) -> tuple[Forecast, Any]:
+  def begin(self, params: chex.ArrayTree, state: DecodeState,
+            shape: draft_shapes.Shape) -> tuple[Forecast, Any]:
     """Returns the forecast of the token after the root, and the carry.
 
     Args:
       params: see the class.
       state: decoding state, with the memory as `state.drafter`.
-      size: number of drafted tokens that the network reads in this round.
+      shape: shape of the draft. The network will read `shape.fed` tokens.
     """
     raise NotImplementedError
 
@@ -98,17 +98,18 @@ class Network:
     """Reads the next token `[B, 1]` of a chain; returns the next forecast."""
     raise NotImplementedError
 
-  def end(self, memory: Any, carry: Any, draft: Draft, slots: jax.Array | None
-          ) -> tuple[Draft, Any]:
+  def end(self, params: chex.ArrayTree, memory: Any, carry: Any, draft: Draft,
+          slots: jax.Array | None) -> tuple[Draft, Any]:
     """Returns the draft and the memory after all draft steps.
 
     Args:
+      params: see the class.
       memory: memory before the draft.
       carry: carry after the last step.
       draft: drafts of all rows.
       slots: see `draft_shapes.Shape.grow`.
     """
-    del carry, slots
+    del params, carry, slots
     return draft, memory
 
   def commit(self, params: chex.ArrayTree, memory: Any, draft: Draft,
@@ -283,13 +284,14 @@ class NetworkDrafter(Drafter):
       return rounds.root_only(state, self.network.vocab_size), before
     params, rule_params = self._split(params)
     own = state.replace(drafter=before.memory)
-    first, carry = self.network.begin(params, own, self.shape.fed)
+    first, carry = self.network.begin(params, own, self.shape)
     draft, carry, slots = self.shape.grow(
         self.network, params, first, carry, uniforms, own, self.transform,
         (rule_params, before.rule))
     rule = self.stop and stop_rules.record_chains(
         before.rule, draft, self.shape.depth)
-    draft, memory = self.network.end(before.memory, carry, draft, slots)
+    draft, memory = self.network.end(
+        params, before.memory, carry, draft, slots)
     return draft, NetworkState(
         memory=memory, slots=slots if self.shape.is_dynamic else None,
         rule=rule)

@@ -34,7 +34,7 @@ class Features(drafting.Network):
     hidden = jnp.take_along_axis(output.hidden, before, axis=1)
     return _forecasts.Forecast(hidden[:, 0], prompt.lengths >= 2)
 
-  def begin(self, params, state, size):
+  def begin(self, params, state, shape):
     return self.extend(params, rounds.roots(state)[:, None],
                        state.drafter.values[:, None])
 

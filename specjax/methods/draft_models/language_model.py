@@ -77,10 +77,11 @@ class LanguageModel(Network):
            ) -> Cache:
     return read_prompt(self.model, params["drafter"], prompt).cache
 
-  def begin(self, params: chex.ArrayTree, state: DecodeState, size: int
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
             ) -> tuple[stop_rules.Forecast, Cache]:
     logits, hidden, cache = _common.read_last(
-        self.model, params["drafter"], state, state.drafter, size=2, more=size)
+        self.model, params["drafter"], state, state.drafter, size=2,
+        more=shape.fed)
     return (logits, hidden), cache
 
   def step(self, params: chex.ArrayTree, tokens: jax.Array, depths: jax.Array,
@@ -94,8 +95,8 @@ class LanguageModel(Network):
     out, cache = _common.read_token(self.model, params["drafter"], token, carry)
     return (out.logits[:, 0], out.hidden[:, 0]), cache
 
-  def end(self, memory: Cache, carry: Cache, draft: Draft,
-          slots: jax.Array | None) -> tuple[Draft, Cache]:
+  def end(self, params: chex.ArrayTree, memory: Cache, carry: Cache,
+          draft: Draft, slots: jax.Array | None) -> tuple[Draft, Cache]:
     return draft, carry.settle() if slots is None else carry
 
   def commit(self, params: chex.ArrayTree, memory: Cache, draft: Draft,

@@ -133,10 +133,10 @@ class FeatureLayer(Network):
     return self.heads.whole(
         self.heads.logits(params["drafter"], params["target"], read))
 
-  def begin(self, params: chex.ArrayTree, state: DecodeState, size: int
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, Any]:
     own = state.drafter
-    cache = own.cache.reserve(size) if size else own.cache
+    cache = own.cache.reserve(shape.fed) if shape.fed else own.cache
     hidden = own.hidden[:, None]
     return self._forecast(params, own.read[:, None], hidden), (cache, hidden)
 
@@ -159,8 +159,8 @@ class FeatureLayer(Network):
     return self._forecast(params, out.read, out.hidden), (
         out.cache.rollback(cache.lengths + 1), out.hidden)
 
-  def end(self, memory: FeatureState, carry: Any, draft: Draft,
-          slots: jax.Array | None) -> tuple[Draft, FeatureState]:
+  def end(self, params: chex.ArrayTree, memory: FeatureState, carry: Any,
+          draft: Draft, slots: jax.Array | None) -> tuple[Draft, FeatureState]:
     return _common.known_only(draft, memory.known), memory
 
   def commit(self, params: chex.ArrayTree, memory: FeatureState, draft: Draft,

@@ -181,7 +181,7 @@ class Hydra(Network):
            ) -> _forecasts.Forecast:
     return _forecasts.Forecast.of_prompt(prompt, output)
 
-  def begin(self, params: Params, state: DecodeState, size: int
+  def begin(self, params: Params, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, jax.Array]:
     return self.extend(params, rounds.roots(state)[:, None],
                        state.drafter.values[:, None])
@@ -201,8 +201,9 @@ class Hydra(Network):
     paths = jnp.concatenate([paths, read], axis=-1)
     return self.heads.head(params["drafter"], paths), paths
 
-  def end(self, memory: _forecasts.Forecast, carry: Any, draft: Draft,
-          slots: jax.Array | None) -> tuple[Draft, _forecasts.Forecast]:
+  def end(self, params: Params, memory: _forecasts.Forecast, carry: Any,
+          draft: Draft, slots: jax.Array | None
+          ) -> tuple[Draft, _forecasts.Forecast]:
     return _common.known_only(draft, memory.known), memory
 
   def commit(self, params: Params, memory: _forecasts.Forecast, draft: Draft,
