@@ -108,7 +108,7 @@ def _texts(decoder: sj.Decoder, params: Any, prompts: Sequence[Sequence[int]]):
         request_ids=list(range(first, first + len(some))))
     parts = []
     while not state.done.all():
-      state, stats, trace = decoder.decode_traced(params, state, _ROUNDS)
+      state, stats, trace = decoder.decode(params, state, _ROUNDS, traced=True)
       sj.decoding.raise_if_not_finite(stats)
       parts.append(jax.device_get((stats.active, *_seen(trace))))
     active, *seen = (np.concatenate(x) for x in zip(*parts))

@@ -243,7 +243,8 @@ class _Setting:
     stops_of = jax.jit(lambda *args: law(*args).stop)
     rounds, stops = self._traced_rounds(decoder), []
     for _ in range(_CALIBRATION_ROUNDS // rounds):
-      state, stats, trace = decoder.decode_traced(self.params, state, rounds)
+      state, stats, trace = decoder.decode(
+          self.params, state, rounds, traced=True)
       stop = np.asarray(stops_of(trace.draft, trace.target_probs), np.float64)
       stops.append(stop[np.asarray(stats.active)])
     return np.concatenate(stops).mean(0)[1:]

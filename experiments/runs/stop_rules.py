@@ -92,7 +92,7 @@ def measured(pair: Any, prompts: Sequence[Sequence[int]], stop: Any, own: Any,
     state = decoder.prefill(params, some, jax.random.key(1), limits=[
         len(row) + NEW_TOKENS for row in some])
     while not bool(state.done.all()):
-      state, stats, trace = decoder.decode_traced(params, state, 8)
+      state, stats, trace = decoder.decode(params, state, 8, traced=True)
       active = np.asarray(stats.active)
       real = np.asarray(trace.draft.drafted).sum(-1)
       accepted += float(np.asarray(stats.expected, np.float64)[..., 0].sum())

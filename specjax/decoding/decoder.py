@@ -27,7 +27,6 @@ from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Prompt
 from specjax.types import RoundStats
-from specjax.types import Trace
 from specjax.utils import fields
 from specjax.utils import processes
 
@@ -358,28 +357,28 @@ class Decoder:
             "the state was donated to an earlier call and is gone; use the "
             "state that the call returned, or prefill again")
 
-  def decode_round(self, params: chex.ArrayTree, state: DecodeState
-                   ) -> tuple[DecodeState, RoundStats]:
+  def decode_round(self, params: chex.ArrayTree, state: DecodeState,
+                   traced: bool = False) -> tuple[Any, ...]:
     """Runs one round. Rows that are done do not change.
 
     If a model returns non-finite numbers, the row stops without an error. So
     call `raise_if_not_finite` with the stats. This applies to all decoding
     methods except `generate`.
 
+    Args:
+      params: `{"target": ..., "drafter": ...}`.
+      state: state of the decoding loop.
+      traced: True also returns the `Trace` of the round.
+
     Returns:
-      `(state, stats)`.
+      `(state, stats)`, or `(state, stats, trace)`.
     """
-    state, stats, _ = self.decode_round_traced(params, state)
-    return state, stats
-
-  def decode_round_traced(self, params: chex.ArrayTree, state: DecodeState
-                          ) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs one round and returns `(state, stats, trace)`, see `Trace`."""
     self._check_state(state)
-    return self.parts(params, state, self.parts.draw_uniforms(state, 1)[0])
+    return self.parts(
+        params, state, self.parts.draw_uniforms(state, 1)[0], traced)
 
-  def decode(self, params: chex.ArrayTree, state: DecodeState, rounds: int
-             ) -> tuple[DecodeState, RoundStats]:
+  def decode(self, params: chex.ArrayTree, state: DecodeState, rounds: int,
+             traced: bool = False) -> tuple[Any, ...]:
     """Runs a fixed number of rounds as one compiled program.
 
     Args:
@@ -387,32 +386,23 @@ class Decoder:
       state: state of the decoding loop. It is donated and must not be used
         again.
       rounds: number of rounds.
+      traced: True also returns the traces, stacked like the stats. They contain
+        rounds * B * 2 * N * V floats, for B rows, N nodes of a draft and a
+        vocabulary of V tokens.
 
     Returns:
-      `(state, stats)`. The fields of the stats are stacked, `[rounds, ...]`.
+      `(state, stats)`, or `(state, stats, traces)`. The fields of the stats are
+      stacked, `[rounds, ...]`.
 
     Raises:
       ValueError: with `debug=True`, a component returned wrong values.
     """
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
-    state, stats = rounds_lib.scan(self.parts, params, state, rounds=rounds)
+    state, stats, *traces = rounds_lib.scan(
+        self.parts, params, state, rounds=rounds, traced=traced)
     checks.raise_if_bad(stats.checks)
-    return state, stats
-
-  def decode_traced(self, params: chex.ArrayTree, state: DecodeState,
-                    rounds: int) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs `decode` and returns `(state, stats, traces)`.
-
-    The traces are stacked like the stats. They contain rounds * B * 2 * N * V
-    floats, for B rows, N nodes of a draft and a vocabulary of V tokens.
-    """
-    fields.check_at_least("rounds", rounds, 0)
-    self._check_state(state)
-    state, (stats, traces) = rounds_lib.scan(
-        self.parts, params, state, rounds=rounds, traced=True)
-    checks.raise_if_bad(stats.checks)
-    return state, stats, traces
+    return state, stats, *traces
 
   def decode_until(self, params: chex.ArrayTree, state: DecodeState
                    ) -> tuple[DecodeState, RoundStats]:

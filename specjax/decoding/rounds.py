@@ -202,7 +202,7 @@ class Round:
     return sampling.uniforms(state.keys, numbers, count)
 
   def __call__(self, params: chex.ArrayTree, state: DecodeState,
-               uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
+               uniforms: jax.Array, traced: bool = True) -> tuple[Any, ...]:
     """Runs one round. Rows that are done do not change.
 
     Args:
@@ -210,18 +210,13 @@ class Round:
       state: state before the round.
       uniforms: `[B, count]` uniforms of this round, first those of the verdict,
         then those of the drafter.
+      traced: False leaves out the trace.
 
     Returns:
-      `(state, stats, trace)`.
+      `(state, stats, trace)`, or `(state, stats)`.
     """
     draft, drafter = self.propose(params, state, uniforms)
-    return self.judge(params, state, uniforms, draft, drafter)
-
-  def untraced(self, params: chex.ArrayTree, state: DecodeState,
-               uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
-    """Runs one round and returns `(state, stats)`, see `__call__`."""
-    draft, drafter = self.propose(params, state, uniforms)
-    return self.judge(params, state, uniforms, draft, drafter)[:2]
+    return self.judge(params, state, uniforms, draft, drafter)[:2 + traced]
 
   def some_rounds(self, params: chex.ArrayTree,
                   is_going: Callable[[chex.ArrayTree], jax.Array],
@@ -231,7 +226,7 @@ class Round:
     Args:
       params: `{"target": ..., "drafter": ...}`.
       is_going: predicate of the carry, True if another round follows.
-      play: function `(carry, one_round=untraced) -> carry` that runs one round.
+      play: function `(carry, one_round=...) -> carry` that runs one round.
       carry: carry of the loop. `carry[0][0]` is the decoding state.
     """
     del params
@@ -290,7 +285,7 @@ class Round:
     finite, usable = finite & ~failed, usable & ~failed
     lengths = state.lengths + count
     new_drafter = self.drafter.commit(params, drafter, draft, verdict, output,
-                                      count)
+                                      count, jnp.ones_like(state.done))
     checks.check_same(f"the state that {self._drafter_name}.commit returned",
                       new_drafter, state.drafter)
     new_state = state.replace(
@@ -444,8 +439,7 @@ def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
 
   def step(state, uniforms):
     nonlocal forms
-    state, stats, *trace = (parts if traced else parts.untraced)(
-        params, state, uniforms)
+    state, stats, *trace = parts(params, state, uniforms, traced)
     forms = jax.eval_shape(lambda: stats)
     # The loop writes each output with a kernel of its own, so the statistics
     # are one array.
@@ -460,7 +454,7 @@ def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
   stats = jax.tree.unflatten(form, [
       x.reshape(rounds, *leaf.shape).astype(leaf.dtype)
       for x, leaf in zip(jnp.split(rows, ends, axis=2), leaves)])
-  return state, (stats, *traces) if traced else stats
+  return state, stats, *traces
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -510,7 +504,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
 
   # `eval_shape` below and the loop both trace the round. With a separate jit,
   # they share one trace.
-  one_round = jax.jit(parts.untraced)
+  one_round = jax.jit(functools.partial(parts, traced=False))
   uniforms = jax.eval_shape(
       lambda state: parts.draw_uniforms(state, 1)[0], state)
   shapes = jax.eval_shape(one_round, params, state, uniforms)[1]

@@ -50,7 +50,6 @@ class Empty(Drafter):
   iid = True
   conditional = True
   autoregressive = True
-  proposal = "deterministic"
 
   @property
   def chain(self) -> bool:
@@ -77,12 +76,14 @@ class Empty(Drafter):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> Any:
+             count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns the state of the other drafter after the round."""
     if self.drafter is None:
       return drafter
     return self.drafter.commit(
-        params, drafter, draft, verdict, target_output, count)
+        params, drafter, draft, verdict, target_output, count,
+        jnp.zeros_like(own))
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Returns an empty specification, because there are no parameters."""
@@ -118,18 +119,12 @@ class RoundsByLength:
     return self.rungs[-1].draw_uniforms(state, rounds)
 
   def __call__(self, params: chex.ArrayTree, state: DecodeState,
-               uniforms: jax.Array) -> tuple[DecodeState, RoundStats, Trace]:
-    """Runs one round and returns `(state, stats, trace)`, see `Round`.
+               uniforms: jax.Array, traced: bool = True) -> tuple[Any, ...]:
+    """Runs one round and returns `(state, stats[, trace])`, see `Round`.
 
     Stats and trace are padded to the size of the longest draft.
     """
-    state, (stats, trace) = _round(self, params, state, uniforms, traced=True)
-    return state, stats, trace
-
-  def untraced(self, params: chex.ArrayTree, state: DecodeState,
-               uniforms: jax.Array) -> tuple[DecodeState, RoundStats]:
-    """Runs one round and returns `(state, stats)`, see `__call__`."""
-    return _flat(*_round(self, params, state, uniforms, traced=False))
+    return _flat(*_round(self, params, state, uniforms, traced=traced))
 
   def some_rounds(self, params: chex.ArrayTree,
                   is_going: Callable[[chex.ArrayTree], jax.Array],
@@ -401,11 +396,12 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
         "length, and a controller varies the length; choose a rule without a "
         "state, such as Block")
   name = interfaces.kind_of(one.drafter)
-  if interfaces.has_model(one.drafter) and not one.drafter.catches_up:
+  if interfaces.has_model(one.drafter) and "rests" not in (
+      interfaces.capabilities(one.drafter)):
     raise ValueError(
-        f"{name} has a model with a cache, and no method `catch_up` to read "
-        "the tokens of rounds without drafts; leave the controller out, or "
-        "implement it (see specjax.interfaces)")
+        f"{name} has a model with a cache, and does not declare `rests`: it "
+        "may not read the tokens of rounds without drafts; leave the "
+        "controller out, or implement `catch_up` (specjax.interfaces.Drafter)")
   if one.drafter.shares_pass:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify only "
@@ -445,10 +441,8 @@ def _of_length(one: Round, length: int) -> Drafter:
   return drafter
 
 
-def _flat(state: DecodeState, found: tuple[RoundStats]
-          ) -> tuple[DecodeState, RoundStats]:
-  [stats] = found
-  return state, stats
+def _flat(state: DecodeState, found: tuple[Any, ...]) -> tuple[Any, ...]:
+  return state, *found
 
 
 def _blank(shapes: Any) -> Any:

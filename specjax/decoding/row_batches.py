@@ -78,7 +78,6 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
   Yields:
     The index of a prompt in `starts`, and its `DecodedRow`.
   """
-  decode = decoder.decode_traced if traced else decoder.decode
   waiting, slots = list(enumerate(starts))[::-1], {}
   while waiting or slots:
     for slot in range(len(state.lengths)):
@@ -86,7 +85,7 @@ def decode_rows(decoder: Decoder, params: chex.ArrayTree, state: DecodeState,
         index, start = waiting.pop()
         state = decoder.insert(state, slot, start())
         slots[slot] = index, []
-    state, *found = decode(params, state, rounds)  # stats, and maybe a trace
+    state, *found = decoder.decode(params, state, rounds, traced)
     raise_if_not_finite(found[0])
     found, done, tokens, lengths = jax.tree.map(np.asarray, processes.gathered(
         (found, state.done, state.tokens, state.lengths)))

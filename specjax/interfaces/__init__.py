@@ -5,6 +5,14 @@ that specjax uses. Optional members have defaults and docstrings in these
 classes.
 """
 
+from specjax.interfaces.binding import bind
+from specjax.interfaces.binding import cannot_grow
+from specjax.interfaces.binding import check_drafter
+from specjax.interfaces.binding import check_model
+from specjax.interfaces.binding import contained
+from specjax.interfaces.binding import has_model
+from specjax.interfaces.binding import is_bundle
+from specjax.interfaces.binding import model_of
 from specjax.interfaces.cache import Cache
 from specjax.interfaces.cache import CacheFactory
 from specjax.interfaces.cache import map_caches
@@ -13,13 +21,6 @@ from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
 from specjax.interfaces.drafter import kind_of
 from specjax.interfaces.model import Model
-from specjax.interfaces.parts import bind
-from specjax.interfaces.parts import cannot_grow
-from specjax.interfaces.parts import check_drafter
-from specjax.interfaces.parts import check_model
-from specjax.interfaces.parts import has_model
-from specjax.interfaces.parts import is_bundle
-from specjax.interfaces.parts import model_of
 from specjax.interfaces.verifier import check_pair
 from specjax.interfaces.verifier import check_verifier
 from specjax.interfaces.verifier import Verifier
@@ -38,6 +39,7 @@ __all__ = [
     "check_model",
     "check_pair",
     "check_verifier",
+    "contained",
     "has_model",
     "is_bundle",
     "kind_of",

@@ -35,6 +35,10 @@ CAPABILITIES = {
     "deterministic": "every row of `probs` is one-hot or padding, so the token "
                      "determines the row",
     "full": "no node is padding",
+    "rests": "rounds without drafts may lie between rounds with drafts: "
+             "`commit` or `catch_up` reads their tokens",
+    "follows": "other drafters may extend the sequence or remove tokens from "
+               "it, because `catch_up` reads any tokens",
 }
 
 
@@ -52,16 +56,14 @@ class Drafter:
   `Fallback` can skip the drafter in a round.
 
   Attributes:
-    chain, iid, conditional, autoregressive, deterministic, full: capabilities,
-      see `interfaces.CAPABILITIES`.
+    chain, iid, conditional, autoregressive, deterministic, full, rests,
+      follows: capabilities, see `interfaces.CAPABILITIES`.
     num_uniforms: number of uniforms per row and round. `propose` then receives
       `[B, num_uniforms]` float32 in [0, 1) instead of PRNG keys. This is much
       cheaper, because the decoding loop draws the uniforms of many rounds at
       once. If None, `propose` receives one PRNG key per row.
     context_length: length in tokens of the longest sequence that the drafter
       can read.
-    grows: True if appending zeros to the state's arrays gives a valid state of
-      larger capacity, see `Decoder.grow`.
     shares_pass: True if `propose` runs some layers of the target and the
       verifying pass continues from their outputs. Such a pass cannot verify
       only a part of the draft, so a controller rejects the drafter.
@@ -70,9 +72,6 @@ class Drafter:
     tells: True if the drafter combines two drafters and `lacking` tells, before
       random numbers are drawn, for which rows the second one will draft. A
       controller then has separate costs for rounds with and without it.
-    proposal: name of the method that samples the draft tokens, for tables.
-    parts: component drafters of a combination such as `Merge`.
-    stop: stop rule of the drafter's chains. None: drafts are not stopped early.
   """
 
   chain = False
@@ -81,15 +80,13 @@ class Drafter:
   autoregressive = False
   deterministic = False
   full = False
+  rests = False
+  follows = False
   num_uniforms: int | None = None
   context_length: float = math.inf
-  grows = True
   shares_pass = False
   reads_cache = False
   tells = False
-  proposal = ""
-  parts: tuple["Drafter", ...] = ()
-  stop: Any = None
 
   @property
   def num_nodes(self) -> int:
@@ -157,7 +154,8 @@ class Drafter:
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> Any:
+             count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns the drafter's state after the tokens of a round were committed.
 
     Args:
@@ -167,8 +165,11 @@ class Drafter:
       verdict: verdicts of all rows.
       target_output: output of the verifying pass.
       count: `[B]` int32, number of committed tokens.
+      own: `[B]` bool, True for rows whose verified draft is the one that
+        `propose` returned in this round. It is False in rounds without drafts,
+        and in a combination where the draft of another drafter was verified.
     """
-    del params, draft, verdict, target_output, count
+    del params, draft, verdict, target_output, count, own
     return drafter
 
   def with_gamma(self, gamma: int) -> "Drafter | None":
@@ -187,8 +188,9 @@ class Drafter:
                since: jax.Array) -> Any:
     """Returns the drafter's state after reading tokens of draft-free rounds.
 
-    A drafter that contains a model must implement this method for use with a
-    controller.
+    In `Cascade`, `Fallback` and `Merge`, other drafters also extend the
+    sequence, tokens are removed from it, and `propose` is not called in every
+    round. A drafter with the capability "follows" can read them here.
 
     Args:
       params: `{"target": ..., "drafter": ...}`.
@@ -206,16 +208,6 @@ class Drafter:
     """
     del params
     return jnp.zeros_like(state.done)
-
-  def follow(self) -> "Drafter":
-    """Returns a version of the drafter for use in a combination.
-
-    In `Cascade`, `Fallback` and `Merge`, other drafters also extend the
-    sequence. Tokens are also removed from it, `commit` receives drafts of other
-    drafters, and `propose` is not called in every round. A drafter with a state
-    must implement this method. The default returns the drafter itself.
-    """
-    return self
 
   def target_pass(self, target: Model, params: chex.ArrayTree,
                   drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
@@ -248,16 +240,6 @@ class Drafter:
       ValueError: in the default, if `size` is above 1.
     """
     return unsplit(self, axis, size)
-
-  @property
-  def catches_up(self) -> bool:
-    """True if the drafter implements `catch_up`."""
-    return type(self).catch_up is not Drafter.catch_up
-
-  @property
-  def can_follow(self) -> bool:
-    """True if the drafter implements `follow`."""
-    return type(self).follow is not Drafter.follow
 
 
 def kind_of(drafter: Drafter) -> str:

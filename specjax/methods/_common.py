@@ -106,7 +106,6 @@ class DrawnChain(Drafter):
   chain = True
   iid = True
   conditional = True
-  proposal = "iid"
 
   @property
   def num_uniforms(self) -> int:

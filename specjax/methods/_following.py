@@ -80,25 +80,38 @@ def caught_up(model: Model, params: chex.ArrayTree, state: DecodeState,
   return cache.rollback(state.lengths - 1)
 
 
+def followed(drafter: Drafter, target: Model, transform: LogitsTransform
+             ) -> Drafter:
+  """Returns a drafter for a combination, bound to a target.
+
+  Raises:
+    ValueError: the drafter does not fit the target, or begins its pass.
+  """
+  bound = interfaces.bind(drafter, target, transform)
+  if bound.shares_pass:
+    name = interfaces.kind_of(drafter)
+    raise ValueError(
+        f"{name} begins the verifying pass, and a combination verifies other "
+        f"drafts as well; use {name}(shares_pass=False)")
+  return Following(drafter=bound) if bound.follows else bound
+
+
 def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
   """Checks that a drafter can be combined with other drafters.
 
-  A drafter with a state, such as a cache, must implement `Drafter.follow`. This
-  method returns a drafter for sequences that contain tokens of other drafters.
-
   Args:
-    drafter: result of `Drafter.follow`.
+    drafter: result of `followed`.
     state: initial state of the drafter; None if it has no state.
 
   Raises:
-    ValueError: the drafter has a state and does not implement `follow`.
+    ValueError: the drafter has a state and does not declare "follows".
   """
-  if jax.tree.leaves(state) and not drafter.can_follow:
+  if jax.tree.leaves(state) and not drafter.follows:
     raise ValueError(
-        f"{interfaces.kind_of(drafter)} has a state but no `follow()`, so it "
-        "cannot be combined with another drafter, whose tokens it has not "
-        "read; add the method (specjax.interfaces.Drafter), or use another "
-        "drafter")
+        f"{interfaces.kind_of(drafter)} has a state and does not declare "
+        "`follows`, so it cannot be combined with another drafter, whose "
+        "tokens it has not read; implement `catch_up` "
+        "(specjax.interfaces.Drafter), or use another drafter")
 
 
 @struct.dataclass
@@ -122,17 +135,19 @@ class Followed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Following(Drafter):
-  """Adapter of a chain drafter for use in combinations with other drafters.
+  """Adapter of a drafter for use in combinations with other drafters.
 
   Other drafters also add tokens to the sequence. Therefore `propose` first
   compares the tokens in the drafter's cache with the committed sequence.
 
   Attributes:
-    drafter: chain drafter that implements `catch_up`. Its draft model must run
-      on the root and on all drafted tokens except the last.
+    drafter: drafter that declares "follows". A draft model in it must run on
+      the root and on all drafted tokens except the last.
   """
 
   drafter: Drafter
+
+  rests = follows = True
 
   @property
   def chain(self) -> bool:
@@ -166,16 +181,6 @@ class Following(Drafter):
     drafter = self.drafter.with_gamma(gamma)
     return drafter and dataclasses.replace(self, drafter=drafter)
 
-  def bind(self, target: Model, transform: LogitsTransform) -> "Following":
-    """Returns the adapter with its drafter bound to a target."""
-    return dataclasses.replace(
-        self, drafter=interfaces.bind(self.drafter, target, transform))
-
-  def follow(self) -> "Following":
-    """Returns the adapter unchanged, because it already supports combinations.
-    """
-    return self
-
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Followed:
     """Returns the state after prefill."""
@@ -199,15 +204,15 @@ class Following(Drafter):
         fed=state.lengths + jnp.maximum(drafted - 1, 0), drafter=drafter)
 
   def commit(self, params: chex.ArrayTree, drafter: Followed, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Followed:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> Followed:
     """Returns the state after the adapted drafter's `commit`.
 
     This method does not remove rejected tokens from `drafter.tokens`, because
     the next `propose` compares `tokens` with the committed tokens.
     """
     return drafter.replace(drafter=self.drafter.commit(
-        params, drafter.drafter, draft, verdict, target_output, count))
+        params, drafter.drafter, draft, verdict, target_output, count, own))
 
   def param_specs(self, axis: str, size: int) -> Any:
     """Returns the partition specifications of the drafter's parameters."""

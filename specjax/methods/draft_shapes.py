@@ -35,7 +35,6 @@ class Shape:
     depth: number of levels below the root.
     fed: number of drafted nodes that the network reads in a round.
     siblings: largest number of children of a node that must be distinct.
-    proposal: name of the method that samples the tokens.
     stop: stop rule of chains, or None.
     fixed_slots: `[N]`, position of each node among the nodes that the network
       reads, if it is the same in every round; None for chains, whose nodes are
@@ -54,7 +53,6 @@ class Shape:
   depth: int
   fed: int
   siblings: int
-  proposal: str
 
   @property
   def num_uniforms(self) -> int:
@@ -119,7 +117,6 @@ class Chain(Shape):
   chain = True
   iid = True
   siblings = 1
-  proposal = "iid"
 
   def __post_init__(self):
     fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
@@ -225,7 +222,6 @@ class Best(Shape):
   deterministic = True
   is_dynamic = True
   num_uniforms = 0
-  proposal = "deterministic"
 
   def __post_init__(self):
     _dynamic_trees.check_sizes(self.depth, self.top_k, self.num_nodes)

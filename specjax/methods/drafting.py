@@ -19,7 +19,6 @@ from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
-from specjax.methods import _following
 from specjax.methods import draft_shapes
 from specjax.methods import stop_rules
 from specjax.methods.stop_rules import Forecast
@@ -214,10 +213,6 @@ class NetworkDrafter(Drafter):
     return self.shape.num_uniforms
 
   @property
-  def proposal(self) -> str:
-    return self.shape.proposal
-
-  @property
   def stop(self) -> stop_rules.StopRule | None:
     return self.shape.stop
 
@@ -230,17 +225,13 @@ class NetworkDrafter(Drafter):
     return self.network.slack
 
   @property
-  def catches_up(self) -> bool:
+  def rests(self) -> bool:
     return self.network.reads_rounds or isinstance(
         self.shape, draft_shapes.Chain)
 
   @property
-  def can_follow(self) -> bool:
-    return not self.network.reads_rounds and isinstance(
-        self.shape, draft_shapes.Chain)
-
-  def follow(self) -> Drafter:
-    return _following.Following(drafter=self) if self.can_follow else self
+  def follows(self) -> bool:
+    return self.rests and not self.network.reads_rounds
 
   def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
     if not isinstance(self.shape, draft_shapes.Chain):
@@ -297,8 +288,8 @@ class NetworkDrafter(Drafter):
         rule=rule)
 
   def commit(self, params: chex.ArrayTree, drafter: NetworkState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> NetworkState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> NetworkState:
     slots = drafter.slots
     if self.shape.fixed_slots is not None:
       slots = jnp.tile(self.shape.fixed_slots, (len(count), 1))
@@ -307,7 +298,7 @@ class NetworkDrafter(Drafter):
         verdict, target_output, count)
     return drafter.replace(
         memory=memory, rule=self.stop and stop_rules.update(
-            self.stop, drafter.rule, draft, verdict, count))
+            self.stop, drafter.rule, verdict, count, own))
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> NetworkState:

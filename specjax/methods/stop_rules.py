@@ -520,22 +520,16 @@ def _accepted(params: Mapping[str, jax.Array], seen: Seen,
 class RuleState:
   """State of a stop rule with memory over rounds, for B batch rows.
 
-  In a combination of drafters, the verified draft may come from a drafter
-  without this rule. Such a draft must not update the rule's memory. Therefore
-  the state contains a hash of the last chain, and `update` compares this hash
-  with the hash of the verified draft.
-
   Attributes:
     memory: memory of the rule, leaves `[B, ...]`.
     room: maximum length of the last chain, `[B]` int32; 0 after the chain is
       verified. A controller may change the maximum length in every round.
-    chain: hash of the tokens of the last chain, `[B]` uint32; 0 if the chain is
-      empty or verified.
+    drafted: number of tokens of the last chain, `[B]` int32.
   """
 
   memory: Memory
   room: jax.Array
-  chain: jax.Array
+  drafted: jax.Array
 
 
 def init_state(rule: StopRule, rows: int) -> Any:
@@ -549,8 +543,8 @@ def init_state(rule: StopRule, rows: int) -> Any:
       lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), rule.init())
   if not rule.learns:
     return memory
-  return RuleState(memory=memory, room=jnp.zeros((rows,), jnp.int32),
-                   chain=jnp.zeros((rows,), jnp.uint32))
+  none = jnp.zeros((rows,), jnp.int32)
+  return RuleState(memory=memory, room=none, drafted=none)
 
 
 def memory_of(state: Memory) -> Any:
@@ -565,8 +559,6 @@ def memory_of(state: Memory) -> Any:
 def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
   """Returns the state of a stop rule after chains are drafted.
 
-  The state contains a hash of the chains, by which `update` recognises them.
-
   Args:
     state: state of the rule.
     draft: batch of chains drafted with the rule.
@@ -574,21 +566,9 @@ def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
   """
   if not isinstance(state, RuleState):
     return state
-  return state.replace(room=jnp.full_like(state.room, gamma),
-                       chain=_hashed(draft))
-
-
-def _hashed(draft: Draft) -> jax.Array:
-  """Returns a hash of the drafted tokens of B rows, `[B]` uint32.
-
-  The hash is 0 if nothing is drafted.
-  """
-  real = draft.drafted[:, 1:]
-  place = 1 + 2 * jnp.arange(real.shape[1], dtype=jnp.uint32)
-  tokens = (draft.tokens[:, 1:].astype(jnp.uint32) + 1) * jnp.uint32(2654435761)
-  mixed = (tokens ^ (tokens >> 15)) * place * jnp.uint32(2246822519)
-  return jnp.sum(jnp.where(real, mixed ^ (mixed >> 13), 0), axis=1,
-                 dtype=jnp.uint32)
+  return state.replace(
+      room=jnp.full_like(state.room, gamma),
+      drafted=jnp.sum(draft.drafted, axis=1, dtype=jnp.int32))
 
 
 def start_round(rule: StopRule, state: Memory, rows: jax.Array
@@ -631,8 +611,8 @@ def ask(rule: StopRule, params: Params, seen: Seen, going: jax.Array,
   return going & ~stop, memory
 
 
-def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
-           count: jax.Array) -> Any:
+def update(rule: StopRule, state: Memory, verdict: Verdict, count: jax.Array,
+           own: jax.Array) -> Any:
   """Returns the state of a stop rule after a round was verified.
 
   The memory over rounds changes in two kinds of rows: rows whose verified draft
@@ -642,26 +622,23 @@ def update(rule: StopRule, state: Memory, draft: Draft, verdict: Verdict,
   Args:
     rule: stop rule.
     state: result of `record_chains`.
-    draft: verified draft, which may come from another drafter.
     verdict: verdicts of the round.
     count: number `[B]` int32 of committed tokens in each row. In rows with 0,
       the memory does not change.
+    own: `[B]` bool, see `Drafter.commit`.
   """
   chex.assert_rank(count, 1)
   if not isinstance(state, RuleState):
     return state
-  refused = (state.chain == 0) & (state.room > 0)
-  drafted = jnp.where(
-      refused, 0, jnp.sum(draft.drafted, axis=1, dtype=jnp.int32))
+  refused = state.drafted == 0
   new = jax.vmap(rule.commit)(
-      state.memory, drafted, jnp.where(refused, 0, verdict.num_accepted),
-      state.room)
-  is_own = (state.chain != 0) & (state.chain == _hashed(draft))
-  learns = (count > 0) & (is_own | refused)
+      state.memory, state.drafted,
+      jnp.where(refused, 0, verdict.num_accepted), state.room)
+  learns = (count > 0) & (state.room > 0) & (own | refused)
   keep = lambda new, old: jax.vmap(jnp.where)(learns, new, old)
-  return RuleState(memory=jax.tree.map(keep, new, state.memory),
-                   room=jnp.zeros_like(state.room),
-                   chain=jnp.zeros_like(state.chain))
+  return state.replace(memory=jax.tree.map(keep, new, state.memory),
+                       room=jnp.zeros_like(state.room),
+                       drafted=jnp.zeros_like(state.drafted))
 
 
 def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:

@@ -36,6 +36,6 @@ def with_default_rule(drafter: Drafter, verifier: Verifier | None = None
                       ) -> Strategy:
   """Returns a strategy with a verifier; None means the drafter's default rule.
   """
-  if verifier is None and drafter.proposal in ("top_k", "deterministic"):
+  if verifier is None and drafter.deterministic:
     verifier = verifiers.TargetWalk()
   return Strategy(drafter, verifier or (BLOCK if drafter.chain else TRAVERSAL))

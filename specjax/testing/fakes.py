@@ -155,7 +155,6 @@ class OracleDrafter(Drafter):
   autoregressive = True
   deterministic = True
   num_uniforms = 0
-  proposal = "deterministic"
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "OracleDrafter":

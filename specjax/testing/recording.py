@@ -222,7 +222,7 @@ def record(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
     now = prepare(_started(state, own, requests.lengths + limits))
     parts = []
     for _ in range(rounds // _AT_ONCE):
-      now, stats, trace = decoder.decode_traced(params, now, _AT_ONCE)
+      now, stats, trace = decoder.decode(params, now, _AT_ONCE, traced=True)
       decoder_lib.raise_if_not_finite(stats)
       parts.append(dict(
           active=stats.active, emitted=stats.emitted,
@@ -278,7 +278,7 @@ def record_drafts(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
     for _ in range(rounds // _AT_ONCE):
       draft = _drafts(other.parts, params, now, rows, done, temperature)
       active = ~(np.asarray(now.done)[rows] | done)
-      now, stats, _ = decoder.decode_traced(params, now, _AT_ONCE)
+      now, stats, _ = decoder.decode(params, now, _AT_ONCE, traced=True)
       left, emitted, accepted = (np.broadcast_to(x, done.shape) for x in (
           active.sum(1, keepdims=True), np.asarray(stats.emitted).sum(0)[rows],
           np.asarray(stats.accepted).sum(0)[rows]))

@@ -74,8 +74,8 @@ def state_difference(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
   state = decoder.prefill(params, prompts, **kwargs)
   for i in range(rounds // _AT_ONCE):
     # A controller without a budget begins with rounds without drafts.
-    state, stats, _ = decoder.decode_traced(
-        params, _drafting(state) if i else state, _AT_ONCE)
+    state, stats, _ = decoder.decode(
+        params, _drafting(state) if i else state, _AT_ONCE, traced=True)
     decoder_lib.raise_if_not_finite(stats)
   state = _drafting(state)
   lengths, done = np.asarray(state.lengths), np.asarray(state.done)
@@ -91,7 +91,7 @@ def state_difference(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
   again = again.replace(**shared)
   drafts = []
   for one in (state, again):
-    _, stats, trace = decoder.decode_traced(params, one, _AT_ONCE)
+    _, stats, trace = decoder.decode(params, one, _AT_ONCE, traced=True)
     decoder_lib.raise_if_not_finite(stats)
     drafts.append(jax.tree.map(lambda x: np.asarray(x[0]), trace.draft))
   return _difference(*drafts, done)

@@ -143,7 +143,7 @@ def test_trees_of_the_moment_in_the_loop():
       observers=(sj.verifiers.Recursive(), sj.verifiers.TargetWalk()))
   state = decoder.prefill(params, prompts, jax.random.key(0),
                           limits=np.array(lengths) + new)
-  state, stats, traces = decoder.decode_traced(params, state, rounds=new)
+  state, stats, traces = decoder.decode(params, state, rounds=new, traced=True)
   for row, want in zip(state.tokens, truth):
     np.testing.assert_array_equal(row[:len(want)], want)
   path = np.asarray(traces.verdict.path)

@@ -42,7 +42,7 @@ class _Drafter(sj.interfaces.Drafter):
         roots[:, 0], tokens, jnp.full((*tokens.shape, _V), 1 / _V))
     return self.spoil(draft) if self.spoil else draft, state.drafter
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return self.spoil_commit(drafter) if self.spoil_commit else drafter + 1
 
 

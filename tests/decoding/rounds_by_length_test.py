@@ -44,7 +44,7 @@ def _decoded(proposed, new=320, rounds=320):
   params = {"target": table, "drafter": jnp.array(proposed)}
   state = decoder.prefill(params, [text[:1]] * len(proposed), jax.random.key(0),
                           limits=1 + new)
-  state, stats, trace = decoder.decode_traced(params, state, rounds)
+  state, stats, trace = decoder.decode(params, state, rounds, traced=True)
   assert stats.survival.shape == (rounds, len(proposed), 1, 9)
   np.testing.assert_array_equal(
       state.tokens[:, :1 + new], np.tile(text[:1 + new], (len(proposed), 1)))
@@ -243,7 +243,7 @@ def test_refusals():
   walk, block = sj.verifiers.TargetWalk(), sj.verifiers.Block()
   for call, words in (
       (lambda: make(lm, sj.verifiers.GreedyBlock()), "GreedyBlock has a state"),
-      (lambda: make(tree, walk), "no method `catch_up`"),
+      (lambda: make(tree, walk), "does not declare `rests`"),
       (lambda: make(medusa, walk), r"lengths=\(0, 3\)"),
       (lambda: make(lm, block, lengths=(1, 2, 3, 4)), "increase from 0"),
       (lambda: make(lm, block, lengths=(0, 4)), "each of the 2 lengths"),

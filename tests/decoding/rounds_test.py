@@ -314,7 +314,7 @@ def test_the_loop_in_64_bits(rule, shape):
                              network=sj.drafters.LanguageModel(
                                  model=pair.drafter), shape=shape))
     state = decoder.prefill(params, [[1, 2], [3]], jax.random.key(0), limits=30)
-    state, stats, traces = decoder.decode_traced(params, state, rounds=3)
+    state, stats, traces = decoder.decode(params, state, rounds=3, traced=True)
     starts = np.array([2, 1]) + np.cumsum(stats.emitted, 0) - stats.emitted
     sj.decoding.raise_if_not_finite(stats)
     alone = jax.nn.softmax(

@@ -231,8 +231,8 @@ def test_without_constraints_a_round_is_what_it_was():
   params = {"target": own, "drafter": own}
   state = decoder.prefill(params, [[1]], jax.random.key(0), limits=9)
   assert state.constraints is None
-  trace = lambda: str(
-      jax.make_jaxpr(decoder.decode_round_traced)(params, state))
+  trace = lambda: str(jax.make_jaxpr(
+      lambda *both: decoder.decode_round(*both, traced=True))(params, state))
   was = trace()
   with pytest.MonkeyPatch.context() as patch:
     for name, of in (("along", None), ("committed", None), ("advanced", None),

@@ -132,7 +132,8 @@ def test_states_that_cannot_go_on():
   new, stats = decoder.decode(params, state, rounds=1)
   donated = ["donated", "prefill again"]
   _raises_one_line(lambda: decoder.decode(params, state, 1), *donated)
-  _raises_one_line(lambda: decoder.decode_traced(params, state, 1), *donated)
+  _raises_one_line(lambda: decoder.decode(
+      params, state, 1, traced=True), *donated)
   _raises_one_line(lambda: decoder.decode_until(params, state), *donated)
   _raises_one_line(lambda: decoder.decode_round(params, state), *donated)
   _raises_one_line(lambda: decoder.grow(params, state, 256), *donated)

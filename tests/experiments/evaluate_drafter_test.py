@@ -40,7 +40,7 @@ def test_statistics_equal_those_of_the_recorded_drafts():
   params = {name: model.init(jax.random.key(i), scale=2.0)
             for i, name in enumerate(("target", "drafter"))}
   state = decoder.prefill(params, [[1], [2]], jax.random.key(2), limits=60)
-  _, stats, trace = decoder.decode_traced(params, state, 4)
+  _, stats, trace = decoder.decode(params, state, 4, traced=True)
   found = dict(zip(observed, np.moveaxis(np.asarray(stats.survival), 2, 0)[1:]))
   q = np.asarray(trace.draft.probs, np.float64)
   p = np.asarray(trace.target_probs, np.float64)

@@ -49,7 +49,7 @@ class _Sometimes(sj.interfaces.Drafter):
     probs = jax.nn.one_hot(jnp.where(none, -1, tokens), self.vocab_size)
     return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return None
 
 
@@ -194,7 +194,7 @@ def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
     decoder = _decoder(Cascade(model=_MARKOV, drafter=drafter, gamma=5))
     state = decoder.prefill(params, [[1], [2, 3]], jax.random.key(0),
                             limits=limits)
-    state, _, traces = decoder.decode_traced(params, state, 1)
+    state, _, traces = decoder.decode(params, state, 1, traced=True)
     assert (np.asarray(state.drafter.rounds) == state.drafter.rounds[0]).all()
     real = (np.asarray(traces.draft.probs)[0, :, 1:].sum(-1) > 0).sum(-1)
     return int(state.drafter.rounds[0]), real.tolist()
@@ -218,7 +218,7 @@ def test_the_second_drafter_is_asked_only_where_the_first_has_nothing():
     state = decoder.prefill(params, [[1, 2], other], jax.random.key(0),
                             limits=40)
     before = np.asarray(state.drafter[1].fed)
-    state, _, traces = decoder.decode_traced(params, state, 1)
+    state, _, traces = decoder.decode(params, state, 1, traced=True)
     assert (np.asarray(state.drafter[1].fed) > before).all() == asked
     real = np.asarray(traces.draft.probs)[0, :, 1:].sum(-1) > 0
     assert real.tolist() == [[True, True], [True, not asked]]
@@ -235,7 +235,7 @@ def test_equal_beginnings_are_one_path():
   decoder = _decoder(Merge(drafters=(oracle, oracle)), sj.verifiers.Recursive())
   state = decoder.prefill(params, [[0]], jax.random.key(0), limits=20,
                           temperature=0)
-  state, stats, traces = decoder.decode_traced(params, state, 1)
+  state, stats, traces = decoder.decode(params, state, 1, traced=True)
   assert traces.draft.parents[0, 0].tolist() == [-1, 0, 1, 2, 0, 1, 2]
   assert state.tokens[0, :5].tolist() == [0, 1, 2, 4, 3]
   assert stats.accepted[0, 0] == 3
@@ -276,7 +276,7 @@ def test_what_does_not_go_together_is_refused(make, message):
     (Fallback(first=Empty(), second=sj.drafters.NetworkDrafter(
         network=sj.drafters.LanguageModel(model=_MARKOV),
         shape=sj.drafters.Tree(parents=(-1, 0)))), (None, 1),
-     "LanguageModel with Tree has a state but no `follow"),
+     "LanguageModel with Tree has a state and does not declare `follow"),
     (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
     (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
 ], ids=["state", "tuple", "mapping"])

@@ -97,7 +97,8 @@ class _Tried:
         state, stats = self.decoder.decode_until(self.params, state)
         new = stats.emitted, stats.accepted
       else:
-        state, stats, _ = self.decoder.decode_traced(self.params, state, 2)
+        state, stats, _ = self.decoder.decode(
+            self.params, state, 2, traced=True)
         new = np.sum(stats.emitted, 0), np.sum(stats.accepted, 0)
       sj.decoding.raise_if_not_finite(stats)
       emitted, accepted = emitted + np.asarray(new[0]), accepted + np.asarray(

@@ -62,7 +62,7 @@ class _Tree(sj.interfaces.Drafter):
     rest = jnp.where(total > 1e-6, rest / jnp.where(total > 0, total, 1), 0)
     return [one, draw(rest, u[:, 1])], [q, rest]
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return None
 
   def put_in_order(self, pair):

@@ -64,7 +64,7 @@ class Chain(sj.interfaces.Drafter):
     tokens, rows = self.finished(tokens, rows, state)
     return jax.vmap(sj.Draft.chain)(roots, tokens, rows), state.drafter
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     full = verdict.num_accepted == self.gamma
     return {**drafter, "full": jnp.stack([full, drafter["full"][:, 0]], 1)}
 

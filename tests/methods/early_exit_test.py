@@ -49,7 +49,7 @@ def _rounds(drafter, rounds, verifier=None):
   """The state after some greedy rounds of ragged rows, and their trace."""
   decoder = _decoder(drafter, verifier, temperature=0.0)
   state = decoder.prefill(_params(), _PROMPTS, jax.random.key(0), limits=48)
-  state, stats, trace = decoder.decode_traced(_params(), state, rounds)
+  state, stats, trace = decoder.decode(_params(), state, rounds, traced=True)
   sj.decoding.raise_if_not_finite(stats)
   return state, trace
 
@@ -156,7 +156,7 @@ def test_a_shared_pass_is_the_target_s_own(cache):
             exit=2, gamma=3, stop=stop_rules.Confidence(threshold=0.6),
             shares_pass=shares))
     state = decoder.prefill(_params(), _PROMPTS, jax.random.key(0), limits=48)
-    runs.append(decoder.decode_traced(_params(), state, 5))
+    runs.append(decoder.decode(_params(), state, 5, traced=True))
   (mine, _, trace), (theirs, _, other) = runs
   np.testing.assert_array_equal(mine.tokens, theirs.tokens)
   np.testing.assert_array_equal(trace.draft.tokens, other.draft.tokens)
@@ -185,7 +185,7 @@ def test_a_tree_s_shared_pass_is_the_target_s_own():
         EarlyExitTree(exit=2, parents=parents, shares_pass=shares),
         sj.verifiers.Traversal())
     state = decoder.prefill(_params(), _PROMPTS, jax.random.key(0), limits=48)
-    runs.append(decoder.decode_traced(_params(), state, 5))
+    runs.append(decoder.decode(_params(), state, 5, traced=True))
   (mine, _, trace), (theirs, _, other) = runs
   assert trace.verdict.num_accepted.max() > 1
   np.testing.assert_array_equal(mine.tokens, theirs.tokens)

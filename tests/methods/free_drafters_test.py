@@ -273,7 +273,8 @@ def test_recycling_is_what_the_paper_says():
   params = {"target": pair.params["target"]}
   state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=_LIMITS)
   tables = np.asarray(state.drafter)
-  state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
+  state, stats, traces = decoder.decode(
+      params, state, rounds=_ROUNDS, traced=True)
   traces, emitted = jax.tree.map(np.asarray, (traces, stats.emitted))
   texts, seen = np.asarray(state.tokens), {"padding": 0, "twice": 0}
   for row, prompt in enumerate(_PROMPTS):

@@ -51,7 +51,7 @@ def test_a_view_of_all_drafts_as_the_target_would():
   decoder = _decoder(cache_views.Retrieved(budget=64, chunk=4, recent=32))
   state = decoder.prefill(_PARAMS, _prompts(1, 7, 40), jax.random.key(0),
                           limits=[20, 27, 64])
-  state, stats, traces = decoder.decode_traced(_PARAMS, state, 3)
+  state, stats, traces = decoder.decode(_PARAMS, state, 3, traced=True)
   np.testing.assert_allclose(traces.draft.probs[:, :, 1:],
                              traces.target_probs[:, :, :-1], atol=1e-4)
   assert (np.asarray(stats.accepted) == 4).all()

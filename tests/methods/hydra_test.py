@@ -64,7 +64,7 @@ def test_a_law_is_that_of_its_path():
       drafter=_drafter(Tree((-1, 0, 0, 1, 1, 2, 3), "iid")))
   prompts = [[1, 3, 0, 2], [4, 1], [2, 2, 3]]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=24)
-  _, stats, traces = decoder.decode_traced(params, state, rounds=2)
+  _, stats, traces = decoder.decode(params, state, rounds=2, traced=True)
   sj.decoding.raise_if_not_finite(stats)
   draft = jax.tree.map(lambda x: np.asarray(x[0]), traces.draft)
   table = np.asarray(target["embedding"])

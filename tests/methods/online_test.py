@@ -66,7 +66,7 @@ def test_a_round_learns_from_its_laws_and_changes_the_next_one(
   sums = [np.zeros((3, _VOCAB)), 0]
   for _ in range(6):
     before = _host(state)
-    state, stats, trace = decoder.decode_traced(_PAIR.params, state, 1)
+    state, stats, trace = decoder.decode(_PAIR.params, state, 1, traced=True)
     trace = jax.tree.map(lambda x: np.asarray(x[0]), trace)
     old, new = before.drafter.correction, _host(state).drafter.correction
     sums[1] += 1

@@ -325,7 +325,7 @@ def test_a_chain_ends_where_the_confidence_head_says():
   prompts = [_row(i)[0, :3 + i] for i in range(8)]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
   hidden, logits = jax.jit(decoder.drafter.forecast)(params, state)
-  _, _, trace = decoder.decode_traced(params, state, rounds=1)
+  _, _, trace = decoder.decode(params, state, rounds=1, traced=True)
   draft = jax.tree.map(lambda x: np.asarray(x[0]), trace.draft)
   own, before = params["drafter"], draft.tokens[:, :-1]
   sure = _sigmoid(np.asarray(

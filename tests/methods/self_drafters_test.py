@@ -76,7 +76,7 @@ def _first(name):
   model, params = _setup(drafter)
   decoder = sj.Decoder(target=model, drafter=drafter, verifier=rule)
   state = decoder.prefill(params, _PROMPTS, jax.random.key(0), limits=48)
-  state, stats, traces = decoder.decode_traced(params, state, rounds=2)
+  state, stats, traces = decoder.decode(params, state, rounds=2, traced=True)
   turn = int(name == "folded")
   lengths = [len(p) for p in _PROMPTS] + turn * np.asarray(stats.emitted[0])
   texts = [row[:n] for row, n in zip(np.asarray(state.tokens), lengths)]

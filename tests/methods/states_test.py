@@ -59,7 +59,7 @@ class _MovesNoSlot(LanguageModel):
 class _OneNodeEarly(Medusa):
   """Forecasts from the hidden state of the node before."""
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return super().commit(params, drafter, draft, verdict, target_output,
                           jnp.where(count > 1, count - 1, count))
 

@@ -82,7 +82,8 @@ def _decoded(drafter, rule, rows):
   params = _params(drafter, _pair())
   state = decoder.prefill(params, list(map(_prompt, rows)), jax.random.key(0),
                           limits=40, request_ids=rows)
-  state, stats, traces = decoder.decode_traced(params, state, rounds=_ROUNDS)
+  state, stats, traces = decoder.decode(
+      params, state, rounds=_ROUNDS, traced=True)
   sj.decoding.raise_if_not_finite(stats)
   return jax.tree.map(np.asarray, (state.tokens, stats.emitted, traces.draft))
 

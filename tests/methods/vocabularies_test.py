@@ -283,7 +283,7 @@ def _rounds(name, prompts, rounds, **kwargs):
   found = []
   for _ in range(rounds):
     lengths = np.array(state.lengths)
-    state, stats, trace = decoder.decode_traced(case.parameters, state, 1)
+    state, stats, trace = decoder.decode(case.parameters, state, 1, traced=True)
     found.append((
         lengths, [np.array(x) for x in (  # copies: the state is donated
             state.tokens, state.drafter.tokens, state.drafter.lengths)],

@@ -29,7 +29,7 @@ class Repeat(sj.interfaces.Drafter):
     probs = jax.nn.one_hot(last[:, :1], self.vocab_size)
     return jax.vmap(sj.Draft.chain)(last[:, 1], last[:, :1], probs), None
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return drafter
 
 

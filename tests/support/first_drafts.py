@@ -16,7 +16,7 @@ def first_draft(decoder, params, prompts, **kwargs):
   """The draft of every row in the first round, in NumPy."""
   state = decoder.prefill(params, prompts, jax.random.key(1), **{
       "limits": _SLOTS, **kwargs})
-  _, stats, traces = decoder.decode_traced(params, state, 2)
+  _, stats, traces = decoder.decode(params, state, 2, traced=True)
   sj.decoding.raise_if_not_finite(stats)
   return jax.tree.map(lambda x: np.asarray(x[0]), traces.draft)
 

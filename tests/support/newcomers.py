@@ -78,7 +78,7 @@ class Reference(sj.interfaces.Drafter):
     probs = jax.nn.one_hot(tokens, self.vocab_size)  # -1 is padding
     return jax.vmap(sj.Draft.chain)(roots, jnp.maximum(tokens, 0), probs), None
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return None
 
 
@@ -111,7 +111,8 @@ class Stage(sj.interfaces.Drafter):
 
     def one_round(carry, _):
       inner, laws = carry
-      new, _, trace = self.inner.decode_round_traced(params["drafter"], inner)
+      new, _, trace = self.inner.decode_round(
+          params["drafter"], inner, traced=True)
       mine = jnp.take_along_axis(
           trace.target_probs, trace.verdict.path[..., None], axis=1)
       put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
@@ -127,5 +128,5 @@ class Stage(sj.interfaces.Drafter):
     return jax.vmap(sj.Draft.chain)(
         rounds.roots(state), tokens, laws[:, :self.gamma]), inner
 
-  def commit(self, params, drafter, draft, verdict, target_output, count):
+  def commit(self, params, drafter, draft, verdict, target_output, count, own):
     return drafter

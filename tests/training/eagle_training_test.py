@@ -164,7 +164,8 @@ def test_training_is_decoding(kind, options):
   prompts = [[1, 2, 3, 4], [5, 6]]
   state = decoder.prefill(params, prompts, jax.random.key(3))
   rounds = 3
-  state, stats, trace = decoder.decode_traced(params, state, rounds=rounds)
+  state, stats, trace = decoder.decode(
+      params, state, rounds=rounds, traced=True)
   texts = np.zeros((rounds, 2, 24), np.int32)
   lengths = np.array([[4, 2]]) + np.concatenate(
       [np.zeros((1, 2), int), np.cumsum(stats.emitted, axis=0)[:-1]])

@@ -172,7 +172,7 @@ def _dynamic_drafts(table):
           shape=Best(depth=4, top_k=3, num_nodes=14)))
   params = {"target": jnp.zeros((8, 8)), "drafter": table}
   state = decoder.prefill(params, [[t] for t in range(8)], jax.random.key(0))
-  _, stats, traces = decoder.decode_traced(params, state, rounds=1)
+  _, stats, traces = decoder.decode(params, state, rounds=1, traced=True)
   return stats, jax.tree.map(lambda x: np.asarray(x[0]), traces.draft)
 
 

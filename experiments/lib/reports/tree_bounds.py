@@ -107,7 +107,7 @@ def judge(decoder: sj.Decoder, parents: Sequence[int], nodes: np.ndarray,
         params, [prompt], jax.random.key(seed), request_ids=[number],
         limits=len(prompt) + new_tokens, capacity=capacity)
     while not state.done.all():
-      state, stats, trace = decoder.decode_traced(params, state, rounds)
+      state, stats, trace = decoder.decode(params, state, rounds, traced=True)
       sj.decoding.raise_if_not_finite(stats)
       active = np.asarray(stats.active[:, 0])
       part = jax.device_get(judged(jax.tree.map(lambda x: x[:, 0], trace)))

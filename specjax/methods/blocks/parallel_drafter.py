@@ -72,6 +72,7 @@ class BlockDrafter(Drafter):
 
   conditional = True
   autoregressive = False  # q depends on the start position of the block
+  rests = True  # `commit` adds all committed tokens
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
     """Returns a copy with the target and the transform set.
@@ -166,8 +167,8 @@ class BlockDrafter(Drafter):
         first[:, 0])
 
   def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ParallelState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> ParallelState:
     """Returns the state with the keys and values of the new committed tokens.
 
     The last committed token is excluded.
@@ -181,15 +182,6 @@ class BlockDrafter(Drafter):
     cache = self._extended(params["drafter"], drafter.cache, hidden,
                            before[:, None] + places)
     return drafter.replace(cache=cache.rollback(before + count))
-
-  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
-               since: jax.Array) -> Any:
-    """Returns the state unchanged.
-
-    No tokens are missing, because `commit` adds all committed tokens.
-    """
-    del params, since
-    return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Returns an empty `PartitionSpec`, which replicates the network."""
@@ -309,14 +301,15 @@ class Parallel(BlockDrafter, _trees.StaticTree):
     return jnp.where((place < kept[:, None])[..., None], probs, 0)
 
   def commit(self, params: chex.ArrayTree, drafter: ParallelState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ParallelState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> ParallelState:
     """Returns the state after a round, with the stop rule's state updated."""
-    new = super().commit(params, drafter, draft, verdict, target_output, count)
+    new = super().commit(
+        params, drafter, draft, verdict, target_output, count, own)
     if self.stop is None:
       return new
     return new.replace(rule=stop_rules.update(
-        self.stop, drafter.rule, draft, verdict, count))
+        self.stop, drafter.rule, verdict, count, own))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

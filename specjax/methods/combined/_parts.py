@@ -1,5 +1,6 @@
 """Base class of drafters that consist of other drafters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -28,9 +29,9 @@ class Parts(Drafter):
   missing if no part has parameters. The state is a tuple of the parts' states.
   """
 
-  # Another part may draft a token if the draft begins at another position. So
-  # the token's distribution depends on that position.
-  autoregressive = False
+  # Not autoregressive: another part may draft a token if the draft begins at
+  # another position.
+  rests = follows = True
 
   @property
   def conditional(self) -> bool:
@@ -57,18 +58,8 @@ class Parts(Drafter):
     Raises:
       ValueError: a part does not fit the target.
     """
-    return tuple(interfaces.bind(part, target, transform).follow()
+    return tuple(_following.followed(part, target, transform)
                  for part in self.parts)
-
-  def follow(self) -> Any:
-    """Returns the drafter unchanged; its bound parts can follow a sequence."""
-    return self
-
-  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
-               ) -> tuple[Any, ...]:
-    """Returns the state unchanged, because the parts catch up in `propose`."""
-    del params, since
-    return state.drafter
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
@@ -122,12 +113,20 @@ class Parts(Drafter):
 
   def commit(self, params: Params, drafter: tuple[chex.ArrayTree, ...],
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> tuple[Any, ...]:
+             count: jax.Array,
+             own: jax.Array) -> tuple[Any, ...]:
     """Returns the state of each part after the combination's verification."""
     return tuple(
-        part.commit(own, state, draft, verdict, target_output, count)
-        for part, own, state in zip(
-            self.parts, self.params_of_parts(params), drafter))
+        part.commit(part_params, state, draft, verdict, target_output, count,
+                    is_own)
+        for part, part_params, state, is_own in zip(
+            self.parts, self.params_of_parts(params), drafter,
+            self.owned(drafter, own)))
+
+  def owned(self, states: tuple[chex.ArrayTree, ...], own: jax.Array
+            ) -> Sequence[jax.Array]:
+    """Returns `own [B]` of `Drafter.commit` for each part."""
+    return [jnp.zeros_like(own)] * len(self.parts)
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
     """Returns the partition specifications of each part's parameters."""

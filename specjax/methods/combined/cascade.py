@@ -69,8 +69,8 @@ class Cascade(Drafter):
 
   Attributes:
     model: draft model over the target's vocabulary.
-    drafter: drafter of the small model. If it has a state, it must implement
-      `follow`.
+    drafter: drafter of the small model. If it has a state, it must declare
+      "follows", see `interfaces.CAPABILITIES`.
     gamma: draft length, at least 1.
     verifier: lossless rule by which the small model verifies its drafter.
     tail: True to append a chain of the inner drafter to the gamma tokens,
@@ -90,7 +90,9 @@ class Cascade(Drafter):
   chain = True
   iid = True
   conditional = True
-  proposal = "iid"
+  # `propose` compares the tokens in the small model's cache with the committed
+  # tokens.
+  rests = follows = True
 
   def __post_init__(self):
     fields.check_at_least("gamma", self.gamma, 1)
@@ -128,7 +130,9 @@ class Cascade(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
     """Returns the drafter specialised to a target."""
-    reader = _reader(self.drafter)
+    reader = next((
+        part for part in interfaces.contained(self.drafter)
+        if isinstance(part, Drafter) and part.reads_cache), None)
     if reader is not None:
       part = "" if reader is self.drafter else (
           f" with a {type(reader).__name__} in it")
@@ -140,21 +144,12 @@ class Cascade(Drafter):
     _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + _following.PASS)
     bound = _common.with_transform(self, transform)
-    drafter = interfaces.bind(
-        self.drafter, self.model, bound.transform).follow()
+    drafter = _following.followed(self.drafter, self.model, bound.transform)
     interfaces.check_pair(self.verifier, drafter)
     if self.tail and "chain" not in interfaces.capabilities(drafter):
       raise ValueError(f"tail is True, but {interfaces.kind_of(drafter)} "
                        "drafts trees; give a drafter of chains, or tail=False")
     return dataclasses.replace(bound, drafter=drafter)
-
-  def follow(self) -> "Cascade":
-    """Returns the drafter unchanged.
-
-    `propose` compares the tokens in the small model's cache with the committed
-    tokens, as in `_following`.
-    """
-    return self
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> DecodeState:
@@ -305,27 +300,10 @@ class Cascade(Drafter):
       return self._stage.draw_uniforms(inner, 1)[0]
     return uniforms[i]
 
-  def catch_up(self, params: Params, state: DecodeState, since: jax.Array
-               ) -> DecodeState:
-    """Returns the state unchanged, because `propose` reads missing tokens."""
-    del params, since
-    return state.drafter
-
   def param_specs(self, axis: str, size: int) -> Any:
     """Returns the partition specifications of the model and the drafter."""
     return {"target": self.model.param_specs(axis, size),
             "drafter": self.drafter.param_specs(axis, size)}
-
-
-def _reader(drafter: Drafter) -> Drafter | None:
-  """Returns the drafter, or a part of it, that reads its target's cache.
-
-  The result is None if no part reads this cache.
-  """
-  if drafter.reads_cache:
-    return drafter
-  readers = map(_reader, drafter.parts)
-  return next((part for part in readers if part is not None), None)
 
 
 def cascade(model: Model, drafter: Drafter, gamma: int,

@@ -8,6 +8,7 @@ al. 2024, arXiv:2411.10666) fall back to a trained drafter.
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +25,8 @@ from specjax.methods.strategy import Strategy
 from specjax.sampling import LogitsTransform
 from specjax.types import DecodeState
 from specjax.types import Draft
+from specjax.types import ModelOutput
+from specjax.types import Prompt
 from specjax.utils import fields
 
 
@@ -34,8 +37,8 @@ class Fallback(_parts.Parts):
   This is exact, because the existence of a first draft does not depend on its
   sampled tokens. If all rows of a round have a first draft, the second drafter
   does not run, and reads the missing tokens later. So a drafter with a state
-  must implement `follow`, see `interfaces.Drafter`. `params["drafter"]` is a
-  pair of the drafters' parameters.
+  must declare "follows", see `interfaces.CAPABILITIES`. `params["drafter"]` is
+  a pair of the drafters' parameters.
 
   Attributes:
     first: preferred drafter, such as `NGram`.
@@ -50,7 +53,6 @@ class Fallback(_parts.Parts):
   second: Drafter
   min_tokens: int = 1
 
-  proposal = "fallback"
 
   def __post_init__(self):
     fields.check_at_least("min_tokens", self.min_tokens, 1)
@@ -121,8 +123,14 @@ class Fallback(_parts.Parts):
           f"drafts at most {first.num_nodes - 1} tokens; reduce min_tokens")
     return dataclasses.replace(self, first=first, second=second)
 
+  def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
+           ) -> tuple[Any, ...]:
+    """Returns the state of each part, and the rows of the second one."""
+    return (*super().init(params, prompt, prefill_output),
+            jnp.zeros_like(prompt.lengths, bool))
+
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
-              ) -> tuple[Draft, tuple[Any, Any]]:
+              ) -> tuple[Draft, tuple[Any, ...]]:
     """Drafts a chain or tree per row."""
     draft, first = self.asked(0, params, uniforms, state)
     lacking = self._lacks(draft)
@@ -141,7 +149,15 @@ class Fallback(_parts.Parts):
         pick, self._padded(draft), self._padded(other))
     return draft.replace(
         tokens=draft.tokens.at[:, 0].set(rounds.roots(state)),
-        parents=draft.parents.at[:, 0].set(-1)), (first, second)
+        parents=draft.parents.at[:, 0].set(-1)), (first, second, lacking)
+
+  def commit(self, params: Params, drafter: tuple[chex.ArrayTree, ...],
+             *arguments: Any) -> tuple[Any, ...]:
+    return *super().commit(params, drafter, *arguments), drafter[2]
+
+  def owned(self, states: tuple[chex.ArrayTree, ...], own: jax.Array
+            ) -> tuple[jax.Array, jax.Array]:
+    return own & ~states[2], own & states[2]
 
   def _padded(self, draft: Draft) -> Draft:
     """Pads a draft to `num_nodes`, the size of the larger draft."""

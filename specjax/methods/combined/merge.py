@@ -4,7 +4,6 @@ This is the merge of SpecInfer (Miao et al. 2023, arXiv:2305.09781), for any
 drafters: language models, cascades, n-grams, trees of the most likely tokens.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import interfaces
 from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -47,22 +47,21 @@ class Merge(_parts.Parts):
   `params["drafter"]` is a tuple of the drafters' parameters.
 
   Attributes:
-    drafters: two or more drafters. A drafter with a state must implement
-      `follow`, see `interfaces.Drafter`. Stop rules must not store anything
-      between rounds.
+    drafters: two or more drafters. A drafter with a state must declare
+      "follows", see `interfaces.CAPABILITIES`. Stop rules must not store
+      anything between rounds.
   """
 
   drafters: tuple[Drafter, ...]
 
-  proposal = "merge"
 
   def __post_init__(self):
     object.__setattr__(self, "drafters", tuple(self.drafters))
     if len(self.drafters) < 2:
       raise ValueError(f"drafters has {len(self.drafters)} entries; give at "
                        "least two")
-    for rule in _stop_rules(self.drafters):
-      if rule.learns:
+    for rule in interfaces.contained(self.drafters):
+      if isinstance(rule, stop_rules.StopRule) and rule.learns:
         raise ValueError(
             f"stop is {type(rule).__name__}, a rule that is updated when its "
             "chains are verified, but a merge drafts a tree; use a rule "
@@ -97,14 +96,6 @@ class Merge(_parts.Parts):
         join([draft.tokens for draft in drafts]),
         join([draft.probs for draft in drafts]))
     return jax.vmap(_merged)(draft), states
-
-
-def _stop_rules(drafters: Sequence[Drafter]) -> Iterator[stop_rules.StopRule]:
-  """Yields the stop rules of drafters and of the drafters inside them."""
-  for part in drafters:
-    if part.stop is not None:
-      yield part.stop
-    yield from _stop_rules(part.parts)
 
 
 def _merged(draft: Draft) -> Draft:

@@ -306,7 +306,7 @@ def hybrid_tree(model: Model, parents: Sequence[int]) -> Strategy:
 
   >>> from specjax import testing, trees
   >>> drafter, _ = hybrid_tree(testing.MarkovModel(7), trees.full_tree((3,)))
-  >>> drafter.proposal
+  >>> drafter.shape.proposal
   'hybrid'
 
   Args:

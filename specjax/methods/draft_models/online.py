@@ -227,8 +227,8 @@ class Online(_common.OneModel, _common.DrawnChain):
     return draft, before.replace(cache=after.memory, since=state.lengths)
 
   def commit(self, params: Params, drafter: Learner, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Learner:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> Learner:
     """Returns the state after a gradient step.
 
     Rows without new tokens or without training positions do not take a step.

@@ -161,8 +161,8 @@ class Paths(Drafter):
     return draft, tuple(caches)
 
   def commit(self, params: Params, drafter: chex.ArrayTree, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> Any:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns the cache of each model for the next round.
 
     The cache of a single model keeps the accepted path. The caches of several

@@ -21,7 +21,6 @@ from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.methods.features.network import FeatureHeads
 from specjax.trees import topology
-from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
 from specjax.types import Prompt
@@ -53,24 +52,18 @@ class LayerDrafter(Drafter):
   """Base class of drafters whose `heads` start from the target's features.
 
   Every device stores all parameters of the heads. `commit` processes the
-  tokens of every round, including rounds without drafts. So `catch_up` has
-  nothing to read.
+  tokens of every round, including rounds without drafts.
   """
 
   heads: FeatureHeads
   # Up to the root the features come from the target, after it from the heads.
   # So the draft distribution depends on the position where the draft began.
   autoregressive = False
+  rests = True
 
   @property
   def context_length(self) -> int:
     return self.heads.context_length
-
-  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
-               since: jax.Array) -> Any:
-    """Returns the state unchanged because `commit` reads all tokens."""
-    del params, since
-    return state.drafter
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     """Returns an empty `PartitionSpec`, which replicates the heads."""

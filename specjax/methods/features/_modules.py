@@ -160,8 +160,8 @@ class ModulesDrafter(_drafter.LayerDrafter):
         hidden=at(own.hidden, places), after=at(own.after, places), held=kept)
 
   def commit(self, params: chex.ArrayTree, drafter: ModulesState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ModulesState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> ModulesState:
     """Returns the state with the features of the accepted tokens appended."""
     if draft.tokens.shape[1] == 1:  # no row has a draft
       drafter = self.read(params, drafter)

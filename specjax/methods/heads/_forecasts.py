@@ -169,7 +169,8 @@ class HeadsDrafter(_trees.StaticTree):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> Any:
+             count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns the target's hidden state at the token before the next root."""
     del params, draft
     return drafter.advance(target_output.hidden, verdict, count)

@@ -317,7 +317,6 @@ class PaSS(Drafter):
   # False because a token's distribution also depends on the distance from the
   # start of the draft, not only on the tokens before.
   autoregressive = False
-  proposal = "iid"
 
   def __post_init__(self):
     if self.count is None:
@@ -437,7 +436,8 @@ class PaSS(Drafter):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> Any:
+             count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns the predictions at the last accepted node."""
     del params, draft
     if not self.folded:

@@ -63,7 +63,6 @@ class _Lookup(_common.ModelFree):
   # distribution of a token does not depend on the sequence alone.
   autoregressive = False
   num_uniforms = 0
-  proposal = "deterministic"
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "min_ngram")

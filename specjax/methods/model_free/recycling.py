@@ -99,8 +99,8 @@ class Recycling(_common.ModelFree):
   # The table of successors also depends on rejected drafts. So the draft
   # distribution of a token does not depend on the sequence alone.
   autoregressive = False
+  rests = follows = True
   num_uniforms = 0
-  proposal = "top_k"
 
   def __post_init__(self):
     parents = recycling_tree() if self.parents is None else self.parents
@@ -138,14 +138,6 @@ class Recycling(_common.ModelFree):
     _common.check_siblings(self.num_successors, target)
     return super().bind(target, transform)
 
-  def follow(self) -> "Recycling":
-    """Returns the drafter unchanged.
-
-    This drafter can be combined with other drafters, because `commit` updates
-    the table from any draft.
-    """
-    return self
-
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
     """Returns the initial table of successors of each row, `[B, V, K]`."""
@@ -181,8 +173,8 @@ class Recycling(_common.ModelFree):
         state, self.parents, tokens[:, 1:], self.vocab_size), state.drafter
 
   def commit(self, params: Params, drafter: jax.Array, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> jax.Array:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> jax.Array:
     """Returns the table, updated with the target's most likely tokens.
 
     The successors of every token in the draft are replaced. The tables of rows

@@ -91,7 +91,6 @@ class StringMatch(reading_lib.Reader):
   # depend on the sequence alone.
   autoregressive = False
   num_uniforms = 0
-  proposal = "deterministic"
 
   def __post_init__(self):
     if self.length is None:

@@ -46,7 +46,6 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods import _following
 from specjax.methods.networks import Params
 from specjax.methods.other_vocabularies import _reading as reading_lib
 from specjax.methods.other_vocabularies import _translation
@@ -93,6 +92,7 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
   expansion: int = 2
 
   autoregressive = True
+  rests = follows = True
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "expansion")
@@ -173,10 +173,6 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
     none = jnp.zeros_like(count)
     return state.drafter.replace(lengths=none).amended(
         none, ids, count, state.lengths, room)
-
-  def follow(self) -> _following.Following:
-    """Returns an adapter for combinations with other drafters, `Following`."""
-    return _following.Following(drafter=self)
 
   def _spelled(self, vocabulary: VocabularyMap, tokens: jax.Array,
                lengths: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

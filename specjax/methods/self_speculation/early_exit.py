@@ -328,16 +328,16 @@ class Exit(_common.DrawnChain):
     return out
 
   def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ExitState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> ExitState:
     """Returns the state after a round, with an updated stop rule state.
 
     The decoder removes rejected tokens from the target's cache, which the
     drafter shares.
     """
-    del params, target_output
+    del params, draft, target_output
     rule = drafter.rule if self.stop is None else stop_rules.update(
-        self.stop, drafter.rule, draft, verdict, count)
+        self.stop, drafter.rule, verdict, count, own)
     return ExitState(own=drafter.own, rule=rule)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
@@ -352,18 +352,8 @@ class EarlyExit(Exit):
   The keys and values of the drafted tokens are stored in the target's cache.
   """
 
-  def follow(self) -> "EarlyExit":
-    """Returns the drafter for combinations, with `shares_pass` False."""
-    return dataclasses.replace(self, shares_pass=False)
-
-  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
-               since: jax.Array) -> Any:
-    """Returns the state unchanged.
-
-    The drafter reads the target's cache, which contains the committed tokens.
-    """
-    del params, since
-    return state.drafter
+  # The drafter reads the target's cache, which contains the committed tokens.
+  rests = follows = True
 
 
 def _alone(tokens: jax.Array) -> jax.Array:

@@ -115,18 +115,8 @@ class EarlyExitTree(_trees.StaticTree):
   # limit, because the drafter has no cache of its own.
   slack = math.inf
 
-  def follow(self) -> "EarlyExitTree":
-    """Returns the drafter for combinations, with `shares_pass` False."""
-    return dataclasses.replace(self, shares_pass=False)
-
-  def catch_up(self, params: chex.ArrayTree, state: DecodeState,
-               since: jax.Array) -> Any:
-    """Returns the state unchanged.
-
-    The drafter reads the target's cache, which contains the committed tokens.
-    """
-    del params, since
-    return state.drafter
+  # The drafter reads the target's cache, which contains the committed tokens.
+  rests = follows = True
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Any:
@@ -219,7 +209,8 @@ class EarlyExitTree(_trees.StaticTree):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array) -> Any:
+             count: jax.Array,
+             own: jax.Array) -> Any:
     """Returns None, because the drafter has no state between rounds."""
     del params, drafter, draft, verdict, target_output, count
     return None

@@ -294,14 +294,14 @@ class Kangaroo(Exit):
     return out, out.cache.adapter.rollback(own.lengths + 1)
 
   def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array
-             ) -> ExitState:
+             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
+             own: jax.Array) -> ExitState:
     """Returns the state after rejected tokens are removed.
 
     The adapter's cache then contains only committed tokens.
     """
     state = super().commit(
-        params, drafter, draft, verdict, target_output, count)
+        params, drafter, draft, verdict, target_output, count, own)
     # The adapter's cache contains the tokens of the chain in order, the root
     # first. The accepted tokens are a prefix of the chain. So `rollback`, which
     # cuts the cache to a length, removes the rejected tokens.

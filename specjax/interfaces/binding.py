@@ -1,6 +1,6 @@
 """Checks of the components of a decoder, made at its construction."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 import dataclasses
 from typing import Any
 from typing import TYPE_CHECKING
@@ -98,29 +98,28 @@ def is_bundle(part: Any) -> bool:
   return hasattr(part, "params")
 
 
+def contained(part: Any) -> Iterator[Any]:
+  """Yields a component and all components in its fields."""
+  yield part
+  inner = ()
+  if isinstance(part, tuple | list):
+    inner = part
+  elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+    inner = [getattr(part, field.name) for field in dataclasses.fields(part)]
+  for one in inner:
+    yield from contained(one)
+
+
 def has_model(part: Any) -> bool:
   """Returns True if a drafter contains a model or heads with `init_cache`."""
-  if hasattr(part, "init_cache"):
-    return True
-  return any(map(has_model, _parts_of(part)))
+  return any(hasattr(one, "init_cache") for one in contained(part))
 
 
 def cannot_grow(part: Any) -> str | None:
-  """Returns the name of a part with `grows = False`, or None.
+  """Returns the name of a component with `grows = False`, or None.
 
-  The capacity of the state of such a part cannot be increased.
-
-  Args:
-    part: a component, or a tuple of components. Its fields are searched too.
+  The capacity of the state of such a component cannot be increased.
   """
-  if not getattr(part, "grows", True):
-    return getattr(part, "__name__", type(part).__name__)
-  return next(filter(None, map(cannot_grow, _parts_of(part))), None)
-
-
-def _parts_of(part: Any) -> Sequence[Any]:
-  if isinstance(part, tuple | list):
-    return part
-  if dataclasses.is_dataclass(part) and not isinstance(part, type):
-    return [getattr(part, field.name) for field in dataclasses.fields(part)]
-  return ()
+  return next((getattr(one, "__name__", type(one).__name__)
+               for one in contained(part) if not getattr(one, "grows", True)),
+              None)
