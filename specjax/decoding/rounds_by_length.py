@@ -14,7 +14,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import rounds
@@ -64,13 +63,11 @@ class Empty(Drafter):
     return self.drafter is not None and self.drafter.full
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Empty":
-    """Returns the drafter with the target's vocabulary size."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns drafts that contain only the root, and the unchanged state."""
     del params, uniforms
     return rounds.root_only(state, self.vocab_size), state.drafter
 
@@ -78,17 +75,11 @@ class Empty(Drafter):
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array,
              own: jax.Array) -> Any:
-    """Returns the state of the other drafter after the round."""
     if self.drafter is None:
       return drafter
     return self.drafter.commit(
         params, drafter, draft, verdict, target_output, count,
         jnp.zeros_like(own))
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty specification, because there are no parameters."""
-    del axis, size
-    return PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)

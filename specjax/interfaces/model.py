@@ -87,23 +87,9 @@ class Model:
     Raises:
       ValueError: in the default, if `size` is above 1.
     """
-    return unsplit(self, axis, size)
-
-
-def unsplit(part: Any, axis: str, size: int) -> PartitionSpec:
-  """Returns the `PartitionSpec` of parameters that are not split.
-
-  Args:
-    part: the model or drafter that has the parameters.
-    axis: mesh axis.
-    size: number of devices of the axis.
-
-  Raises:
-    ValueError: the axis has several devices.
-  """
-  if size == 1:
-    return PartitionSpec()
-  raise ValueError(
-      f"{type(part).__name__} has no `param_specs(axis, size)`, and mesh axis "
-      f"{axis!r} has {size} devices; implement it, or use an axis of one "
-      "device")
+    if size == 1:
+      return PartitionSpec()
+    raise ValueError(
+        f"{type(self).__name__} has no `param_specs(axis, size)`, and mesh "
+        f"axis {axis!r} has {size} devices; implement it, or use an axis of "
+        "one device")

@@ -15,7 +15,6 @@ from typing import TypeVar
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.decoding import constraining as constraints_lib
@@ -35,16 +34,7 @@ from specjax.types import ModelOutput
 _T = TypeVar("_T")
 
 
-class Replicated(Drafter):
-  """Base class of drafters whose parameters are replicated on every device."""
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty `PartitionSpec`, which replicates all parameters."""
-    del axis, size
-    return PartitionSpec()
-
-
-class ModelFree(Replicated):
+class ModelFree(Drafter):
   """Base class of drafters without a draft model.
 
   Attributes:
@@ -87,7 +77,6 @@ class OneModel(Drafter):
     return super().bind(target, transform)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specifications of the draft model's parameters."""
     return self.model.param_specs(axis, size)
 
 
@@ -112,7 +101,6 @@ class DrawnChain(Drafter):
     return UNIFORMS_A_DRAW * self.gamma
 
   def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns a copy with the transform set by `with_transform`."""
     del target
     return with_transform(self, transform)
 

@@ -183,7 +183,6 @@ class Following(Drafter):
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Followed:
-    """Returns the state after prefill."""
     room = prompt.capacity - prompt.tokens.shape[1]
     return Followed(
         tokens=jnp.pad(prompt.tokens, ((0, 0), (0, room))),
@@ -192,7 +191,6 @@ class Following(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Followed]:
-    """Runs the drafter on missing tokens, and returns draft chains."""
     before = state.drafter
     since = agreed(before.tokens, before.fed, state)
     own = state.replace(drafter=before.drafter)
@@ -215,5 +213,4 @@ class Following(Drafter):
         params, drafter.drafter, draft, verdict, target_output, count, own))
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specifications of the drafter's parameters."""
     return self.drafter.param_specs(axis, size)

@@ -62,7 +62,6 @@ class Slots(Cache):
     return Slots(arrays=moved, lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "Slots":
-    """Returns the cache with `lengths [B]` committed tokens per row."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "Slots":
@@ -174,7 +173,6 @@ class PlainFunction(Model):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Slots:
-    """Returns a cache of token ids with `batch` empty rows."""
     del params
     return Slots(arrays=jnp.zeros((batch, capacity), jnp.int32),
                  lengths=jnp.zeros((batch,), jnp.int32))

@@ -113,7 +113,6 @@ class Contrastive(Model):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> ContrastiveCache:
-    """Returns the caches of `batch` empty rows."""
     return ContrastiveCache(
         expert=self.expert.init_cache(params["expert"], batch, capacity),
         amateur=self.amateur.init_cache(params["amateur"], batch, capacity))
@@ -122,7 +121,6 @@ class Contrastive(Model):
                depths: jax.Array | None = None,
                ancestors: jax.Array | None = None, cache: Cache | None = None
                ) -> ModelOutput:
-    """Returns the combined logits `[B, S, V]` after `tokens [B, S]`."""
     both = cache or ContrastiveCache(expert=None, amateur=None)
     expert = self.expert(
         params["expert"], tokens, depths, ancestors, both.expert)
@@ -140,6 +138,5 @@ class Contrastive(Model):
     return ModelOutput(logits=logits, hidden=expert.hidden, cache=cache)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specs of the parameters of both models."""
     return {"expert": self.expert.param_specs(axis, size),
             "amateur": self.amateur.param_specs(axis, size)}

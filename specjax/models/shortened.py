@@ -63,7 +63,6 @@ class Shortened(AroundModel):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Cache:
-    """Returns an empty cache, only for the layers with attention."""
     return self.model.init_cache(
         params, batch, capacity, layers=len(self.sublayers.attention))
 
@@ -86,7 +85,6 @@ class Shortened(AroundModel):
     return self.model.run(params, _HEAD, hidden=hidden).logits
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the partition specs of the full model's parameters."""
     return self.model.param_specs(axis, size)
 
 
@@ -109,7 +107,6 @@ class Masked(AroundModel):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Cache:
-    """Returns an empty cache of the full model."""
     return self.model.init_cache(params["model"], batch, capacity)
 
   def __call__(self, params: Mapping[str, chex.ArrayTree], tokens: jax.Array,
@@ -123,7 +120,6 @@ class Masked(AroundModel):
         depths, ancestors, cache, keep=params["keep"])
 
   def param_specs(self, axis: str, size: int) -> dict[str, Any]:
-    """Returns the partition specs of the parameters. `keep` is replicated."""
     return {"model": self.model.param_specs(axis, size),
             "keep": PartitionSpec()}
 

@@ -84,7 +84,6 @@ class VocabularySubset(AroundModel):
 
   def init_cache(self, params: chex.ArrayTree, batch: int, capacity: int
                  ) -> Cache:
-    """Returns an empty cache of the model."""
     return self.model.init_cache(params["model"], batch, capacity)
 
   def __call__(self, params: chex.ArrayTree, tokens: jax.Array,

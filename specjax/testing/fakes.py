@@ -41,12 +41,10 @@ class LengthCache(Cache):
   lengths: jax.Array
 
   def commit(self, path: jax.Array, count: jax.Array) -> "LengthCache":
-    """Returns the cache with `count [B]` more committed tokens."""
     del path
     return self.replace(lengths=self.lengths + count)
 
   def rollback(self, lengths: jax.Array) -> "LengthCache":
-    """Returns the cache with `lengths [B]` committed tokens per row."""
     return self.replace(lengths=jnp.asarray(lengths, jnp.int32))
 
   def specs(self, axis: str, rows: str | None = None) -> "LengthCache":
@@ -77,12 +75,10 @@ class MarkovModel(Model):
 
   def init_cache(self, params: jax.Array, batch: int, capacity: int
                  ) -> LengthCache:
-    """Returns a cache of `batch` empty rows. `capacity` is not used."""
     del params, capacity
     return LengthCache(lengths=jnp.zeros((batch,), jnp.int32))
 
   def param_specs(self, axis: str, size: int = 1) -> PartitionSpec:
-    """Returns the partition spec of a table replicated on all devices."""
     del axis, size
     return PartitionSpec()
 
@@ -158,7 +154,6 @@ class OracleDrafter(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "OracleDrafter":
-    """Returns the drafter with the vocabulary size of the target."""
     del transform
     return dataclasses.replace(self, vocab_size=target.vocab_size)
 

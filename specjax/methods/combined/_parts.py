@@ -63,7 +63,6 @@ class Parts(Drafter):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
-    """Returns the state of each part."""
     states = tuple(part.init(own, prompt, prefill_output) for part, own in
                    zip(self.parts, self.params_of_parts(params)))
     for part, state in zip(self.parts, states):
@@ -115,7 +114,6 @@ class Parts(Drafter):
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array,
              own: jax.Array) -> tuple[Any, ...]:
-    """Returns the state of each part after the combination's verification."""
     return tuple(
         part.commit(part_params, state, draft, verdict, target_output, count,
                     is_own)
@@ -129,6 +127,5 @@ class Parts(Drafter):
     return [jnp.zeros_like(own)] * len(self.parts)
 
   def param_specs(self, axis: str, size: int) -> tuple[Any, ...]:
-    """Returns the partition specifications of each part's parameters."""
     return tuple(part.param_specs(axis, size)
                  for part in self.parts)

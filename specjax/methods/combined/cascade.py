@@ -129,7 +129,6 @@ class Cascade(Drafter):
         rule=self.verifier, drafts=True)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
-    """Returns the drafter specialised to a target."""
     reader = next((
         part for part in interfaces.contained(self.drafter)
         if isinstance(part, Drafter) and part.reads_cache), None)
@@ -153,7 +152,6 @@ class Cascade(Drafter):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> DecodeState:
-    """Returns the state of the inner loop after the prompt."""
     own = params["drafter"]
     if not (isinstance(own, Mapping) and "target" in own):
       raise ValueError(
@@ -176,7 +174,6 @@ class Cascade(Drafter):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, DecodeState]:
-    """Drafts a chain per row."""
     own, before = params["drafter"], state.drafter
     takes_keys = self.num_uniforms is None
     inner = self._resumed(own, state, uniforms if takes_keys else None)
@@ -301,7 +298,6 @@ class Cascade(Drafter):
     return uniforms[i]
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specifications of the model and the drafter."""
     return {"target": self.model.param_specs(axis, size),
             "drafter": self.drafter.param_specs(axis, size)}
 

@@ -110,7 +110,6 @@ class Fallback(_parts.Parts):
     return draft.drafted.sum(-1) < self.min_tokens
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Fallback":
-    """Returns the drafter specialised to a target."""
     first, second = self.bound(target, transform)
     if self.min_tokens > 1 and not self._draws_nothing_first:
       raise ValueError(
@@ -125,13 +124,11 @@ class Fallback(_parts.Parts):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> tuple[Any, ...]:
-    """Returns the state of each part, and the rows of the second one."""
     return (*super().init(params, prompt, prefill_output),
             jnp.zeros_like(prompt.lengths, bool))
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, ...]]:
-    """Drafts a chain or tree per row."""
     draft, first = self.asked(0, params, uniforms, state)
     lacking = self._lacks(draft)
     ask = lambda both: self.asked(

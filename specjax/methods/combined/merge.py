@@ -76,12 +76,10 @@ class Merge(_parts.Parts):
     return 1 + sum(part.num_nodes - 1 for part in self.drafters)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Merge":
-    """Returns the drafter specialised to a target."""
     return dataclasses.replace(self, drafters=self.bound(target, transform))
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, tuple[Any, ...]]:
-    """Drafts a tree per row."""
     drafts, states = zip(*(self.asked(i, params, uniforms, state)
                            for i in range(len(self.drafters))))
     before = np.cumsum([0, *(part.num_nodes - 1 for part in self.drafters)])

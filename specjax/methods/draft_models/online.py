@@ -176,7 +176,6 @@ class Online(_common.OneModel, _common.DrawnChain):
     return optax.MultiSteps(steps, self.every).gradient_transformation()
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Online":
-    """Returns the drafter specialised to a target."""
     rounds.check_slack(self.model, self.gamma + 2)
     return super().bind(target, transform)
 
@@ -219,7 +218,6 @@ class Online(_common.OneModel, _common.DrawnChain):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, Learner]:
-    """Drafts a chain per row."""
     before = state.drafter
     own = {"model": params["drafter"], "correction": before.correction}
     draft, after = self._drafter.propose({"drafter": own}, uniforms, (

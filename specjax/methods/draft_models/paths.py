@@ -102,14 +102,12 @@ class Paths(Drafter):
 
   def bind(self, target: Model, transform: LogitsTransform
            ) -> "Paths":
-    """Returns the drafter specialised to a target."""
     for model in self.models:
       _common.check_vocabulary(model, target)
     return _common.with_transform(self, transform)
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Any:
-    """Returns the cache of each model after the prompt."""
     del prefill_output
     params = params["drafter"]
     if not isinstance(params, (tuple, list)) or len(params) != len(self.models):
@@ -177,7 +175,6 @@ class Paths(Drafter):
     return (_common.keep_path(drafter[0], slots, verdict.path, size, count),)
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specifications of each model's parameters."""
     return tuple(model.param_specs(axis, size)
                  for model in self.models)
 

@@ -12,7 +12,6 @@ from typing import Self
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from specjax.caches.dense import BlockCache
 from specjax.decoding import constraining as constraints_lib
@@ -368,7 +367,6 @@ class PaSS(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
-    """Returns a draft chain for each row."""
     roots = rounds.roots(state)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
@@ -438,7 +436,6 @@ class PaSS(Drafter):
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
              count: jax.Array,
              own: jax.Array) -> Any:
-    """Returns the predictions at the last accepted node."""
     del params, draft
     if not self.folded:
       return drafter
@@ -446,11 +443,6 @@ class PaSS(Drafter):
     logits = target_output.logits[:, nodes:]
     logits = logits.reshape(-1, nodes, self.count, logits.shape[-1])
     return drafter.advance(logits, verdict, count)
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty `PartitionSpec`, because there are no parameters."""
-    del axis, size
-    return PartitionSpec()
 
 
 def _drawn(probs, uniforms):

@@ -140,7 +140,6 @@ class Recycling(_common.ModelFree):
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> jax.Array:
-    """Returns the initial table of successors of each row, `[B, V, K]`."""
     del prefill_output
     shape = (self.vocab_size, self.num_successors)
     known = params.get("drafter")
@@ -159,7 +158,6 @@ class Recycling(_common.ModelFree):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, jax.Array]:
-    """Returns a draft tree per row, and the unchanged table."""
     del params, uniforms
     row = jnp.arange(state.lengths.shape[0])[:, None]
     tokens = rounds.roots(state)[:, None]

@@ -132,7 +132,6 @@ class StringMatch(reading_lib.Reader):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Returns a draft chain per row, and the new state."""
     del uniforms
     model, room = params["drafter"], self._room(state.tokens.shape[1])
     reading = self._read(state, room)
@@ -220,7 +219,6 @@ class StringMatch(reading_lib.Reader):
     return tokens.T, finite.all(0), cache.settle()
 
   def param_specs(self, axis: str, size: int) -> Any:
-    """Returns the partition specifications of the draft model's parameters."""
     return self.model.param_specs(axis, size)
 
 

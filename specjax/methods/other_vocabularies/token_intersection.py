@@ -125,7 +125,6 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
 
   def propose(self, params: Params, uniforms: jax.Array, state: DecodeState
               ) -> tuple[Draft, reading_lib.Reading]:
-    """Returns a sampled draft chain per row, and the new state."""
     model, vocabulary = (
         params["drafter"][name] for name in ("model", "vocabulary"))
     room = self._room(state.tokens.shape[1])

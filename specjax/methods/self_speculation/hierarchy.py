@@ -117,7 +117,6 @@ class Hierarchy(Cascade):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Returns a draft chain for each row, and the new state."""
     draft, inner = super().propose(params, uniforms, state)
     return draft, inner.replace(target_cache=state.drafter.target_cache)
 

@@ -21,7 +21,6 @@ import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from specjax.decoding import rounds
@@ -257,11 +256,6 @@ class Swift(_common.DrawnChain):
     flat = flat - one_of(draws[0], inner & (flat == 1)) + one_of(
         draws[1], flat == 0)
     return flat.reshape(keep.shape)
-
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty `PartitionSpec`, because there are no parameters."""
-    del axis, size
-    return PartitionSpec()
 
 
 def survival(passed: jax.Array, last: jax.Array, gamma: int) -> jax.Array:
