@@ -51,6 +51,10 @@ class Network:
       `begin` reads them, and `catch_up` after rounds without drafts.
     always_drafts: True if no draft is padding.
     has_loop: True if `extend` is the same function for all tokens of a chain.
+    is_product: True if no prediction depends on the drafted tokens. `step` then
+      returns logits `[B, 1, V]`, which all nodes of a level share.
+    has_confidence: True if `params["drafter"]["confidence"]` predicts
+      acceptance. Stop rules with `learned` read it.
     deepest: largest depth of a draft.
   """
 
@@ -61,6 +65,8 @@ class Network:
   reads_rounds = False
   always_drafts = False
   has_loop = True
+  is_product = False
+  has_confidence = False
   deepest: float = math.inf
 
   @property
@@ -248,10 +254,8 @@ class NetworkDrafter(Drafter):
     return _following.Following(drafter=self) if self.can_follow else self
 
   def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
-    if not isinstance(self.shape, draft_shapes.Chain):
-      return None
-    return dataclasses.replace(
-        self, shape=dataclasses.replace(self.shape, gamma=gamma))
+    shape = self.shape.with_gamma(gamma)
+    return shape and dataclasses.replace(self, shape=shape)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "NetworkDrafter":
     network = self.network.bind(target)
@@ -262,10 +266,20 @@ class NetworkDrafter(Drafter):
         self, network=network, shape=self.shape.under(transform),
         transform=(self.transform or transform).under(transform))
 
+  @property
+  def _separate_rule(self) -> bool:
+    """True if the parameters of the stop rule are no part of the network's."""
+    return self.stop is not None and self.stop.has_params and not (
+        self.stop.learned and self.network.has_confidence)
+
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
     """Returns the parameters without those of the stop rule, and these."""
-    own, rule = stop_rules.split_params(self.stop, params["drafter"])
-    return {**params, "drafter": own}, rule
+    own = params["drafter"]
+    if self._separate_rule:
+      own, rule = stop_rules.split_params(self.stop, own)
+      return {**params, "drafter": own}, rule
+    is_read = self.stop is not None and self.stop.has_params
+    return params, own["confidence"] if is_read else None
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> NetworkState:
@@ -322,6 +336,5 @@ class NetworkDrafter(Drafter):
 
   def param_specs(self, axis: str, size: int) -> Any:
     specs = self.network.param_specs(axis, size)
-    if self.stop is None or not self.stop.has_params:
-      return specs
-    return {"model": specs, "stop": PartitionSpec()}
+    return {"model": specs, "stop": PartitionSpec()
+            } if self._separate_rule else specs
