@@ -362,6 +362,8 @@ def steered(constraints: Constraints, memory: chex.ArrayTree,
     parents = jax.tree.map(
         lambda x: jax.vmap(lambda row, at: row[at])(x, above), memory)
     memory = advanced(constraints, parents, tokens)
+    if constraints:  # nodes that share their logits may differ in memory
+      logits = jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1]))
     return constrained(constraints, memory, logits, drafted=True), (
         carry, memory)
 

@@ -305,12 +305,12 @@ def check_children(part: Any, width: int) -> None:
         "tokens; siblings must differ: use a narrower tree")
 
 
-def check_depth(depth: int, heads: float) -> None:
-  """Raises `ValueError` if a draft is deeper than the number of heads."""
-  if depth > heads:
+def check_depth(depth: int, deepest: float) -> None:
+  """Raises `ValueError` if a draft is deeper than a network can predict."""
+  if depth > deepest:
     raise ValueError(
-        f"the draft is {depth} tokens deep and there are {heads} heads; each "
-        "level needs a head: reduce the depth or train more heads")
+        f"the draft is {depth} tokens deep, but the network predicts {deepest} "
+        "tokens: reduce the depth, or train heads that predict more tokens")
 
 
 def read_token(model: Model, params: chex.ArrayTree, token: jax.Array,

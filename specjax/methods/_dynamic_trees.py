@@ -74,13 +74,6 @@ def check_sizes(depth: int, top_k: int, num_nodes: int) -> None:
                      "three")
 
 
-def check_top_k(top_k: int, vocab_size: int) -> None:
-  """Raises `ValueError` if `top_k` exceeds the vocabulary size."""
-  if top_k > vocab_size:
-    raise ValueError(f"top_k is {top_k}; it must be at most the vocabulary "
-                     f"size, {vocab_size}")
-
-
 def fed_nodes(depth: int, top_k: int) -> int:
   """Returns the number of nodes on which `expand` runs the draft model.
 
@@ -125,6 +118,7 @@ def expand(step, carry, logits, roots, *, transform, depth: int, top_k: int,
     """
     probs, tokens = jax.lax.top_k(transform(logits), top_k)
     values = values[..., None] + jnp.minimum(jnp.log(probs), 0)
+    tokens = jnp.broadcast_to(tokens, values.shape)  # nodes may share logits
     return tokens.reshape(batch, -1), values.reshape(batch, -1)
 
   tokens, values = children(logits[:, None], jnp.zeros((batch, 1)))
@@ -198,14 +192,27 @@ def _kept(root, tokens, values, parents, num_nodes, vocab_size):
   tokens, parents = tokens[best], parents[best]
   nodes = jnp.concatenate([jnp.zeros_like(best[:1]), best + 1])
   place = jnp.argmax(parents[:, None] == nodes, axis=-1).astype(jnp.int32)
+  parents = jnp.append(jnp.full_like(place[:1], -1), place)
+  return deterministic(root, parents, tokens, values, vocab_size), nodes
+
+
+def deterministic(root: jax.Array, parents: jax.Array, tokens: jax.Array,
+                  values: jax.Array, vocab_size: int) -> Draft:
+  """Returns the draft tree of one row, with one-hot distributions.
+
+  Args:
+    root: last committed token.
+    parents: parent index `[N]` of each node; -1 for the root.
+    tokens: token ids `[N - 1]` of the nodes below the root.
+    values: log probabilities `[N - 1]` of their paths.
+    vocab_size: number of tokens of the vocabulary.
+  """
   probs = jax.nn.one_hot(tokens, vocab_size)
-  # `one_hot` returns finite probabilities even if the draft model's logits are
-  # NaN. This line copies NaN from `values` to `probs`, because the decoding
-  # loop tests `probs` and reports the error.
+  # `one_hot` returns finite probabilities even if the network's logits are NaN.
+  # This line copies NaN from `values` to `probs`, because the decoding loop
+  # tests `probs` and reports the error.
   probs = jnp.where(jnp.isnan(values)[:, None], jnp.nan, probs)
-  draft = Draft.tree(root, jnp.append(jnp.full_like(place[:1], -1), place),
-                     tokens, probs)
-  return draft, nodes
+  return Draft.tree(root, parents, tokens, probs)
 
 
 def level_sizes(depth: int, expanded: int, children: int) -> tuple[int, ...]:
@@ -299,9 +306,10 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
     start = 1 + sum(x.shape[1] for _, x, _ in found)
     mine = slice(start - 1, start - 1 + size * children)
     tokens, law = draw(logits, (children,) * size, uniforms[:, mine])
-    each = jnp.repeat(confidence(logits), children, axis=1)
-    value = jnp.take_along_axis(each, tokens[..., None], axis=-1)[..., 0]
-    scores = jnp.repeat(scores, children, axis=1) + jnp.log(value)
+    value = jnp.take_along_axis(
+        confidence(logits), tokens.reshape(batch, logits.shape[1], -1), axis=-1)
+    scores = jnp.repeat(scores, children, axis=1) + jnp.log(
+        value.reshape(batch, -1))
     found.append((jnp.repeat(parents, children, axis=1), tokens, law))
   parents, tokens, probs = (jnp.concatenate(x, axis=1) for x in zip(*found))
   parents = jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1)

@@ -6,6 +6,8 @@ that computes logits for S nodes of one level in B batch rows:
   step(tokens [B, S], depths [B, S], ancestors [B, S, T], above [B, S], carry)
     -> (logits [B, S, V] of the token after each node, carry)
 
+A step whose logits do not depend on the nodes, such as that of Medusa's heads,
+may return `[B, 1, V]`: all nodes of the level then share these logits.
 `depths` is 0 for the children of the root. `ancestors` is an attention mask
 over the T nodes that this and all earlier steps read. The S nodes of this level
 are the last of the T nodes. `above` is the index of each node's parent among
@@ -224,7 +226,8 @@ def iid(logits, counts, uniforms, transform):
   Siblings may be equal.
 
   Args:
-    logits: draft model's logits `[n, V]` of the token after each node.
+    logits: draft model's logits `[n, V]` of the token after each node, or
+      `[1, V]` if all nodes share them.
     counts: number of children of each node, n numbers with sum M.
     uniforms: uniform samples in [0, 1), `[M, UNIFORMS_A_DRAW]`.
     transform: transform of logits to probabilities.
@@ -233,9 +236,7 @@ def iid(logits, counts, uniforms, transform):
     Tokens `[M]` of the children, and the distributions `[M, V]` from which they
     were sampled.
   """
-  chex.assert_rank(logits, 2)
-  chex.assert_axis_dimension(logits, 0, len(counts))
-  probs = transform(logits)[_parents(counts)]
+  probs = _of_nodes(transform(logits), counts)[_parents(counts)]
   return _drawn(probs, uniforms), probs
 
 
@@ -249,10 +250,9 @@ def without_replacement(logits, counts, uniforms, transform):
   Gumbel noise to all logits and takes the top k. This function inverts the CDF
   once per child instead, because this needs fewer random numbers.
   """
-  chex.assert_rank(logits, 2)
-  chex.assert_axis_dimension(logits, 0, len(counts))
   first, nodes = _first_children(counts), np.arange(len(counts))
-  rest, scores = transform(logits), allowed(logits, transform)
+  rest = _of_nodes(transform(logits), counts)
+  scores = _of_nodes(allowed(logits, transform), counts)
   tokens, probs, places = [], [], []
   for rank in range(max(counts)):
     more = np.flatnonzero(np.array(counts)[nodes] > rank)
@@ -274,10 +274,9 @@ def top_k(logits, counts, uniforms, transform):
 
   Arguments and results are those of `iid`. The function ignores `uniforms`.
   """
-  chex.assert_rank(logits, 2)
-  chex.assert_axis_dimension(logits, 0, len(counts))
   del uniforms
-  best, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
+  best, likeliest = (_of_nodes(x, counts) for x in jax.lax.top_k(
+      allowed(logits, transform), max(counts)))
   nodes = _parents(counts)
   tokens = likeliest[nodes, _ranks(counts)]
   probs = jax.nn.one_hot(tokens, logits.shape[-1], dtype=best.dtype)
@@ -300,13 +299,12 @@ def hybrid(logits, counts, uniforms, transform):
   p(S) + sum_{x not in S} min(p(x), q'(x)). An optimal verification rule attains
   this bound.
   """
-  chex.assert_rank(logits, 2)
-  chex.assert_axis_dimension(logits, 0, len(counts))
   nodes, ranks = _parents(counts), _ranks(counts)
   _, likeliest = jax.lax.top_k(allowed(logits, transform), max(counts))
+  likeliest = _of_nodes(likeliest, counts)
   fixed = ranks < np.array(counts)[nodes] - 1
   at = (nodes[fixed], likeliest[nodes[fixed], ranks[fixed]])
-  outside = transform(logits).at[at].set(0)
+  outside = _of_nodes(transform(logits), counts).at[at].set(0)
   ends = likeliest[np.arange(len(counts)), np.array(counts) - 1]
   law = _law(outside, ends)
   drawn = _drawn(law, uniforms[_first_children(counts)])
@@ -316,6 +314,12 @@ def hybrid(logits, counts, uniforms, transform):
 
 
 _drawn = jax.vmap(inverse_cdf)
+
+
+def _of_nodes(x, counts):
+  """Returns `x [n, ...]`; repeats `x [1, ...]`, which the n nodes share."""
+  chex.assert_rank(x, 2)
+  return jnp.broadcast_to(x, (len(counts), x.shape[1]))
 
 
 def _parents(counts):
@@ -390,7 +394,8 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
 
   Returns:
     Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
-    probs [B, M, V])` that samples the M children of n nodes per row. `counts`
+    probs [B, M, V])` that samples the M children of n nodes per row. The nodes
+    may share logits `[B, 1, V]`. `counts`
     contains the number of children of each node. `iid` describes the arguments
     for one row.
   """

@@ -18,6 +18,7 @@ from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.methods import _common
 from specjax.methods import _dynamic_trees
+from specjax.methods import _product_trees
 from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.sampling import LogitsTransform
@@ -57,6 +58,10 @@ class Shape:
   @property
   def num_uniforms(self) -> int:
     return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
+
+  def with_gamma(self, gamma: int) -> "Shape | None":
+    """Returns a chain of `gamma` tokens; None unless the shape is a chain."""
+    del gamma
 
   def under(self, transform: LogitsTransform) -> "Shape":
     """Returns the shape for a target with this transform."""
@@ -108,7 +113,8 @@ class Chain(Shape):
     gamma: draft length; 0 drafts nothing.
     stop: rule of `methods.stop_rules`; None drafts gamma tokens in all chains.
       If the rule has parameters, `params["drafter"]` is `{"model": parameters
-      of the network, "stop": parameters of the rule}`.
+      of the network, "stop": parameters of the rule}`. A rule with `learned`
+      instead reads the confidence head of a network that has one.
   """
 
   gamma: int
@@ -132,6 +138,9 @@ class Chain(Shape):
   @property
   def fed(self) -> int:
     return max(self.gamma - 1, 0)
+
+  def with_gamma(self, gamma: int) -> "Chain":
+    return dataclasses.replace(self, gamma=gamma)
 
   def grow(self, network, params, first, carry, uniforms, state, transform,
            rule):
@@ -183,6 +192,10 @@ class Tree(_trees.FixedTree, Shape):
   def siblings(self) -> int:
     return 1 if self.iid else self._most_children
 
+  def with_gamma(self, gamma: int) -> "Tree | None":
+    return dataclasses.replace(
+        self, parents=tuple(range(-1, gamma))) if self.chain else None
+
   def _levels(self, step, carry, logits, uniforms, state, transform):
     tokens, probs, carry = _trees.grow(
         step, carry, logits, uniforms, self.parents,
@@ -193,7 +206,7 @@ class Tree(_trees.FixedTree, Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Best(Shape):
-  """The tree of EAGLE-2, with the best nodes that the network finds.
+  """The tree of EAGLE-2 or DDTree, with the best nodes that the network finds.
 
   Li et al. 2024 (arXiv:2406.16858, section 4). The value of a node is the
   product of the network's probabilities on its path. On every level, the
@@ -202,6 +215,11 @@ class Best(Shape):
   is a tree, because a child's value is at most its parent's, and among equal
   values the parent is preferred. The tree is a deterministic function of the
   context, so the draft distributions are one-hot.
+
+  If the network's predictions do not depend on the drafted tokens
+  (`Network.is_product`) and there are no constraints, the tree is that of
+  DDTree (arXiv:2604.12989): the N - 1 nodes with the largest values of all
+  nodes up to the depth, whatever `top_k` is.
 
   Attributes:
     depth: number of levels below the root; each level costs one pass of the
@@ -245,6 +263,24 @@ class Best(Shape):
   def under(self, transform: LogitsTransform) -> "Best":
     return dataclasses.replace(
         self, confidence=self.confidence.under(transform))
+
+  def grow(self, network, params, first, carry, uniforms, state, transform,
+           rule):
+    # With `top_k` = 1 the draft has to be a chain.
+    if self.chain or transform.constraints or not network.is_product:
+      return super().grow(network, params, first, carry, uniforms, state,
+                          transform, rule)
+    roots, logits = rounds.roots(state), [first[0]]
+    for _ in range(self.depth - 1):
+      forecast, carry = network.extend(params, roots[:, None], carry)
+      logits.append(forecast[0])
+    tokens, parents, values = jax.vmap(lambda logits: _product_trees.best_tree(
+        jnp.log(self.confidence(logits)), self.num_nodes))(
+            jnp.stack(logits, axis=1))
+    draft = jax.vmap(functools.partial(
+        _dynamic_trees.deterministic, vocab_size=first[0].shape[-1]))(
+            roots, parents, tokens, values)
+    return draft, carry, jnp.zeros_like(draft.tokens)
 
   def _levels(self, step, carry, logits, uniforms, state, transform):
     del uniforms, transform

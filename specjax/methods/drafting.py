@@ -50,6 +50,10 @@ class Network:
       `begin` reads them, and `catch_up` after rounds without drafts.
     always_drafts: True if no draft is padding.
     has_loop: True if `extend` is the same function for all tokens of a chain.
+    is_product: True if no prediction depends on the drafted tokens. `step` then
+      returns logits `[B, 1, V]`, which all nodes of a level share.
+    has_confidence: True if `params["drafter"]["confidence"]` predicts
+      acceptance. Stop rules with `learned` read it.
     deepest: largest depth of a draft.
   """
 
@@ -60,15 +64,22 @@ class Network:
   reads_rounds = False
   always_drafts = False
   has_loop = True
+  is_product = False
+  has_confidence = False
   deepest: float = math.inf
 
   @property
   def draft_size(self) -> int:
     return self.vocab_size
 
-  def check(self, target: Model) -> None:
-    """Raises `ValueError` if the network does not fit the target."""
+  def bind(self, target: Model) -> "Network":
+    """Returns the network specialised to a target.
+
+    Raises:
+      ValueError: the network does not fit the target.
+    """
     _common.check_vocabulary(self, target)
+    return self
 
   def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
            ) -> Any:
@@ -234,24 +245,32 @@ class NetworkDrafter(Drafter):
     return self.rests and not self.network.reads_rounds
 
   def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
-    if not isinstance(self.shape, draft_shapes.Chain):
-      return None
-    return dataclasses.replace(
-        self, shape=dataclasses.replace(self.shape, gamma=gamma))
+    shape = self.shape.with_gamma(gamma)
+    return shape and dataclasses.replace(self, shape=shape)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "NetworkDrafter":
-    self.network.check(target)
-    _common.check_children(self.network, self.shape.siblings)
-    _common.check_depth(self.shape.depth, self.network.deepest)
-    rounds.check_slack(self.network, self.shape.depth + 2)
+    network = self.network.bind(target)
+    _common.check_children(network, self.shape.siblings)
+    _common.check_depth(self.shape.depth, network.deepest)
+    rounds.check_slack(network, self.shape.depth + 2)
     return dataclasses.replace(
-        self, shape=self.shape.under(transform),
+        self, network=network, shape=self.shape.under(transform),
         transform=(self.transform or transform).under(transform))
+
+  @property
+  def _separate_rule(self) -> bool:
+    """True if the parameters of the stop rule are no part of the network's."""
+    return self.stop is not None and self.stop.has_params and not (
+        self.stop.learned and self.network.has_confidence)
 
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
     """Returns the parameters without those of the stop rule, and these."""
-    own, rule = stop_rules.split_params(self.stop, params["drafter"])
-    return {**params, "drafter": own}, rule
+    own = params["drafter"]
+    if self._separate_rule:
+      own, rule = stop_rules.split_params(self.stop, own)
+      return {**params, "drafter": own}, rule
+    is_read = self.stop is not None and self.stop.has_params
+    return params, own["confidence"] if is_read else None
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> NetworkState:
@@ -308,6 +327,5 @@ class NetworkDrafter(Drafter):
 
   def param_specs(self, axis: str, size: int) -> Any:
     specs = self.network.param_specs(axis, size)
-    if self.stop is None or not self.stop.has_params:
-      return specs
-    return {"model": specs, "stop": PartitionSpec()}
+    return {"model": specs, "stop": PartitionSpec()
+            } if self._separate_rule else specs

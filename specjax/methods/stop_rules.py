@@ -58,11 +58,14 @@ class StopRule:
       which the rule ends the chain is then the last token of the chain. False
       if the rule is evaluated before a token is sampled. The token at which the
       rule ends the chain is then not sampled.
-    has_params: True if the rule reads `params["drafter"]["stop"]`.
+    has_params: True if the rule has parameters, see `draft_shapes.Chain`.
+    learned: True if the parameters are those of one layer that predicts
+      acceptance, `{"kernel": [F], "bias": []}`.
   """
 
   keeps = True
   has_params = False
+  learned = False
 
   def __call__(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the number of tokens of a chain that the rule keeps, `[]` int32.
@@ -641,23 +644,16 @@ def update(rule: StopRule, state: Memory, verdict: Verdict, count: jax.Array,
                        drafted=jnp.zeros_like(state.drafted))
 
 
-def split_params(rule: StopRule | None, params: Params) -> tuple[Any, Any]:
-  """Returns the parameters of the draft model and of the stop rule.
+def split_params(rule: StopRule, params: Params) -> tuple[Any, Any]:
+  """Returns the parameters of the draft model and of its stop rule.
 
   Args:
-    rule: stop rule, or None if the drafter has no stop rule.
-    params: parameters of the drafter: `{"model": ..., "stop": ...}` if the rule
-      has parameters, otherwise the parameters of the draft model.
-
-  Returns:
-    `(model parameters, rule parameters)`. The rule parameters are None if there
-    is no rule, or the rule has no parameters.
+    rule: stop rule with parameters.
+    params: parameters of the drafter: `{"model": ..., "stop": ...}`.
 
   Raises:
     ValueError: the rule's parameters are missing.
   """
-  if rule is None or not rule.has_params:
-    return params, None
   if not (isinstance(params, Mapping) and {"model", "stop"} <= set(params)):
     raise ValueError(
         f"stop is {type(rule).__name__}, a rule with parameters; give "

@@ -239,7 +239,7 @@ def test_refusals():
       shape=sj.drafters.Tree(parents=(-1, 0, 0)))
   heads = sj.methods.MedusaHeads(
       width=16, vocab_size=controlled.V, heads=2)
-  medusa = sj.drafters.Medusa(heads=heads, parents=(-1, 0, 0, 1))
+  medusa = sj.strategies.medusa(heads, (-1, 0, 0, 1)).drafter
   walk, block = sj.verifiers.TargetWalk(), sj.verifiers.Block()
   for call, words in (
       (lambda: make(lm, sj.verifiers.GreedyBlock()), "GreedyBlock has a state"),

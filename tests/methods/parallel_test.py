@@ -14,6 +14,11 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax import testing
+from specjax.drafters import Best
+from specjax.drafters import Chain
+from specjax.drafters import NetworkDrafter
+from specjax.drafters import Parallel
+from specjax.drafters import Tree
 from specjax.methods import stop_rules
 from specjax.methods.blocks import _coupling
 from specjax.methods.blocks import parallel_objective as losses
@@ -54,6 +59,24 @@ def _row(seed=0):
       _V, size=(1, _LENGTH)).astype(np.int32)
 
 
+def _decoder(heads, shape, rule, target=None):
+  return sj.Decoder(
+      target=target or heads.tapped(_pair().target), verifier=rule,
+      drafter=NetworkDrafter(network=Parallel(heads=heads), shape=shape))
+
+
+def _block(heads, params, state):
+  """The hidden states and the logits of the next block, jitted."""
+  @jax.jit
+  def block(params, state):
+    roots = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, 1)
+    hidden = heads.block(params["drafter"], params["target"], roots[:, 0],
+                         state.drafter.memory)
+    return hidden, heads.logits(params["target"], hidden)
+
+  return block(params, state)
+
+
 def _objective(name, **options):
   return objectives.ParallelObjective(
       model=_pair().target, heads=_CASES[name], **options)
@@ -71,13 +94,11 @@ def test_training_computes_what_decoding_does(name):
   # Broken: a block in training has other keys, positions or masks than the
   # same block while decoding, after a prompt and after every round.
   heads, target, params = _setup(name)
-  drafter = sj.drafters.Parallel(heads=heads, parents=range(-1, _K))
-  decoder = sj.Decoder(target=target, drafter=drafter,
-                       verifier=sj.verifiers.Block())
+  decoder = _decoder(heads, Chain(_K), sj.verifiers.Block(), target)
   prompts = [_row(i)[0, :n] for i, n in enumerate((2, 3, 9))] * 4
   testing.assert_state_exact(decoder, params, prompts, limits=60)
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=60)
-  hidden, _ = jax.jit(decoder.drafter.forecast)(params, state)
+  hidden, _ = _block(heads, params, state)
   texts = np.asarray(state.tokens)[:, :_LENGTH]
   draft = first_draft(decoder, params, prompts, limits=60)
   anchors = jnp.array([[len(prompt) - 1] for prompt in prompts])
@@ -317,14 +338,12 @@ def test_an_untrained_markov_head_changes_nothing():
 def test_a_chain_ends_where_the_confidence_head_says():
   # Broken: the end depends on another slot, or on the token that is dropped.
   heads, target, params = _setup("plain")
-  decoder = sj.Decoder(
-      target=target, verifier=sj.verifiers.Token(),
-      drafter=sj.drafters.Parallel(
-          heads=heads, parents=range(-1, _K),
-          stop=stop_rules.Threshold(threshold=0.5)))
+  decoder = _decoder(
+      heads, Chain(_K, stop_rules.Threshold(threshold=0.5)),
+      sj.verifiers.Token(), target)
   prompts = [_row(i)[0, :3 + i] for i in range(8)]
   state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
-  hidden, logits = jax.jit(decoder.drafter.forecast)(params, state)
+  hidden, logits = _block(heads, params, state)
   _, _, trace = decoder.decode(params, state, rounds=1, traced=True)
   draft = jax.tree.map(lambda x: np.asarray(x[0]), trace.draft)
   own, before = params["drafter"], draft.tokens[:, :-1]
@@ -339,24 +358,16 @@ def test_a_chain_ends_where_the_confidence_head_says():
 def test_a_deterministic_tree_follows_the_markov_head():
   # Broken: a node's children are those of another token, slot or state.
   heads, target, params = _setup("rnn")
-  decoder = sj.Decoder(
-      target=target, verifier=sj.verifiers.TargetWalk(),
-      drafter=sj.drafters.ParallelTree(
-          heads=heads, num_nodes=9, depth=2, top_k=_V))
-  state = decoder.prefill(params, [_row()[0, :5]], jax.random.key(1), limits=40)
-
-  @jax.jit
-  def drafted(params, state):
-    hidden, logits = decoder.drafter.forecast(params, state)
-    root = jnp.full((_V,), state.tokens[0, 4])
-    before = jnp.stack([root, jnp.arange(_V)], axis=1)  # of every first token
-    bias = heads.coupled(
-        params["drafter"], jnp.tile(hidden, (_V, 1, 1)), before)
-    laws = jax.nn.softmax(logits + bias)
-    none = jnp.zeros((1, 0))
-    return decoder.drafter.propose(params, none, state)[0], laws
-
-  draft, laws = jax.tree.map(np.asarray, drafted(params, state))
+  decoder = _decoder(heads, Best(2, top_k=_V, num_nodes=9),
+                     sj.verifiers.TargetWalk(), target)
+  prompts = [_row()[0, :5]]
+  draft = first_draft(decoder, params, prompts, limits=40)
+  state = decoder.prefill(params, prompts, jax.random.key(1), limits=40)
+  hidden, logits = (x[:, :2] for x in _block(heads, params, state))
+  root = jnp.full((_V,), prompts[0][-1])
+  before = jnp.stack([root, jnp.arange(_V)], axis=1)  # of every first token
+  laws = np.asarray(jax.nn.softmax(logits + heads.coupled(
+      params["drafter"], jnp.tile(hidden, (_V, 1, 1)), before)))
   reach = {(x,): laws[0, 0, x] for x in range(_V)}
   reach |= {(x, y): laws[0, 0, x] * laws[x, 1, y]
             for x in range(_V) for y in range(_V)}
@@ -388,34 +399,21 @@ def test_a_deterministic_tree_follows_the_markov_head():
     (lambda: _objective("plain", position_weights="x"), "position_weights is"),
     (lambda: _objective("plain", position_decay=0.0), "position_decay is 0"),
     (lambda: _objective("plain", anchors=0), "anchors is 0"),
-    (lambda: sj.drafters.Parallel(
-        heads=_HEADS, parents=(-1, 0, 0), stop=stop_rules.Confidence()),
-     "a tree; leave one"),
-    (lambda: sj.drafters.Parallel(
-        heads=_HEADS, parents=(-1, 0), stop=stop_rules.Threshold()),
-     "confidence of the heads is .none."),
-    (lambda: sj.drafters.Parallel(
-        heads=_HEADS, parents=(-1, 0), stop=stop_rules.AcceptanceHead()),
-     "which has trained parameters"),
-    (lambda: sj.drafters.ParallelTree(heads=_HEADS, num_nodes=500),
-     "at most 400 nodes"),
+    (lambda: sj.strategies.parallel(
+        _HEADS, parents=(-1, 0, 0), stop=stop_rules.Confidence()),
+     "stop is Confidence, a rule for sampled chains"),
+    (lambda: _decoder(_HEADS, Chain(1, stop_rules.Threshold()),
+                      sj.verifiers.Token()).prefill(
+        {"target": _pair().params["target"], "drafter": {}}, [[1]],
+        jax.random.key(0), limits=9), "stop is Threshold, a rule with param"),
     (lambda: dataclasses.replace(_HEADS, ids=(3, 1)), "ids must be sorted"),
-    (lambda: sj.Decoder(
-        target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Recursive(),
-        drafter=sj.drafters.Parallel(
-            heads=dataclasses.replace(_HEADS, ids=(1, 3)),
-            parents=(-1, 0, 0, 0), proposal="without_replacement")),
-     "but the drafter has 2 tokens"),
-    (lambda: sj.drafters.ParallelTree(heads=_CASES["plain"], top_k=8),
-     "top_k is 8"),
-    (lambda: sj.Decoder(
-        target=_pair().target, verifier=sj.verifiers.Token(),
-        drafter=sj.drafters.Parallel(heads=_HEADS, parents=(-1, 0))),
+    (lambda: _decoder(
+        dataclasses.replace(_HEADS, ids=(1, 3)), Tree((-1, 0, 0, 0)),
+        sj.verifiers.Recursive()), "but the drafter has 2 tokens"),
+    (lambda: _decoder(_HEADS, Chain(1), sj.verifiers.Token(), _pair().target),
      "heads.attach"),
-    (lambda: sj.Decoder(
-        target=_HEADS.tapped(_pair().target), verifier=sj.verifiers.Token(),
-        drafter=sj.drafters.Parallel(heads=_HEADS, parents=range(-1, 4))),
-     "a block predicts 3"),
+    (lambda: _decoder(_HEADS, Chain(4), sj.verifiers.Token()),
+     "4 tokens deep, but the network predicts 3"),
 ])
 def test_what_does_not_fit_is_refused_in_one_line(make, words):
   # Broken: a mistake shows as a traceback of shapes, or not at all.

@@ -6,7 +6,6 @@ target all the same, so that no test of the output can see the error.
 
 import dataclasses
 
-from contributed import CHAIN
 from contributed import disturbed
 from contributed import pair
 from contributed import UNEVEN
@@ -59,9 +58,9 @@ class _MovesNoSlot(LanguageModel):
 class _OneNodeEarly(Medusa):
   """Forecasts from the hidden state of the node before."""
 
-  def commit(self, params, drafter, draft, verdict, target_output, count, own):
-    return super().commit(params, drafter, draft, verdict, target_output,
-                          jnp.where(count > 1, count - 1, count))
+  def commit(self, *arguments):
+    *arguments, count = arguments
+    return super().commit(*arguments, jnp.where(count > 1, count - 1, count))
 
 
 class _ReadsNothing(LanguageModel):
@@ -83,17 +82,15 @@ class _InTurn(sj.decoding.Controller):
 
 
 def _decoder(network, shape):
-  """`(decoder, params)` of a drafter; `shape` is unused for Medusa."""
+  """`(decoder, params)` of a drafter."""
   model, params, controller = pair().target, pair().params, None
   if issubclass(network, FeatureLayer):
     model, params = EAGLE_1.attach(
         model, params["target"], disturbed(EAGLE_1))
     network = network(heads=EAGLE_1)
   elif issubclass(network, Medusa):
-    return sj.Decoder(
-        target=model, verifier=sj.verifiers.Block(),
-        drafter=network(heads=MEDUSA, parents=CHAIN, proposal="iid")), {
-            "target": params["target"], "drafter": disturbed(MEDUSA)}
+    params = {"target": params["target"], "drafter": disturbed(MEDUSA)}
+    network = network(heads=MEDUSA)
   else:
     network = network(model=pair().drafter)
     controller = _InTurn() if shape == Chain(3) else None
@@ -105,7 +102,7 @@ def _decoder(network, shape):
 
 @pytest.mark.parametrize("wrong,shape", [
     (_OnePositionLate, Chain(2)), (_KeepsRejected, Chain(2)),
-    (_MovesNoSlot, Tree(UNEVEN)), (_OneNodeEarly, None),
+    (_MovesNoSlot, Tree(UNEVEN)), (_OneNodeEarly, Chain(2)),
     (_ReadsNothing, Chain(3))])
 def test_wrong_states_are_refused(wrong, shape):
   # Broken: a drafter forgets or repeats tokens, and no test fails.
@@ -116,7 +113,7 @@ def test_wrong_states_are_refused(wrong, shape):
 
 
 @pytest.mark.parametrize("right,shape", [
-    (FeatureLayer, Chain(2)), (LanguageModel, Tree(UNEVEN)), (Medusa, None),
+    (FeatureLayer, Chain(2)), (LanguageModel, Tree(UNEVEN)), (Medusa, Chain(2)),
     (LanguageModel, Chain(3))])
 def test_right_states_pass(right, shape):
   # Broken: the states above are refused for another reason.
@@ -161,7 +158,7 @@ def test_the_differences_of_two_drafts():
 
 def test_a_comparison_of_nothing_is_refused():
   # Broken: rows without drafts pass as equal.
-  decoder, params = _decoder(Medusa, None)
+  decoder, params = _decoder(Medusa, Chain(2))
   with pytest.raises(AssertionError, match="no row is active and has a draft"):
     testing.assert_state_exact(decoder, params, [[1], [2, 3]], limits=[3, 3])
   with pytest.raises(ValueError, match="rounds is 3"):

@@ -92,10 +92,10 @@ _DRAFTERS = {
     "dynamic tree": ("eagle3_windows", lambda heads: sj.drafters.NetworkDrafter(
         network=sj.drafters.FeatureLayer(heads=heads),
         shape=sj.drafters.Best(depth=3, top_k=3, num_nodes=7))),
-    "slots": ("dflash_windows", lambda heads: sj.drafters.Parallel(
-        heads=heads, parents=range(-1, 5))),
-    "anchor": ("dspark_windows_speculators", lambda heads: sj.drafters.Parallel(
-        heads=heads, parents=range(-1, 5))),
+    "slots": ("dflash_windows",
+              lambda heads: sj.strategies.parallel(heads, 5).drafter),
+    "anchor": ("dspark_windows_speculators",
+               lambda heads: sj.strategies.parallel(heads, 5).drafter),
 }
 
 

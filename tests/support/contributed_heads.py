@@ -20,7 +20,9 @@ from specjax import methods
 from specjax.drafters import FeatureLayer
 from specjax.drafters import Hydra
 from specjax.drafters import Kangaroo
+from specjax.drafters import Medusa
 from specjax.drafters import NetworkDrafter
+from specjax.drafters import Parallel
 from specjax.drafters import PaSS
 from specjax.methods import stop_rules
 
@@ -52,14 +54,19 @@ def acceptance_head(key, target):
   return ACCEPTANCE.init_params(key, pair().drafter.config.width)
 
 
-def independent(drafter, rule, controller=None):
-  heads = getattr(drafter, "network", drafter).heads
-  return Contributed(drafter, rule, controller=controller, params={
-      "target": pair().params["target"], "drafter": disturbed(heads)})
+def _of_one_state(network, shape, rule, controller):
+  return Contributed(
+      NetworkDrafter(network=network, shape=shape), rule, controller=controller,
+      params={"target": pair().params["target"],
+              "drafter": disturbed(network.heads)})
 
 
-def hydra(shape):
-  return NetworkDrafter(network=Hydra(heads=HYDRA), shape=shape)
+def independent(shape, rule, controller=None, heads=MEDUSA):
+  return _of_one_state(Medusa(heads=heads), shape, rule, controller)
+
+
+def hydra(shape, rule, controller=None):
+  return _of_one_state(Hydra(heads=HYDRA), shape, rule, controller)
 
 
 def reused(heads, shape):
@@ -82,12 +89,13 @@ def lookahead(rule, **kwargs):
                      {"target": params, "drafter": ()})
 
 
-def parallel(drafter, rule, options, controller=None, **kwargs):
+def parallel(shape, rule, options, controller=None):
   heads = dataclasses.replace(PARALLEL, **options)
   model, params = heads.attach(
       pair().target, pair().params["target"], disturbed(heads))
-  return Contributed(drafter(heads=heads, **kwargs), rule, model, params,
-                     controller=controller)
+  return Contributed(
+      NetworkDrafter(network=Parallel(heads=heads), shape=shape), rule, model,
+      params, controller=controller)
 
 
 def kangaroo():

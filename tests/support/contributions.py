@@ -23,17 +23,13 @@ import specjax as sj
 from specjax import methods
 from specjax import objectives
 from specjax.drafters import Best
-from specjax.drafters import Blockwise
 from specjax.drafters import Chain
 from specjax.drafters import EarlyExit
 from specjax.drafters import EarlyExitTree
-from specjax.drafters import Medusa
 from specjax.drafters import MTP
 from specjax.drafters import MTPTree
 from specjax.drafters import NGram
 from specjax.drafters import Online
-from specjax.drafters import Parallel
-from specjax.drafters import ParallelTree
 from specjax.drafters import Recycling
 from specjax.drafters import Retrieval
 from specjax.drafters import Sampled
@@ -73,23 +69,26 @@ DRAFTERS = {
         with_model(Sampled(depth=3, expanded=2, children=2)),
         sj.verifiers.Traversal()),
     "Medusa top_k": lambda: heads.independent(
-        Medusa(heads=heads.MEDUSA, parents=UNEVEN), sj.verifiers.TargetWalk()),
+        Tree(UNEVEN, "top_k"), sj.verifiers.TargetWalk()),
     "Medusa sampled chain": lambda: heads.independent(
-        Medusa(heads=heads.MEDUSA, parents=CHAIN, proposal="iid"),
-        sj.verifiers.Block()),
+        Chain(3), sj.verifiers.Block()),
+    "Medusa chain with a stop rule and a controller": lambda: heads.independent(
+        Chain(3, stop_rules.Confidence(threshold=0.3)), sj.verifiers.Block(),
+        sj.decoding.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
     "Medusa without_replacement": lambda: heads.independent(
-        Medusa(heads=heads.MEDUSA, parents=UNEVEN,
-               proposal="without_replacement"), sj.verifiers.Traversal()),
-    "Hydra without_replacement": lambda: heads.independent(
-        heads.hydra(Tree(UNEVEN)), sj.verifiers.Traversal()),
-    "Hydra chain with a stop rule and a controller": lambda: heads.independent(
-        heads.hydra(Chain(3, stop_rules.Confidence(threshold=0.3))),
-        sj.verifiers.Block(), sj.decoding.Controller(
-            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
-    "Hydra, EAGLE-2's tree": lambda: heads.independent(
-        heads.hydra(Best(3, top_k=2, num_nodes=7)), sj.verifiers.TargetWalk()),
-    "Blockwise": lambda: heads.independent(
-        Blockwise(heads=heads.BLOCKWISE), sj.verifiers.Token()),
+        Tree(UNEVEN), sj.verifiers.Traversal()),
+    "Medusa, DDTree's tree": lambda: heads.independent(
+        Best(3, top_k=3, num_nodes=8), sj.verifiers.TargetWalk()),
+    "Hydra without_replacement": lambda: heads.hydra(
+        Tree(UNEVEN), sj.verifiers.Traversal()),
+    "Hydra chain with a stop rule and a controller": lambda: heads.hydra(
+        Chain(3, stop_rules.Confidence(threshold=0.3)), sj.verifiers.Block(),
+        sj.decoding.Controller(lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+    "Hydra, EAGLE-2's tree": lambda: heads.hydra(
+        Best(3, top_k=2, num_nodes=7), sj.verifiers.TargetWalk()),
+    "Blockwise with a controller": lambda: heads.independent(
+        Tree(CHAIN, "top_k"), sj.verifiers.Token(), sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2)), heads.BLOCKWISE),
     "EAGLE-1 chain with a controller": lambda: heads.layer(
         methods.Eagle1Heads, heads.reused, sj.verifiers.Block(),
         drafts=dict(shape=Chain(3)), controller=sj.decoding.Controller(
@@ -126,23 +125,25 @@ DRAFTERS = {
         sj.verifiers.Block(), folded=False),
     "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
     "Parallel chain with a stop rule and a controller": lambda: heads.parallel(
-        Parallel, sj.verifiers.Block(), {}, parents=CHAIN,
-        stop=stop_rules.Threshold(threshold=0.4),
-        controller=sj.decoding.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
+        Chain(3, stop_rules.Threshold(threshold=0.4)), sj.verifiers.Block(), {},
+        sj.decoding.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
     "Parallel chain, DSpark's": lambda: heads.parallel(
-        Parallel, sj.verifiers.Block(), {}, parents=CHAIN),
+        Chain(3), sj.verifiers.Block(), {}),
     "Parallel chain, DFlash's": lambda: heads.parallel(
-        Parallel, sj.verifiers.Block(), heads.DFLASH, parents=CHAIN),
+        Chain(3), sj.verifiers.Block(), heads.DFLASH),
     "Parallel tree of independent draws": lambda: heads.parallel(
-        Parallel, sj.verifiers.KSeq(), {"markov": "gated"}, parents=UNEVEN),
+        Tree(UNEVEN, "iid"), sj.verifiers.KSeq(), {"markov": "gated"}),
     "Parallel without_replacement": lambda: heads.parallel(
-        Parallel, sj.verifiers.Traversal(), {"markov": "rnn", "ids": (
-            0, 2, 3)}, parents=UNEVEN,
-        proposal="without_replacement"),
-    "ParallelTree": lambda: heads.parallel(
-        ParallelTree, sj.verifiers.TargetWalk(), heads.DFLASH, num_nodes=8),
-    "ParallelTree of a Markov head": lambda: heads.parallel(
-        ParallelTree, sj.verifiers.TargetWalk(), {}, num_nodes=8, top_k=2),
+        Tree(UNEVEN), sj.verifiers.Traversal(),
+        {"markov": "rnn", "ids": (0, 2, 3)}),
+    "Parallel tree expanded by score": lambda: heads.parallel(
+        Sampled(depth=3, expanded=2, children=2), sj.verifiers.Traversal(),
+        heads.DFLASH),
+    "Parallel, DDTree's tree": lambda: heads.parallel(
+        Best(3, top_k=3, num_nodes=8), sj.verifiers.TargetWalk(),
+        heads.DFLASH),
+    "Parallel, EAGLE-2's tree of a Markov head": lambda: heads.parallel(
+        Best(3, top_k=2, num_nodes=8), sj.verifiers.TargetWalk(), {}),
     "TokenIntersection": texts.token_intersection,
     "StringMatch": texts.string_match,
     "NGram": lambda: Contributed(
@@ -206,7 +207,8 @@ QUICK = {
     "Medusa top_k", "Hydra without_replacement",
     "EAGLE-3 chain with a stop rule", "EAGLE tree expanded by score",
     "MTP modules", "PaSS folded",
-    "Parallel chain with a stop rule and a controller", "ParallelTree",
+    "Parallel chain with a stop rule and a controller",
+    "Parallel, DDTree's tree",
     "TokenIntersection", "StringMatch", "NGram", "Recycling", "Online",
     "Suffix sampled", "Retrieval tree", "Cascade", "Merge", "EarlyExitTree",
     "Kangaroo"}

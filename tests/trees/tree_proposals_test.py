@@ -1,6 +1,8 @@
 """What drafters of trees propose: packed paths, children, dynamic trees."""
 
+import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,15 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import constraints
 from specjax import testing
+from specjax.decoding import constraining
 from specjax.drafters import Best
 from specjax.drafters import LanguageModel
+from specjax.drafters import Network
 from specjax.drafters import NetworkDrafter
+from specjax.drafters import Sampled
+from specjax.drafters import Tree
 from specjax.exact import random_pair
 from specjax.methods import _trees
 from specjax.trees import topology
@@ -142,6 +149,49 @@ def test_children_of_broken_numbers_are_no_laws(proposal):
       sj.LogitsTransform())
   finite = np.isfinite(probs).all(-1)
   assert finite[:3].all() and not finite[3] and finite[4:].all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Levels(Network):
+  """Row k of the parameters has the logits of all nodes of level k."""
+
+  is_shared: bool
+
+  def step(self, params, tokens, depths, ancestors, above, carry):
+    level = jnp.tile(params[carry], (len(tokens), 1, 1))
+    return level if self.is_shared else jnp.tile(
+        level, (1, tokens.shape[1], 1)), carry + 1
+
+
+@pytest.mark.parametrize("shape", [
+    *(Tree((-1, 0, 0, 1, 1, 1, 2, 3, 3, 4), name) for name in _PROPOSALS),
+    Best(3, top_k=2, num_nodes=8), Sampled(3, expanded=2, children=2)],
+    ids=lambda shape: f"{type(shape).__name__} {shape.proposal}")
+@pytest.mark.parametrize(
+    "rules", [(), (constraints.NoRepeatNGram(size=1),)], ids=["free", "ruled"])
+def test_nodes_of_a_level_may_share_their_logits(shape, rules):
+  # Broken: nodes that share logits have the children of another node, or what
+  # a constraint allows after another path.
+  logits = 3 * jax.random.normal(jax.random.key(1), (3, 8))
+  uniforms = jax.random.uniform(jax.random.key(2), (2, shape.num_uniforms))
+  tokens, lengths = jnp.tile(jnp.arange(12), (2, 1)), jnp.array([2, 1])
+  transform = sj.LogitsTransform(constraints=rules)
+  state = types.SimpleNamespace(
+      tokens=tokens, lengths=lengths, temperature=jnp.ones(2),
+      constraints=constraining.start(
+          rules, tokens, lengths, lengths + 9, jnp.full((2, 1), -1), 8))
+
+  def drafted(network):
+    first = jnp.tile(logits[0], (2, 1)),
+    return jax.jit(lambda: shape.grow(
+        network, logits, first, 1, uniforms, state, transform, (None, None))[0]
+                   )()
+
+  shared, repeated = drafted(_Levels(True)), drafted(_Levels(False))
+  jax.tree.map(np.testing.assert_array_equal, shared, repeated)
+  if rules and shape.proposal != "iid":  # whose siblings may be equal
+    assert all(len({*path}) == len(path) for row in range(2)
+               for path in _drafted_paths(shared, row))
 
 
 def _eagle_tree(probs, root, depth, top_k, nodes):

@@ -7,8 +7,7 @@ from specjax.methods.heads import pass_lookahead
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(blockwise.Blockwise, hydra.Hydra, medusa.Medusa,
-        pass_lookahead.PaSS),
+    drafters=(hydra.Hydra, medusa.Medusa, pass_lookahead.PaSS),
     strategies=(blockwise.blockwise, hydra.hydra, medusa.medusa,
         medusa.sampled_medusa, pass_lookahead.pass_lookahead),
     objectives=(blockwise.BlockwiseObjective, hydra.HydraObjective,

@@ -1,7 +1,7 @@
 """Blockwise parallel decoding, with a residual feed-forward head per position.
 
 Stern et al. 2018 (arXiv:1811.03115). The module contains the heads, the
-drafter, the training loss and the strategy.
+training loss and the strategy. Their network is `heads.medusa.Medusa`.
 """
 
 import dataclasses
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from specjax import verifiers
 from specjax.methods import networks
-from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
+from specjax.methods.heads.medusa import sampled_medusa
 from specjax.methods.networks import check_fits
-from specjax.methods.networks import Heads
 from specjax.methods.networks import Params
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
@@ -25,7 +24,6 @@ from specjax.methods.records import Option
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.transformer import Transformer
-from specjax.sampling import LogitsTransform
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
@@ -100,42 +98,6 @@ class BlockwiseHeads(networks.HiddenStateHeads):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blockwise(_forecasts.HeadsDrafter):
-  """Drafter of a deterministic chain, the most likely token of each head.
-
-  The target call that verifies a draft also returns the hidden state for the
-  next draft. A round therefore needs one target call, as in the paper's
-  combined scheme (section 4). Any lossless rule for chains is exact.
-  `verifiers.TopK` and `verifiers.Distance` are the paper's lossy rules.
-  `params["drafter"]` contains the parameters of the heads.
-
-  Attributes:
-    heads: heads of the target, `BlockwiseHeads` or heads with the same
-      interface.
-    gamma: draft length, at most the number of heads. None means the number of
-      heads.
-    transform: transform of the draft logits. None means the target's transform.
-      Any transform is lossless, because the verifier gets the transformed
-      distributions.
-  """
-
-  heads: Heads
-  gamma: int | None = None
-  transform: LogitsTransform | None = None
-
-  proposal = "top_k"
-
-  def __post_init__(self):
-    if self.gamma is None:
-      object.__setattr__(self, "gamma", self.heads.heads)
-    fields.check_at_least("gamma", self.gamma, 0, ": 0 drafts nothing")
-
-  @property
-  def parents(self) -> tuple[int, ...]:
-    return tuple(range(-1, self.gamma))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockwiseObjective:
   """Mean cross-entropy of the heads, or of one sampled head (section 6).
 
@@ -199,25 +161,26 @@ class BlockwiseObjective:
         networks.lm_head(params["target"]), score)
 
 
-def blockwise(heads: Heads, gamma: int | None = None,
+def blockwise(heads: networks.HiddenStateHeads, gamma: int | None = None,
               top_k: int | None = None, distance: int | None = None
               ) -> Strategy:
   """Returns a strategy that drafts the most likely token of each head.
 
-  Stern et al. 2018 (arXiv:1811.03115). Their relaxed acceptance criteria
-  `top_k` and `distance` are LOSSY. Without them the verifier is
-  `verifiers.Token`.
+  Stern et al. 2018 (arXiv:1811.03115). The target call that verifies a draft
+  also returns the hidden state for the next draft, as in the paper's combined
+  scheme (section 4). The relaxed acceptance criteria `top_k` and `distance` are
+  LOSSY. Without them the verifier is `verifiers.Token`.
 
   >>> from specjax import methods
   >>> own = methods.BlockwiseHeads(
   ...     width=8, vocab_size=7, heads=3, hidden_width=4)
-  >>> blockwise(own).drafter.gamma, blockwise(own).verifier
-  (3, Token())
+  >>> blockwise(own).drafter.num_nodes, blockwise(own).verifier
+  (4, Token())
   >>> blockwise(own, top_k=2).verifier.lossless
   False
 
   Args:
-    heads: heads of the target.
+    heads: heads of the target, `BlockwiseHeads` or `MedusaHeads`.
     gamma: draft length, at most the number of heads. None means the number of
       heads.
     top_k: accept a drafted token among this number of the target's most likely
@@ -226,15 +189,17 @@ def blockwise(heads: Heads, gamma: int | None = None,
       from the id of the target's most likely token. LOSSY.
 
   Raises:
-    ValueError: both `top_k` and `distance` are set.
+    ValueError: both `top_k` and `distance` are set, or `gamma` is negative.
   """
+  gamma = heads.heads if gamma is None else gamma
+  fields.check_at_least("gamma", gamma, 0, ": 0 drafts nothing")
   if top_k is not None and distance is not None:
     raise ValueError(f"top_k is {top_k} and distance is {distance}; give only "
                      "one of these criteria")
   rule = (verifiers.TopK(k=top_k) if top_k is not None else
           verifiers.Distance(epsilon=distance) if distance is not None else
           verifiers.Token())
-  return Strategy(Blockwise(heads=heads, gamma=gamma), rule)
+  return sampled_medusa(heads, range(-1, gamma), "top_k", rule)
 
 
 BLOCKWISE = Method(

@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding import rounds
-from specjax.interfaces import Model
 from specjax.interfaces import Verifier
-from specjax.methods import _common
 from specjax.methods import networks
 from specjax.methods.draft_shapes import Shape
 from specjax.methods.draft_shapes import Tree
-from specjax.methods.drafting import Network
 from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
@@ -41,10 +38,6 @@ from specjax.training.objective import Loss
 from specjax.training.objective import Score
 from specjax.training.objective import weights_of
 from specjax.types import DecodeState
-from specjax.types import Draft
-from specjax.types import ModelOutput
-from specjax.types import Prompt
-from specjax.types import Verdict
 from specjax.utils import fields
 
 
@@ -148,38 +141,18 @@ def _linear(params, x):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hydra(Network):
+class Hydra(_forecasts.HiddenStateNetwork):
   """Heads of Hydra as a network: head d predicts the nodes of depth d.
 
   The distribution of a node depends on the tokens above the node. With
   `Tree(parents, "top_k")` the draft is deterministic, as in the paper, and
   `verifiers.TargetWalk` is exact. The embeddings come from `params["target"]`.
-  After a prompt of one token there is no hidden state, so the first draft is
-  padding.
 
   Attributes:
     heads: heads of the target.
   """
 
   heads: HydraHeads
-
-  reads_rounds = True
-  has_loop = False
-
-  @property
-  def vocab_size(self) -> int:
-    return self.heads.vocab_size
-
-  @property
-  def deepest(self) -> int:
-    return self.heads.heads
-
-  def check(self, target: Model) -> None:
-    check_fits(self.heads, target)
-
-  def init(self, params: Params, prompt: Prompt, output: ModelOutput
-           ) -> _forecasts.Forecast:
-    return _forecasts.Forecast.of_prompt(prompt, output)
 
   def begin(self, params: Params, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, jax.Array]:
@@ -200,16 +173,6 @@ class Hydra(Network):
     read = params["target"]["embedding"][tokens]
     paths = jnp.concatenate([paths, read], axis=-1)
     return self.heads.head(params["drafter"], paths), paths
-
-  def end(self, params: Params, memory: _forecasts.Forecast, carry: Any,
-          draft: Draft, slots: jax.Array | None
-          ) -> tuple[Draft, _forecasts.Forecast]:
-    return _common.known_only(draft, memory.known), memory
-
-  def commit(self, params: Params, memory: _forecasts.Forecast, draft: Draft,
-             slots: jax.Array | None, shape: Shape, verdict: Verdict,
-             output: ModelOutput, count: jax.Array) -> _forecasts.Forecast:
-    return memory.advance(output.hidden, verdict, count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

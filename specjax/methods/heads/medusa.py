@@ -1,6 +1,6 @@
-"""Medusa, which drafts a static tree from heads on the last hidden state.
+"""Medusa, which drafts from independent heads on the last hidden state.
 
-Cai et al. 2024 (arXiv:2401.10774). The module contains the heads, the drafter,
+Cai et al. 2024 (arXiv:2401.10774). The module contains the heads, the network,
 the training losses Medusa-1 and Medusa-2, and the strategies.
 """
 
@@ -17,20 +17,22 @@ import numpy as np
 from specjax import verifiers
 from specjax.interfaces import Verifier
 from specjax.methods import networks
+from specjax.methods.draft_shapes import Shape
+from specjax.methods.draft_shapes import Tree
+from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.heads import _forecasts
 from specjax.methods.heads import _training
-from specjax.methods.heads import blockwise
-from specjax.methods.heads.blockwise import BlockwiseHeads
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import Option
 from specjax.methods.records import RECURSIVE
+from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
+from specjax.methods.strategy import TOKEN
 from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
-from specjax.sampling import LogitsTransform
 from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
@@ -38,6 +40,7 @@ from specjax.training.objective import Loss
 from specjax.training.objective import Score
 from specjax.training.objective import Weights
 from specjax.training.objective import weights_of
+from specjax.types import DecodeState
 from specjax.utils import fields
 
 _OUTPUTS = ("own", "low_rank", "shared")
@@ -171,29 +174,39 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Medusa(_forecasts.HeadsDrafter):
-  """Drafter of trees whose nodes of depth d have the distribution of head d.
+class Medusa(_forecasts.HiddenStateNetwork):
+  """Independent heads as a network: head d predicts all nodes of depth d.
 
-  `trees.medusa_tree` and "top_k" give the deterministic draft of the paper. For
-  this draft `verifiers.TargetWalk` is exact, and `verifiers.Typical` is the
-  paper's lossy rule. Sampled drafts work with any rule for sampled trees.
-  `params["drafter"]` contains the parameters of the heads.
+  `Tree(parents, "top_k")` with `trees.medusa_tree` is the deterministic draft
+  of the paper. For this draft `verifiers.TargetWalk` is exact, and
+  `verifiers.Typical` is the paper's lossy rule. The LM head comes from
+  `params["target"]`.
 
   Attributes:
-    heads: heads of the target, `MedusaHeads` or heads with the same interface.
-    parents: parent index of each node of the draft tree, see `specjax.trees`.
-      The depth is at most the number of heads. The nodes are stored in
-      breadth-first order.
-    proposal: sampling method of children, see `drafters.Tree`.
-    transform: transform of the draft logits. None means the target's transform.
-      Any transform is lossless, because the verifier gets the transformed
-      distributions.
+    heads: heads of the target, `MedusaHeads` or `BlockwiseHeads`.
   """
 
-  heads: MedusaHeads | BlockwiseHeads
-  parents: tuple[int, ...]
-  proposal: str = "top_k"
-  transform: LogitsTransform | None = None
+  heads: networks.HiddenStateHeads
+
+  is_product = True
+
+  def begin(self, params: Params, state: DecodeState, shape: Shape
+            ) -> tuple[Forecast, Any]:
+    hidden = state.drafter.values
+    used = jax.tree.map(lambda x: x[:shape.depth], params["drafter"])
+    logits = self.heads(used, hidden, networks.lm_head(params["target"]))
+    return self.extend(params, None, (logits, hidden))
+
+  def extend(self, params: Params, token: Any, carry: Any
+             ) -> tuple[Forecast, Any]:
+    # The carry contains the logits of the heads that are not used yet.
+    logits, hidden = carry
+    return (logits[:, 0], hidden), (logits[:, 1:], hidden)
+
+  def step(self, params: Params, tokens: Any, depths: Any, ancestors: Any,
+           above: Any, carry: Any) -> tuple[jax.Array, Any]:
+    (logits, _), carry = self.extend(params, tokens, carry)
+    return logits[:, None], carry
 
 
 _RAMPS = {
@@ -342,7 +355,7 @@ class MedusaJointObjective:
     return self.medusa.score(params, tokens, key, score)
 
 
-def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+def medusa(heads: networks.HiddenStateHeads, parents: Sequence[int],
            typical: bool = False) -> Strategy:
   """Returns a strategy that drafts a tree of the heads' most likely tokens.
 
@@ -358,17 +371,17 @@ def medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   False
 
   Args:
-    heads: heads of the target.
+    heads: heads of the target, `MedusaHeads` or `BlockwiseHeads`.
     parents: parent index of each node of the draft tree, including the root.
       The depth is at most the number of heads. `trees.medusa_tree` finds the
       paper's tree from measured accuracies.
     typical: True for typical acceptance, which is LOSSY.
   """
   rule = verifiers.Typical() if typical else verifiers.TargetWalk()
-  return Strategy(Medusa(heads=heads, parents=tuple(parents)), rule)
+  return sampled_medusa(heads, parents, "top_k", rule)
 
 
-def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
+def sampled_medusa(heads: networks.HiddenStateHeads, parents: Sequence[int],
                    proposal: str = "without_replacement",
                    verifier: Verifier = TRAVERSAL) -> Strategy:
   """Returns a strategy that samples drafts from the heads' distributions.
@@ -383,14 +396,15 @@ def sampled_medusa(heads: MedusaHeads | BlockwiseHeads, parents: Sequence[int],
   True
 
   Args:
-    heads: heads of the target.
+    heads: heads of the target, `MedusaHeads` or `BlockwiseHeads`.
     parents: parent index of each node of the draft tree, including the root.
       `range(-1, K)` is a chain of K tokens.
     proposal: sampling method of children: "without_replacement" or "iid".
     verifier: verification rule for these drafts.
   """
-  return Strategy(Medusa(
-      heads=heads, parents=tuple(parents), proposal=proposal), verifier)
+  return Strategy(NetworkDrafter(
+      network=Medusa(heads=heads), shape=Tree(tuple(parents), proposal)),
+                  verifier)
 
 
 def _medusa_compared(heads, tree) -> dict[str, tuple[Strategy, ...]]:
@@ -411,7 +425,8 @@ MEDUSA = Method(
     objective=lambda target, heads: MedusaObjective(
         model=target, heads=heads),
     measure=lambda target, heads: MedusaObjective(model=target, heads=heads),
-    chain=blockwise.blockwise,
+    chain=lambda heads: sampled_medusa(
+        heads, range(-1, heads.heads), "top_k", TOKEN),
     strategy=_training.strategy_of(sampled_medusa),
     compared=_medusa_compared,
     head_options=(

@@ -1,7 +1,8 @@
 """Trees of DDTree, the best trees of a product distribution.
 
-See arXiv:2604.12989. A block-parallel drafter predicts K distributions q_1..q_K
-in one pass, independent of the drafted tokens. The probability of a path is the
+See arXiv:2604.12989. Networks such as block-parallel drafters without a Markov
+head, or Medusa's heads, predict K distributions q_1..q_K that do not depend on
+the drafted tokens. The probability of a path is the
 product of the probabilities of its tokens. This product never exceeds the
 probability of the path without its last token. The N - 1 most likely paths
 therefore form a tree, the best tree of N nodes.
@@ -19,24 +20,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from specjax.utils import fields
-
-
-def most_nodes(depth: int, vocab_size: int) -> int:
-  """Returns the number of nodes of the complete tree, including the root."""
-  return sum(vocab_size**d for d in range(depth + 1))
-
-
-def check_sizes(depth: int, vocab_size: int, num_nodes: int) -> None:
-  """Raises `ValueError` if there is no tree of `num_nodes` nodes."""
-  fields.check_at_least("depth", depth, 1)
-  fields.check_at_least("num_nodes", num_nodes, 2)
-  most = most_nodes(depth, vocab_size)
-  if num_nodes > most:
-    raise ValueError(f"num_nodes is {num_nodes}; a tree of depth {depth} and "
-                     f"{vocab_size} tokens has at most {most} nodes: reduce "
-                     "num_nodes")
 
 
 @functools.cache
@@ -63,7 +46,7 @@ def best_tree(log_probs: jax.Array, num_nodes: int
   Args:
     log_probs: log probabilities `[K, V]` of the tokens at depths 1..K. A token
       with -inf is selected only if there are too few other paths.
-    num_nodes: number of nodes N, at most `most_nodes(K, V)`.
+    num_nodes: number of nodes N, at most that of the complete tree.
 
   Returns:
     Tokens `[N - 1]` int32, parents `[N]` int32, and log probabilities `[N - 1]`
