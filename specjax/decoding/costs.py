@@ -225,7 +225,7 @@ def _first(decoder: Decoder, params: chex.ArrayTree
   the first drafter does not support the controller's lengths.
   """
   drafter = decoder.drafter
-  if not drafter.tells:
+  if "tells" not in drafter.provides:
     return None, None
   if not all(has_chain_of(drafter.first, n)
              for n in decoder.controller.lengths[1:]):

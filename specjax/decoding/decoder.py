@@ -75,7 +75,7 @@ class Decoder:
       target, or a `RoundsByLength` if there is a controller.
 
   Raises:
-    ValueError: the drafter does not declare a capability that the verifier
+    ValueError: the drafter does not provide a capability that the verifier
       requires, or does not fit the target; a banned id or `eos` is out of
       range; the transform's temperature is None; the controller does not fit
       the drafter.

@@ -46,21 +46,12 @@ class Empty(Drafter):
 
   num_nodes = 1
   num_uniforms = 0
-  iid = True
-  conditional = True
-  autoregressive = True
-
   @property
-  def chain(self) -> bool:
-    return self.drafter is None or self.drafter.chain
-
-  @property
-  def deterministic(self) -> bool:
-    return self.drafter is None or self.drafter.deterministic
-
-  @property
-  def full(self) -> bool:
-    return self.drafter is not None and self.drafter.full
+  def provides(self) -> tuple[str, ...]:
+    # The structure of its drafts is that of the other drafter's drafts.
+    same = {"chain", "deterministic"} if self.drafter is None else (
+        {"chain", "deterministic", "full"} & {*self.drafter.provides})
+    return "iid", "conditional", "autoregressive", *same
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Empty":
     del transform
@@ -387,17 +378,17 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
         "length, and a controller varies the length; choose a rule without a "
         "state, such as Block")
   name = interfaces.kind_of(one.drafter)
-  if interfaces.has_model(one.drafter) and "rests" not in (
-      interfaces.capabilities(one.drafter)):
+  if interfaces.has_model(one.drafter) and (
+      "rests" not in one.drafter.provides):
     raise ValueError(
-        f"{name} has a model with a cache, and does not declare `rests`: it "
+        f"{name} has a model with a cache, and does not provide `rests`: it "
         "may not read the tokens of rounds without drafts; leave the "
         "controller out, or implement `catch_up` (specjax.interfaces.Drafter)")
-  if one.drafter.shares_pass:
+  if "shares_pass" in one.drafter.provides:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify only "
         f"a part of a draft; use {name}(shares_pass=False)")
-  if controller.first and not one.drafter.tells:
+  if controller.first and "tells" not in one.drafter.provides:
     raise ValueError(
         "the controller has `first`, the seconds of rounds with only a first "
         f"drafter, and {name} cannot tell which rounds these are; leave "

@@ -20,6 +20,7 @@ from specjax.interfaces.drafter import CAPABILITIES
 from specjax.interfaces.drafter import capabilities
 from specjax.interfaces.drafter import Drafter
 from specjax.interfaces.drafter import kind_of
+from specjax.interfaces.drafter import provided
 from specjax.interfaces.model import Model
 from specjax.interfaces.verifier import check_pair
 from specjax.interfaces.verifier import check_verifier
@@ -45,4 +46,5 @@ __all__ = [
     "kind_of",
     "map_caches",
     "model_of",
+    "provided",
 ]

@@ -31,7 +31,8 @@ def bind(drafter: Drafter, target: Model, transform: "LogitsTransform"
   check_drafter(drafter)
   bound = drafter.bind(target, transform)
   check_drafter(bound)
-  tokens = bound.num_nodes - 1 if bound.chain else getattr(bound, "depth", 0)
+  tokens = bound.num_nodes - 1 if "chain" in bound.provides else (
+      getattr(bound, "depth", 0))
   longest = min(target.context_length, bound.context_length)
   if tokens >= longest:
     raise ValueError(

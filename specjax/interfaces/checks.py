@@ -215,16 +215,16 @@ def draft_values(drafter: str, declared: Collection[str], draft: Draft
   }
   if "chain" in declared:
     in_line = draft.parents[:, 1:] == jnp.arange(total.shape[1])
-    good[f"the drafter {drafter} declares `chain = True` and drafted a branch "
+    good[f"the drafter {drafter} provides `chain` and drafted a branch "
          "in row {row}"] = ((total == 0) | in_line).all(-1)
   if "deterministic" in declared:
     own = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1,
                               mode="fill", fill_value=0)
     one_hot = (own[:, 1:, 0] == total) & ((total == 0) | (total == 1))
-    good[f"the drafter {drafter} declares `deterministic = True` and has a row "
+    good[f"the drafter {drafter} provides `deterministic` and has a row "
          "of probs in row {row} that is not one-hot"] = one_hot.all(-1)
   if "full" in declared:
-    good[f"the drafter {drafter} declares `full = True` and has padding in row "
+    good[f"the drafter {drafter} provides `full` and has padding in row "
          "{row}"] = (total != 0).all(-1)
   return good
 

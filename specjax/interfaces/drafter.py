@@ -21,7 +21,7 @@ from specjax.types import Verdict
 if TYPE_CHECKING:
   from specjax.sampling import LogitsTransform
 
-#: Properties that a drafter can declare, each with its meaning.
+#: Names that `Drafter.provides` may contain, each with its meaning.
 CAPABILITIES = {
     "chain": "every draft is one chain: node i + 1 is the child of node i, "
              "other nodes are padding, and every row of `probs` is the "
@@ -39,6 +39,13 @@ CAPABILITIES = {
              "`commit` or `catch_up` reads their tokens",
     "follows": "other drafters may extend the sequence or remove tokens from "
                "it, because `catch_up` reads any tokens",
+    "reads_cache": "`propose` reads the target's cache, to which all committed "
+                   "tokens must have been written",
+    "shares_pass": "`propose` runs some layers of the target and the verifying "
+                   "pass continues from their outputs, so it cannot verify a "
+                   "part of the draft or another draft",
+    "tells": "`lacking` tells, before random numbers are drawn, for which rows "
+             "the second of two drafters will draft",
 }
 
 
@@ -56,37 +63,20 @@ class Drafter:
   `Fallback` can skip the drafter in a round.
 
   Attributes:
-    chain, iid, conditional, autoregressive, deterministic, full, rests,
-      follows: capabilities, see `interfaces.CAPABILITIES`.
+    provides: names of the drafter's properties, such as ("chain", "iid"), see
+      `interfaces.CAPABILITIES`. Rules name those that they need in
+      `Verifier.requires`.
     num_uniforms: number of uniforms per row and round. `propose` then receives
       `[B, num_uniforms]` float32 in [0, 1) instead of PRNG keys. This is much
       cheaper, because the decoding loop draws the uniforms of many rounds at
       once. If None, `propose` receives one PRNG key per row.
     context_length: length in tokens of the longest sequence that the drafter
       can read.
-    shares_pass: True if `propose` runs some layers of the target and the
-      verifying pass continues from their outputs. Such a pass cannot verify
-      only a part of the draft, so a controller rejects the drafter.
-    reads_cache: True if the drafter reads the target's cache. All committed
-      tokens must then be written to that cache.
-    tells: True if the drafter combines two drafters and `lacking` tells, before
-      random numbers are drawn, for which rows the second one will draft. A
-      controller then has separate costs for rounds with and without it.
   """
 
-  chain = False
-  iid = False
-  conditional = False
-  autoregressive = False
-  deterministic = False
-  full = False
-  rests = False
-  follows = False
+  provides: tuple[str, ...] = ()
   num_uniforms: int | None = None
   context_length: float = math.inf
-  shares_pass = False
-  reads_cache = False
-  tells = False
 
   @property
   def num_nodes(self) -> int:
@@ -204,7 +194,7 @@ class Drafter:
   def lacking(self, params: chex.ArrayTree, state: DecodeState) -> jax.Array:
     """Returns `[B]` bool, the rows for which the second drafter will draft.
 
-    Drafters with `tells = True`, such as `Fallback`, implement this method.
+    Drafters with the capability "tells", such as `Fallback`, implement it.
     """
     del params
     return jnp.zeros_like(state.done)
@@ -254,14 +244,23 @@ def kind_of(drafter: Drafter) -> str:
 
 
 def capabilities(drafter: Drafter) -> frozenset[str]:
-  """Returns the names in `CAPABILITIES` that a drafter declares.
+  """Returns the names in `Drafter.provides`.
 
   Raises:
-    ValueError: a declaration is not a bool.
+    ValueError: a name is unknown.
   """
-  for name in CAPABILITIES:
-    value = getattr(drafter, name)
-    if not isinstance(value, bool):
-      raise ValueError(f"{kind_of(drafter)}.{name} is {value!r}; it must "
-                       "be True or False")
-  return frozenset(name for name in CAPABILITIES if getattr(drafter, name))
+  unknown = [name for name in drafter.provides if name not in CAPABILITIES]
+  if unknown or isinstance(drafter.provides, str):
+    raise ValueError(
+        f"{kind_of(drafter)}.provides is {drafter.provides!r}; it must be a "
+        f"tuple of names among {', '.join(CAPABILITIES)}")
+  return frozenset(drafter.provides)
+
+
+def provided(**holds: bool) -> tuple[str, ...]:
+  """Returns the names of the properties that hold, for `Drafter.provides`.
+
+  >>> provided(chain=True, iid=False)
+  ('chain',)
+  """
+  return tuple(name for name, is_held in holds.items() if is_held)

@@ -204,7 +204,7 @@ def check_pair(verifier: Verifier, drafter: Drafter | str,
     declared: capabilities of the drafter. None reads them from `drafter`.
 
   Raises:
-    ValueError: the drafter does not declare a required capability, so the
+    ValueError: the drafter does not provide a required capability, so the
       output might not follow the target's distribution.
   """
   check_verifier(verifier)
@@ -215,5 +215,5 @@ def check_pair(verifier: Verifier, drafter: Drafter | str,
     if need not in declared:
       raise ValueError(
           f"{type(verifier).__name__} is exact only with a drafter that is "
-          f"{need} ({CAPABILITIES[need]}), and {name} does not declare `{need} "
-          "= True`; choose another pair, or declare it if it is true")
+          f"{need} ({CAPABILITIES[need]}), and {name} does not provide it; "
+          "choose another pair, or add it to `provides` if it is true")

@@ -92,9 +92,7 @@ class DrawnChain(Drafter):
   gamma: int
   transform: LogitsTransform | None
 
-  chain = True
-  iid = True
-  conditional = True
+  provides = ("chain", "iid", "conditional")
 
   @property
   def num_uniforms(self) -> int:

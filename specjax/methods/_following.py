@@ -88,12 +88,12 @@ def followed(drafter: Drafter, target: Model, transform: LogitsTransform
     ValueError: the drafter does not fit the target, or begins its pass.
   """
   bound = interfaces.bind(drafter, target, transform)
-  if bound.shares_pass:
+  if "shares_pass" in bound.provides:
     name = interfaces.kind_of(drafter)
     raise ValueError(
         f"{name} begins the verifying pass, and a combination verifies other "
         f"drafts as well; use {name}(shares_pass=False)")
-  return Following(drafter=bound) if bound.follows else bound
+  return Following(drafter=bound) if "follows" in bound.provides else bound
 
 
 def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
@@ -104,11 +104,11 @@ def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
     state: initial state of the drafter; None if it has no state.
 
   Raises:
-    ValueError: the drafter has a state and does not declare "follows".
+    ValueError: the drafter has a state and does not provide "follows".
   """
-  if jax.tree.leaves(state) and not drafter.follows:
+  if jax.tree.leaves(state) and "follows" not in drafter.provides:
     raise ValueError(
-        f"{interfaces.kind_of(drafter)} has a state and does not declare "
+        f"{interfaces.kind_of(drafter)} has a state and does not provide "
         "`follows`, so it cannot be combined with another drafter, whose "
         "tokens it has not read; implement `catch_up` "
         "(specjax.interfaces.Drafter), or use another drafter")
@@ -141,29 +141,16 @@ class Following(Drafter):
   compares the tokens in the drafter's cache with the committed sequence.
 
   Attributes:
-    drafter: drafter that declares "follows". A draft model in it must run on
+    drafter: drafter that provides "follows". A draft model in it must run on
       the root and on all drafted tokens except the last.
   """
 
   drafter: Drafter
 
-  rests = follows = True
-
   @property
-  def chain(self) -> bool:
-    return "chain" in interfaces.capabilities(self.drafter)
-
-  @property
-  def iid(self) -> bool:
-    return "iid" in interfaces.capabilities(self.drafter)
-
-  @property
-  def conditional(self) -> bool:
-    return "conditional" in interfaces.capabilities(self.drafter)
-
-  @property
-  def autoregressive(self) -> bool:
-    return "autoregressive" in interfaces.capabilities(self.drafter)
+  def provides(self) -> tuple[str, ...]:
+    return tuple({*self.drafter.provides, "rests", "follows"} & {
+        "chain", "iid", "conditional", "autoregressive", "rests", "follows"})
 
   @property
   def num_nodes(self) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax import interfaces
 from specjax.decoding import rounds
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
@@ -170,7 +171,7 @@ class NetworkDrafter(Drafter):
   ...     network=network, shape=drafters.Chain(gamma=4))
   >>> tree = drafters.NetworkDrafter(
   ...     network=network, shape=drafters.Best(depth=3, top_k=2, num_nodes=6))
-  >>> chain.num_nodes, tree.num_nodes, tree.deterministic
+  >>> chain.num_nodes, tree.num_nodes, "deterministic" in tree.provides
   (5, 6, True)
 
   Attributes:
@@ -185,35 +186,24 @@ class NetworkDrafter(Drafter):
   shape: draft_shapes.Shape
   transform: LogitsTransform | None = None
 
-  conditional = True
-
   @property
-  def chain(self) -> bool:
-    return self.shape.chain
-
-  @property
-  def iid(self) -> bool:
-    return self.shape.iid
-
-  @property
-  def deterministic(self) -> bool:
-    return self.shape.deterministic
-
-  @property
-  def autoregressive(self) -> bool:
-    # Unless children are i.i.d., q of a child also depends on its earlier
-    # siblings. With a stop rule, rows of `probs` after the end of a chain are
-    # 0, and the end depends on where the draft began. A draft of depth 1 begins
-    # where it ends.
-    return self.iid and self.stop is None and (
-        self.network.context_only or self.shape.depth <= 1)
-
-  @property
-  def full(self) -> bool:
-    # If a constraint forbids all tokens, a node is padding.
-    return (self.network.always_drafts and self.stop is None
-            and isinstance(self.shape, draft_shapes.Chain)
-            and not (self.transform and self.transform.constraints))
+  def provides(self) -> tuple[str, ...]:
+    shape, network, stop = self.shape, self.network, self.shape.stop
+    is_chain = isinstance(shape, draft_shapes.Chain)
+    return interfaces.provided(
+        chain=shape.chain, iid=shape.iid, conditional=True,
+        deterministic=shape.deterministic,
+        # Unless children are i.i.d., q of a child also depends on its earlier
+        # siblings. With a stop rule, rows of `probs` after the end of a chain
+        # are 0, and the end depends on where the draft began. A draft of depth
+        # 1 begins where it ends.
+        autoregressive=shape.iid and stop is None and (
+            network.context_only or shape.depth <= 1),
+        # If a constraint forbids all tokens, a node is padding.
+        full=network.always_drafts and stop is None and is_chain and not (
+            self.transform and self.transform.constraints),
+        rests=network.reads_rounds or is_chain,
+        follows=is_chain and not network.reads_rounds)
 
   @property
   def num_nodes(self) -> int:
@@ -234,15 +224,6 @@ class NetworkDrafter(Drafter):
   @property
   def slack(self) -> float:
     return self.network.slack
-
-  @property
-  def rests(self) -> bool:
-    return self.network.reads_rounds or isinstance(
-        self.shape, draft_shapes.Chain)
-
-  @property
-  def follows(self) -> bool:
-    return self.rests and not self.network.reads_rounds
 
   def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
     shape = self.shape.with_gamma(gamma)

@@ -36,6 +36,7 @@ def with_default_rule(drafter: Drafter, verifier: Verifier | None = None
                       ) -> Strategy:
   """Returns a strategy with a verifier; None means the drafter's default rule.
   """
-  if verifier is None and drafter.deterministic:
+  if verifier is None and "deterministic" in drafter.provides:
     verifier = verifiers.TargetWalk()
-  return Strategy(drafter, verifier or (BLOCK if drafter.chain else TRAVERSAL))
+  return Strategy(drafter, verifier or (
+      BLOCK if "chain" in drafter.provides else TRAVERSAL))

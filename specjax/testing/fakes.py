@@ -145,11 +145,7 @@ class OracleDrafter(Drafter):
   gamma: int
   vocab_size: int | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  autoregressive = True
-  deterministic = True
+  provides = ("chain", "iid", "conditional", "autoregressive", "deterministic")
   num_uniforms = 0
 
   def bind(self, target: Model, transform: LogitsTransform

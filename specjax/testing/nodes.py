@@ -68,21 +68,21 @@ class Nodes:
   def check_siblings(self, name):
     """Raises an error if siblings have different q.
 
-    This check is for drafters that declare `iid`.
+    This check is for drafters that provide "iid".
     """
     before = self._at(self.sibling)
     differ = np.abs(self.laws - self.laws[before]).max(1) * (before >= 0)
     if differ.max() > SAME:
       i = differ.argmax()
       raise AssertionError(
-          f"{name} declares `iid = True`, and the row of q of node "
+          f"{name} provides `iid`, and the row of q of node "
           f"{self.node[i]} in row {self.row[i]} differs from its sibling's by "
           f"{differ[i]:.3g}")
 
   def check_contexts(self, name, alike):
     """Raises an error if q differs after equal sequences of tokens.
 
-    This check is for drafters that declare `autoregressive`. If `alike` is
+    This check is for drafters that provide "autoregressive". If `alike` is
     True, nodes of rows with the same temperature are compared. If it is False,
     only nodes of the same row are compared.
     """
@@ -116,7 +116,7 @@ class Nodes:
     if differ.max() > SAME:
       i = order[differ.argmax()]
       raise AssertionError(
-          f"{name} declares `autoregressive = True`, and its q after the same "
+          f"{name} provides `autoregressive`, and its q after the same "
           f"text differs by {differ.max():.3g} in row {self.row[i]}, round "
           f"{self.round[i]}, node {self.node[i]}")
 

@@ -26,9 +26,7 @@ class _Drafter(sj.interfaces.Drafter):
   num_nodes: Any = _GAMMA + 1
   init_state: Any = None
   spoil_commit: Any = None
-  chain: Any = True
-  deterministic: Any = False
-  full: Any = False
+  provides: Any = ("chain",)
 
   def init(self, params, prompt, prefill_output):
     rows = prompt.lengths
@@ -128,8 +126,9 @@ def _wider(draft):
     (_Drafter(lambda d: d.tokens), "the draft of the drafter.*specjax.Draft"),
     (_Drafter(num_nodes=2.0), "_Drafter.num_nodes is 2.0"),
     (_Drafter(num_nodes=0), "_Drafter.num_nodes is 0"),
-    (_Drafter(chain="yes"), "_Drafter.chain is 'yes'.*True or False"),
-    (_Drafter(chain=False), "_Rule is exact only with.*chain.*_Drafter"),
+    (_Drafter(provides="chain"), "_Drafter.provides is 'chain'.*tuple"),
+    (_Drafter(provides=("chian",)), "_Drafter.provides is .'chian'.*among"),
+    (_Drafter(provides=()), "_Rule is exact only with.*chain.*_Drafter"),
     (_Drafter(init_state=0.0), "first state of the drafter _Drafter.*2 rows"),
     (_Drafter(spoil_commit=lambda x: x.astype(jnp.float32)),
      "_Drafter.commit returned has float32.*int32"),
@@ -192,11 +191,12 @@ def test_slips_of_a_model(spoil, words):
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(2))), _Rule(),
      "parents of the drafter _Drafter are no tree in row 1"),
     (_Drafter(lambda d: d.replace(parents=d.parents.at[1, 2].set(0))), _Rule(),
-     "_Drafter declares `chain = True`.*row 1"),
-    (_Drafter(deterministic=True), _Rule(),
-     "_Drafter declares `deterministic = True`.*row 0"),
-    (_Drafter(lambda d: d.replace(probs=d.probs.at[1, 2].set(0)), full=True),
-     _Rule(), "_Drafter declares `full = True`.*row 1"),
+     "_Drafter provides `chain`.*row 1"),
+    (_Drafter(provides=("chain", "deterministic")), _Rule(),
+     "_Drafter provides `deterministic`.*row 0"),
+    (_Drafter(lambda d: d.replace(probs=d.probs.at[1, 2].set(0)),
+              provides=("chain", "full")),
+     _Rule(), "_Drafter provides `full`.*row 1"),
     (_Drafter(), _Rule(lambda x: x.replace(stop=0.9 * x.stop)),
      "stop of the verifier _Rule is no law"),
     (_Drafter(), _Rule(lambda x: x.replace(next_token=0.9 * x.next_token)),

@@ -243,7 +243,7 @@ def test_refusals():
   walk, block = sj.verifiers.TargetWalk(), sj.verifiers.Block()
   for call, words in (
       (lambda: make(lm, sj.verifiers.GreedyBlock()), "GreedyBlock has a state"),
-      (lambda: make(tree, walk), "does not declare `rests`"),
+      (lambda: make(tree, walk), "does not provide `rests`"),
       (lambda: make(medusa, walk), r"lengths=\(0, 3\)"),
       (lambda: make(lm, block, lengths=(1, 2, 3, 4)), "increase from 0"),
       (lambda: make(lm, block, lengths=(0, 4)), "each of the 2 lengths"),

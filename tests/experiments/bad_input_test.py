@@ -180,7 +180,7 @@ def test_parameters_that_are_not_the_model_s():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Blockwise(testing.OracleDrafter):
-  autoregressive = False
+  provides = ("chain", "iid", "conditional", "deterministic")
 
 
 @pytest.mark.parametrize("place", ["verifier", "observers"])

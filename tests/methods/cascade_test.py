@@ -40,7 +40,8 @@ class _Sometimes(sj.interfaces.Drafter):
 
   vocab_size: int
   num_nodes = 3
-  chain = iid = conditional = True  # it takes keys and does not use them
+  provides = ("chain", "iid", "conditional")
+  # It takes keys and does not use them.
 
   def propose(self, params, keys, state):
     root = rounds.roots(state)
@@ -276,7 +277,7 @@ def test_what_does_not_go_together_is_refused(make, message):
     (Fallback(first=Empty(), second=sj.drafters.NetworkDrafter(
         network=sj.drafters.LanguageModel(model=_MARKOV),
         shape=sj.drafters.Tree(parents=(-1, 0)))), (None, 1),
-     "LanguageModel with Tree has a state and does not declare `follow"),
+     "LanguageModel with Tree has a state and does not provide `follow"),
     (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
     (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
 ], ids=["state", "tuple", "mapping"])

@@ -31,7 +31,7 @@ class _Tree(sj.interfaces.Drafter):
   parents = (-1, 0, 0, 1, 1, 2, 2)
   num_nodes = 7
   num_uniforms = 12
-  conditional = True
+  provides = ("conditional",)
 
   def bind(self, target, transform):
     return dataclasses.replace(self, transform=transform)

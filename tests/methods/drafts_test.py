@@ -34,7 +34,7 @@ class Chain(sj.interfaces.Drafter):
 
   gamma: int = _GAMMA
   transform: Any = None
-  chain = iid = conditional = True
+  provides = ("chain", "iid", "conditional")
 
   @property
   def num_uniforms(self):
@@ -368,14 +368,14 @@ class _DependsOnTheBatch(Chain):
 class _SaysAutoregressive(Chain):
   """q depends on where the draft began, and it says that it does not."""
 
-  autoregressive = True
+  provides = (*Chain.provides, "autoregressive")
 
   def logits(self, logits, i, state):
     return logits * (1 + 0.2 * i)
 
 
 class _SaysCertain(Chain):
-  deterministic = True
+  provides = (*Chain.provides, "deterministic")
 
 
 WRONG_Q = "are not samples of the rows of q"
@@ -401,8 +401,8 @@ _PLANTED = {
     _CallsShareUniforms: f"{WRONG_Q}.*(call|rows) before",
     _TokensShareUniforms: f"{WRONG_Q}.*its parent",
     _DependsOnTheBatch: "depends on its place or on the other rows",
-    _SaysAutoregressive: "declares `autoregressive = True`",
-    _SaysCertain: "declares `deterministic = True`",
+    _SaysAutoregressive: "provides `autoregressive`",
+    _SaysCertain: "provides `deterministic`",
 }
 
 

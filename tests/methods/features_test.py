@@ -228,7 +228,7 @@ def test_layers_do_not_draft_inside_of_others(make):
                                    _heads(drafter).init(jax.random.key(0), {
                                        "embedding": jnp.zeros((VOCAB, 16))})))
   own = {"target": params[0], "drafter": params[1]}
-  with pytest.raises(ValueError, match="does not declare `follow"):
+  with pytest.raises(ValueError, match="does not provide `follow"):
     jax.eval_shape(lambda params: decoder.prefill(
         params, [[1, 2]], jax.random.key(0), limits=9),
                    {"target": params[0], "drafter": own})

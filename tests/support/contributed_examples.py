@@ -21,7 +21,7 @@ class Repeat(sj.interfaces.Drafter):
 
   vocab_size: int
   num_nodes = 2
-  chain = iid = conditional = autoregressive = True
+  provides = ("chain", "iid", "conditional", "autoregressive")
 
   def propose(self, params, keys, state):
     at = jnp.maximum(state.lengths[:, None] - jnp.array([2, 1]), 0)

@@ -63,7 +63,7 @@ class Reference(sj.interfaces.Drafter):
   gamma: int
   vocab_size: int
   num_uniforms = 0
-  chain = iid = conditional = autoregressive = True
+  provides = ("chain", "iid", "conditional", "autoregressive")
 
   def init(self, params, prompt, prefill_output):
     return None
@@ -88,7 +88,7 @@ class Stage(sj.interfaces.Drafter):
 
   inner: sj.Decoder
   gamma: int
-  chain = iid = conditional = autoregressive = True
+  provides = ("chain", "iid", "conditional", "autoregressive")
 
   def init(self, params, prompt, prefill_output):
     keys = jax.random.split(jax.random.key(0), prompt.lengths.shape[0])

@@ -66,11 +66,7 @@ class Noise(sj.interfaces.Drafter):
   gamma: int
   vocab_size: int | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  autoregressive = True
-  proposal = "iid"
+  provides = ("chain", "iid", "conditional", "autoregressive")
 
   @property
   def num_uniforms(self) -> int:

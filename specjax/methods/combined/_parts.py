@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import interfaces
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _following
@@ -29,13 +28,11 @@ class Parts(Drafter):
   missing if no part has parameters. The state is a tuple of the parts' states.
   """
 
-  # Not autoregressive: another part may draft a token if the draft begins at
-  # another position.
-  rests = follows = True
-
   @property
-  def conditional(self) -> bool:
-    return self.all_are("conditional")
+  def provides(self) -> tuple[str, ...]:
+    # Not autoregressive: another part may draft a token if the draft begins at
+    # another position.
+    return "rests", "follows", *self.shared("conditional")
 
   @property
   def num_uniforms(self) -> int | None:
@@ -46,10 +43,10 @@ class Parts(Drafter):
   def context_length(self) -> float:
     return min(part.context_length for part in self.parts)
 
-  def all_are(self, capability: str) -> bool:
-    """Returns True if every part declares this capability."""
-    return all(capability in interfaces.capabilities(part)
-               for part in self.parts)
+  def shared(self, *names: str) -> tuple[str, ...]:
+    """Returns the names of capabilities that every part provides."""
+    return tuple(name for name in names if all(
+        name in part.provides for part in self.parts))
 
   def bound(self, target: Model, transform: LogitsTransform
             ) -> tuple[Drafter, ...]:

@@ -69,7 +69,7 @@ class Cascade(Drafter):
 
   Attributes:
     model: draft model over the target's vocabulary.
-    drafter: drafter of the small model. If it has a state, it must declare
+    drafter: drafter of the small model. If it has a state, it must provide
       "follows", see `interfaces.CAPABILITIES`.
     gamma: draft length, at least 1.
     verifier: lossless rule by which the small model verifies its drafter.
@@ -87,13 +87,6 @@ class Cascade(Drafter):
   tail: bool = False
   transform: LogitsTransform | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  # `propose` compares the tokens in the small model's cache with the committed
-  # tokens.
-  rests = follows = True
-
   def __post_init__(self):
     fields.check_at_least("gamma", self.gamma, 1)
     interfaces.check_verifier(self.verifier)
@@ -104,8 +97,12 @@ class Cascade(Drafter):
           "rule")
 
   @property
-  def autoregressive(self) -> bool:
-    return not self.tail
+  def provides(self) -> tuple[str, ...]:
+    # `propose` compares the tokens in the small model's cache with the
+    # committed tokens, so it follows any sequence.
+    return interfaces.provided(
+        chain=True, iid=True, conditional=True, autoregressive=not self.tail,
+        rests=True, follows=True)
 
   @property
   def num_nodes(self) -> int:
@@ -131,7 +128,7 @@ class Cascade(Drafter):
   def bind(self, target: Model, transform: LogitsTransform) -> "Cascade":
     reader = next((
         part for part in interfaces.contained(self.drafter)
-        if isinstance(part, Drafter) and part.reads_cache), None)
+        if isinstance(part, Drafter) and "reads_cache" in part.provides), None)
     if reader is not None:
       part = "" if reader is self.drafter else (
           f" with a {type(reader).__name__} in it")

@@ -37,7 +37,7 @@ class Fallback(_parts.Parts):
   This is exact, because the existence of a first draft does not depend on its
   sampled tokens. If all rows of a round have a first draft, the second drafter
   does not run, and reads the missing tokens later. So a drafter with a state
-  must declare "follows", see `interfaces.CAPABILITIES`. `params["drafter"]` is
+  must provide "follows", see `interfaces.CAPABILITIES`. `params["drafter"]` is
   a pair of the drafters' parameters.
 
   Attributes:
@@ -62,16 +62,11 @@ class Fallback(_parts.Parts):
     return self.first, self.second
 
   @property
-  def chain(self) -> bool:
-    return self.all_are("chain")
-
-  @property
-  def iid(self) -> bool:
-    return self.all_are("iid")
-
-  @property
-  def deterministic(self) -> bool:
-    return self.all_are("deterministic")
+  def provides(self) -> tuple[str, ...]:
+    # `lacking` needs neither uniforms nor a pass of a model.
+    tells = self._draws_nothing_first and not interfaces.has_model(self.first)
+    return (*super().provides, *interfaces.provided(tells=tells),
+            *self.shared("chain", "iid", "deterministic"))
 
   @property
   def num_nodes(self) -> int:
@@ -83,11 +78,6 @@ class Fallback(_parts.Parts):
       return None
     return dataclasses.replace(self, first=first, second=second,
                                min_tokens=min(self.min_tokens, gamma))
-
-  @property
-  def tells(self) -> bool:
-    """True if `lacking` needs neither uniforms nor a pass of a model."""
-    return self._draws_nothing_first and not interfaces.has_model(self.first)
 
   @property
   def _draws_nothing_first(self) -> bool:

@@ -47,7 +47,7 @@ class Merge(_parts.Parts):
   `params["drafter"]` is a tuple of the drafters' parameters.
 
   Attributes:
-    drafters: two or more drafters. A drafter with a state must declare
+    drafters: two or more drafters. A drafter with a state must provide
       "follows", see `interfaces.CAPABILITIES`. Stop rules must not store
       anything between rounds.
   """

@@ -179,7 +179,7 @@ def early_stopping(model: Model, gamma: int,
   >>> from specjax import testing
   >>> rule = stop_rules.Confidence(threshold=0.4)
   >>> drafter, _ = early_stopping(testing.MarkovModel(7), gamma=4, stop=rule)
-  >>> drafter.stop.threshold, drafter.autoregressive
+  >>> drafter.stop.threshold, "autoregressive" in drafter.provides
   (0.4, False)
 
   Args:
@@ -218,7 +218,7 @@ def specinfer(model: Model, parents: Sequence[int]) -> Strategy:
 
   >>> from specjax import testing, trees
   >>> drafter, _ = specinfer(testing.MarkovModel(7), trees.full_tree((2, 1)))
-  >>> drafter.num_nodes, drafter.iid
+  >>> drafter.num_nodes, "iid" in drafter.provides
   (5, True)
 
   Args:

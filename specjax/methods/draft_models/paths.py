@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
@@ -59,8 +60,6 @@ class Paths(Drafter):
   length: int
   transform: LogitsTransform | None = None
 
-  conditional = True
-
   def __post_init__(self):
     object.__setattr__(self, "models", tuple(self.models))
     if not 1 <= len(self.models) <= self.num_paths:
@@ -71,22 +70,15 @@ class Paths(Drafter):
       raise ValueError(f"length is {self.length}; it must be at least 1")
 
   @property
-  def chain(self) -> bool:
-    return self.num_paths == 1
-
-  @property
-  def iid(self) -> bool:
+  def _is_iid(self) -> bool:
     return len(self.models) == 1
 
   @property
-  def autoregressive(self) -> bool:
-    # An autoregressive drafter's q depends on the context alone. With several
-    # models, q of a token also depends on the model of its path.
-    return self.iid
-
-  @property
-  def proposal(self) -> str:
-    return "iid" if self.iid else "independent"
+  def provides(self) -> tuple[str, ...]:
+    # With several models, q of a token also depends on the model of its path.
+    return interfaces.provided(
+        chain=self.num_paths == 1, iid=self._is_iid, conditional=True,
+        autoregressive=self._is_iid)
 
   @property
   def num_nodes(self) -> int:
@@ -133,7 +125,7 @@ class Paths(Drafter):
       # With several models, the accepted path may come from another model. Then
       # this cache lacks the path and the next token: up to `length` + 1 tokens.
       logits, _, cache = _common.read_last(
-          model, own, state, cache, size=2 if self.iid else self.length + 1,
+          model, own, state, cache, size=2 if self._is_iid else self.length + 1,
           more=len(paths) * (self.length - 1))
       count = UNIFORMS_A_DRAW * (len(bundle) - 1)
       step, carry, logits = constraints_lib.steered(
@@ -146,7 +138,7 @@ class Paths(Drafter):
       shape = (batch, self.length, len(paths))
       tokens.append(drawn.reshape(shape))
       probs.append(law.reshape(*shape, -1))
-      caches.append(cache if self.iid else cache.settle())
+      caches.append(cache if self._is_iid else cache.settle())
       order += paths
     order = np.argsort(order)
     tokens = jnp.concatenate(tokens, axis=2)[:, :, order]
@@ -167,7 +159,7 @@ class Paths(Drafter):
     models do not change; `propose` reads the last committed tokens again.
     """
     del params, draft, target_output
-    if not self.iid:
+    if not self._is_iid:
       return drafter
     size = self.num_paths * (self.length - 1)
     slots = jnp.arange(-1, self.num_nodes - 1, dtype=jnp.int32)

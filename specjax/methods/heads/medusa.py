@@ -392,8 +392,8 @@ def sampled_medusa(heads: networks.HiddenStateHeads, parents: Sequence[int],
 
   >>> from specjax import methods
   >>> own = methods.MedusaHeads(width=8, vocab_size=7, heads=2)
-  >>> sampled_medusa(own, (-1, 0, 1), "iid", verifiers.Block()).drafter.chain
-  True
+  >>> sampled_medusa(own, (-1, 0, 1), "iid", verifiers.Block()).verifier
+  Block()
 
   Args:
     heads: heads of the target, `MedusaHeads` or `BlockwiseHeads`.

@@ -310,12 +310,9 @@ class PaSS(Drafter):
   target: Transformer | None = None
   target_transform: LogitsTransform | None = None
 
-  chain = True  # look-ahead nodes are padding for the verifier
-  iid = True
-  conditional = True
-  # False because a token's distribution also depends on the distance from the
-  # start of the draft, not only on the tokens before.
-  autoregressive = False
+  # Look-ahead nodes are padding for the verifier. Not autoregressive: a token's
+  # distribution also depends on the distance from the start of the draft.
+  provides = ("chain", "iid", "conditional")
 
   def __post_init__(self):
     if self.count is None:

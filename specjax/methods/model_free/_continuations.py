@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import interfaces
 from specjax.data.datastores import Datastore
 from specjax.decoding import rounds
 from specjax.interfaces import Model
@@ -79,11 +80,6 @@ class CountDrafter(_common.ModelFree):
   transform: LogitsTransform | None = None
   vocab_size: int | None = None
 
-  conditional = True
-  # All tokens of a draft use the matches of the tokens before the draft. So the
-  # distribution of a token depends on the position where its draft began.
-  autoregressive = False
-
   def __post_init__(self):
     fields.check_fields(self, "gamma", "max_matches")
     if self.max_matches > _MOST_MATCHES:
@@ -106,19 +102,21 @@ class CountDrafter(_common.ModelFree):
                        "tree")
 
   @property
-  def chain(self) -> bool:
+  def _is_chain(self) -> bool:
     return self.parents is None or self._most_children < 2
 
-  iid = chain
+  @property
+  def provides(self) -> tuple[str, ...]:
+    # Not autoregressive: all tokens of a draft use the matches of the tokens
+    # before the draft.
+    return interfaces.provided(
+        chain=self._is_chain, iid=self._is_chain, conditional=True,
+        deterministic=self.proposal == "deterministic")
 
   @property
   def _most_children(self) -> int:
     return int(np.bincount(np.array(self.parents[1:], np.int64),
                            minlength=1).max())
-
-  @property
-  def deterministic(self) -> bool:
-    return self.proposal == "deterministic"
 
   @property
   def num_nodes(self) -> int:

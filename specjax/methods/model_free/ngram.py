@@ -54,14 +54,9 @@ class _Lookup(_common.ModelFree):
   prefer: str = "latest"
   vocab_size: int | None = None
 
-  chain = True
-  iid = True
-  conditional = True
-  deterministic = True
-  # All tokens of a draft follow one match of the tokens before the draft. If
-  # the draft began later, another match could be chosen. So the draft
-  # distribution of a token does not depend on the sequence alone.
-  autoregressive = False
+  # Not autoregressive: all tokens of a draft follow one match of the tokens
+  # before the draft. If the draft began later, another match could be chosen.
+  provides = ("chain", "iid", "conditional", "deterministic")
   num_uniforms = 0
 
   def __post_init__(self):

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import interfaces
 from specjax import verifiers
 from specjax.decoding import rounds
 from specjax.interfaces import Model
@@ -94,12 +95,6 @@ class Recycling(_common.ModelFree):
   from_prompt: bool = True
   vocab_size: int | None = None
 
-  conditional = True
-  deterministic = True
-  # The table of successors also depends on rejected drafts. So the draft
-  # distribution of a token does not depend on the sequence alone.
-  autoregressive = False
-  rests = follows = True
   num_uniforms = 0
 
   def __post_init__(self):
@@ -119,14 +114,15 @@ class Recycling(_common.ModelFree):
     return max(max(level.counts) for level in _trees.levels(self.parents))
 
   @property
-  def chain(self) -> bool:
-    return self.num_successors == 1
-
-  @property
-  def iid(self) -> bool:
+  def provides(self) -> tuple[str, ...]:
     # "iid" requires that siblings are sampled independently. Siblings in a tree
     # are distinct tokens, so only a chain, which has no siblings, satisfies it.
-    return self.chain
+    # Not autoregressive: the table of successors also depends on rejected
+    # drafts.
+    is_chain = self.num_successors == 1
+    return interfaces.provided(
+        chain=is_chain, iid=is_chain, conditional=True, deterministic=True,
+        rests=True, follows=True)
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Recycling":
     """Returns the drafter with the target's vocabulary size.

@@ -89,10 +89,8 @@ class Retrieval(_continuations.CountDrafter):
                        "tree")
 
   @property
-  def chain(self) -> bool:
-    return self.nodes is None and super().chain
-
-  iid = chain
+  def _is_chain(self) -> bool:
+    return self.nodes is None and super()._is_chain
 
   @property
   def num_nodes(self) -> int:

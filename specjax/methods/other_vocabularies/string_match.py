@@ -82,14 +82,9 @@ class StringMatch(reading_lib.Reader):
   lookback: int = 10
   expansion: int = 2
 
-  chain = True
-  iid = True
-  conditional = True
-  deterministic = True
-  # The target's tokenizer may split the same string differently if the draft
-  # begins at another position. So the draft distribution of a token does not
-  # depend on the sequence alone.
-  autoregressive = False
+  # Not autoregressive: the target's tokenizer may split the same string
+  # differently if the draft begins at another position.
+  provides = ("chain", "iid", "conditional", "deterministic")
   num_uniforms = 0
 
   def __post_init__(self):

@@ -91,8 +91,8 @@ class TokenIntersection(_common.DrawnChain, reading_lib.Reader):
   transform: LogitsTransform | None = None
   expansion: int = 2
 
-  autoregressive = True
-  rests = follows = True
+  provides = (*_common.DrawnChain.provides, "autoregressive", "rests",
+              "follows")
 
   def __post_init__(self):
     fields.check_fields(self, "gamma", "expansion")

@@ -65,13 +65,11 @@ class Hierarchy(Cascade):
   view: CacheView
   model: Model | None = None
 
-  reads_cache = True
-
   @property
-  def autoregressive(self) -> bool:
+  def provides(self) -> tuple[str, ...]:
     # The middle model reads a part of the cache that is selected where a draft
     # begins. So its draft distribution does not depend on the sequence alone.
-    return False
+    return "reads_cache", *({*super().provides} - {"autoregressive"})
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Hierarchy":
     """Returns the drafter with the target as its middle model.

@@ -116,8 +116,6 @@ class Swift(_common.DrawnChain):
   model: Transformer | None = None
   law: LogitsTransform | None = None
 
-  autoregressive = False
-
   def __post_init__(self):
     fields.check_fields(self, "gamma", "count")
     fields.check_at_least("window", self.window, self.gamma)
@@ -313,7 +311,7 @@ def swift(gamma: int, count: int, window: int = 48, tries: int = 64,
   of the paper are not implemented. The strategy measures acceptance but saves
   no time, because skipped attentions and MLPs are computed and multiplied by 0.
 
-  >>> swift(gamma=4, count=2).drafter.autoregressive
+  >>> "autoregressive" in swift(gamma=4, count=2).drafter.provides
   False
 
   Args:
