@@ -1,7 +1,7 @@
 """Published methods by name, each a drafter with its verifier.
 
 A `Decoder` also accepts other pairs. It raises an error if the verifier
-requires a property that the drafter does not declare.
+requires a property that the drafter does not provide.
 
 >>> import jax
 >>> from specjax import testing

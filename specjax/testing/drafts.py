@@ -208,7 +208,7 @@ def check_drafts(name: str, declared: Collection[str],
 
   Returns:
     The largest deviation of a sum. None if there are no draft tokens, or if the
-    drafter does not declare the capability "conditional".
+    drafter does not provide "conditional".
 
   Raises:
     AssertionError: see `assert_drafter_exact`.

@@ -100,9 +100,10 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
       assert controller.first == seconds
       assert controller.seconds == (1.0, 2.0, 5.0, 6.0)
   # One with a model would draft twice to tell, which no time says.
-  assert "tells" not in sj.drafters.Fallback(first=sj.drafters.NetworkDrafter(
+  tree = sj.drafters.NetworkDrafter(
       network=sj.drafters.LanguageModel(model=model),
-      shape=sj.drafters.Best(depth=3, top_k=2, num_nodes=7)), second=lm).provides
+      shape=sj.drafters.Best(depth=3, top_k=2, num_nodes=7))
+  assert "tells" not in sj.drafters.Fallback(first=tree, second=lm).provides
 
 
 def test_what_is_timed():

@@ -67,7 +67,6 @@ class Parallel(Network):
   target: Transformer | None = None
 
   reads_rounds = True
-  has_loop = False
 
   @property
   def vocab_size(self) -> int:
@@ -124,32 +123,34 @@ class Parallel(Network):
     root = roots[:, None]
     markov = () if self.is_product else _coupling.first_state(
         heads.markov, own["markov"], root.shape)
-    return self.extend(params, root, (hidden, logits, markov))
+    return self.extend(
+        params, root, (hidden, logits, markov, jnp.zeros((), jnp.int32)))
 
   def extend(self, params: Params, token: jax.Array, carry: Any
              ) -> tuple[stop_rules.Forecast, Any]:
+    hidden, _, _, level = carry
     evidence = self.heads.evidence(
-        params["drafter"], carry[0][:, 0], token[:, 0])
+        params["drafter"], _slot(hidden, level), token)
     logits, carry = self.step(
         params, token, None, None, jnp.zeros_like(token), carry)
-    return (logits[:, 0], evidence), carry
+    return (logits[:, 0], evidence[:, 0]), carry
 
   def step(self, params: Params, tokens: jax.Array, depths: Any,
            ancestors: Any, above: jax.Array, carry: Any
            ) -> tuple[jax.Array, Any]:
-    # The carry contains the hidden states and the logits of the slots that are
-    # not used yet, and the states of the Markov head at the nodes of a level.
-    hidden, slots, markov = carry
-    heads, logits = self.heads, slots[:, :1]
+    # The carry contains the hidden states and the logits of all slots, the
+    # states of the Markov head at the nodes of a level, and the level's number.
+    hidden, slots, markov, level = carry
+    heads, logits = self.heads, _slot(slots, level)
     if not self.is_product:
       markov = jax.tree.map(
           lambda x: jnp.take_along_axis(x, above[..., None], axis=1), markov)
-      slot = jnp.broadcast_to(
-          hidden[:, :1], (*tokens.shape, hidden.shape[-1]))
+      own = jnp.broadcast_to(
+          _slot(hidden, level), (*tokens.shape, hidden.shape[-1]))
       bias, markov = _coupling.step(
-          heads.markov, params["drafter"]["markov"], markov, slot, tokens)
+          heads.markov, params["drafter"]["markov"], markov, own, tokens)
       logits = logits + bias
-    return heads.whole(logits), (hidden[:, 1:], slots[:, 1:], markov)
+    return heads.whole(logits), (hidden, slots, markov, level + 1)
 
   def commit(self, params: Params, memory: Cache, draft: Draft,
              slots: jax.Array | None, shape: Shape, verdict: Verdict,
@@ -165,6 +166,11 @@ class Parallel(Network):
     check_divisible("kv_heads of the block-parallel network",
                     self.heads.kv_heads, size, axis)
     return PartitionSpec()
+
+
+def _slot(x, level):
+  """Returns the slot `[B, 1, ...]` of `x [B, K, ...]` for a level."""
+  return jax.lax.dynamic_index_in_dim(x, level, axis=1)
 
 
 def parallel(heads: ParallelHeads, gamma: int | None = None,

@@ -77,7 +77,6 @@ class HiddenStateNetwork(Network):
   """
 
   reads_rounds = True
-  has_loop = False
 
   @property
   def vocab_size(self) -> int:

@@ -154,6 +154,8 @@ class Hydra(_forecasts.HiddenStateNetwork):
 
   heads: HydraHeads
 
+  has_loop = False
+
   def begin(self, params: Params, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, jax.Array]:
     return self.extend(params, rounds.roots(state)[:, None],

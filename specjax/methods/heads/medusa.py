@@ -195,13 +195,13 @@ class Medusa(_forecasts.HiddenStateNetwork):
     hidden = state.drafter.values
     used = jax.tree.map(lambda x: x[:shape.depth], params["drafter"])
     logits = self.heads(used, hidden, networks.lm_head(params["target"]))
-    return self.extend(params, None, (logits, hidden))
+    return self.extend(params, None, (logits, hidden, jnp.zeros((), jnp.int32)))
 
   def extend(self, params: Params, token: Any, carry: Any
              ) -> tuple[Forecast, Any]:
-    # The carry contains the logits of the heads that are not used yet.
-    logits, hidden = carry
-    return (logits[:, 0], hidden), (logits[:, 1:], hidden)
+    logits, hidden, level = carry
+    own = jax.lax.dynamic_index_in_dim(logits, level, axis=1, keepdims=False)
+    return (own, hidden), (logits, hidden, level + 1)
 
   def step(self, params: Params, tokens: Any, depths: Any, ancestors: Any,
            above: Any, carry: Any) -> tuple[jax.Array, Any]:
