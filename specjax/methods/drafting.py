@@ -67,9 +67,14 @@ class Network:
   def draft_size(self) -> int:
     return self.vocab_size
 
-  def check(self, target: Model) -> None:
-    """Raises `ValueError` if the network does not fit the target."""
+  def bind(self, target: Model) -> "Network":
+    """Returns the network specialised to a target.
+
+    Raises:
+      ValueError: the network does not fit the target.
+    """
     _common.check_vocabulary(self, target)
+    return self
 
   def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
            ) -> Any:
@@ -249,12 +254,12 @@ class NetworkDrafter(Drafter):
         self, shape=dataclasses.replace(self.shape, gamma=gamma))
 
   def bind(self, target: Model, transform: LogitsTransform) -> "NetworkDrafter":
-    self.network.check(target)
-    _common.check_children(self.network, self.shape.siblings)
-    _common.check_depth(self.shape.depth, self.network.deepest)
-    rounds.check_slack(self.network, self.shape.depth + 2)
+    network = self.network.bind(target)
+    _common.check_children(network, self.shape.siblings)
+    _common.check_depth(self.shape.depth, network.deepest)
+    rounds.check_slack(network, self.shape.depth + 2)
     return dataclasses.replace(
-        self, shape=self.shape.under(transform),
+        self, network=network, shape=self.shape.under(transform),
         transform=(self.transform or transform).under(transform))
 
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:

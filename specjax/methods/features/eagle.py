@@ -113,12 +113,13 @@ class FeatureLayer(Network):
   def context_length(self) -> float:
     return self.heads.context_length
 
-  def check(self, target: Model) -> None:
+  def bind(self, target: Model) -> "FeatureLayer":
     if self.heads.modules > 1:
       raise ValueError(
           f"the heads have {self.heads.modules} modules; this drafter uses one "
           "module: use drafters.MTP or drafters.MTPTree")
     self.heads.check_target(target)
+    return self
 
   def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
            ) -> FeatureState:

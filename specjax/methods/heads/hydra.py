@@ -174,8 +174,9 @@ class Hydra(Network):
   def deepest(self) -> int:
     return self.heads.heads
 
-  def check(self, target: Model) -> None:
+  def bind(self, target: Model) -> "Hydra":
     check_fits(self.heads, target)
+    return self
 
   def init(self, params: Params, prompt: Prompt, output: ModelOutput
            ) -> _forecasts.Forecast:
