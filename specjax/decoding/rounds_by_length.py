@@ -409,7 +409,7 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
   if one.drafter.shares_pass:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify only "
-        f"a part of a draft; use {name}(shares_pass=False)")
+        "a part of a draft; give the network shares_pass=False")
   if controller.first and not one.drafter.tells:
     raise ValueError(
         "the controller has `first`, the seconds of rounds with only a first "

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.decoding import rounds
+from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -49,6 +50,8 @@ class Network:
       the position where the draft began.
     reads_rounds: True if `commit` reads the tokens of every round. If False,
       `begin` reads them, and `catch_up` after rounds without drafts.
+    stateless: True if the memory is None between rounds.
+    shares_pass: see `Drafter.shares_pass`. If True, it is a field.
     always_drafts: True if no draft is padding.
     has_loop: True if `extend` is the same function for all tokens of a chain.
     deepest: largest depth of a draft.
@@ -59,6 +62,8 @@ class Network:
   slack: float = math.inf
   context_only = False
   reads_rounds = False
+  stateless = False
+  shares_pass = False
   always_drafts = False
   has_loop = True
   deepest: float = math.inf
@@ -123,11 +128,19 @@ class Network:
     """Returns the memory after a round, see `Drafter.commit`."""
     raise NotImplementedError
 
+  def target_pass(self, target: Model, params: chex.ArrayTree, memory: Any,
+                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                  cache: Cache) -> ModelOutput:
+    """Runs the target over the draft, see `Drafter.target_pass`."""
+    del memory
+    return target(params["target"], draft.tokens, depths, ancestors, cache)
+
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
     """Returns the memory after reading tokens of draft-free rounds.
 
-    The default is for networks with `reads_rounds`. See `Drafter.catch_up`.
+    The default is for networks that have nothing to read, because they are
+    stateless or have `reads_rounds`. See `Drafter.catch_up`.
     """
     del params, since
     return state.drafter
@@ -235,17 +248,29 @@ class NetworkDrafter(Drafter):
     return self.network.slack
 
   @property
+  def shares_pass(self) -> bool:
+    return self.network.shares_pass
+
+  @property
   def catches_up(self) -> bool:
-    return self.network.reads_rounds or isinstance(
-        self.shape, draft_shapes.Chain)
+    network = self.network
+    return network.stateless or network.reads_rounds or (
+        type(network).catch_up is not Network.catch_up
+        and isinstance(self.shape, draft_shapes.Chain))
 
   @property
   def can_follow(self) -> bool:
-    return not self.network.reads_rounds and isinstance(
-        self.shape, draft_shapes.Chain)
+    return self.network.stateless or (
+        self.catches_up and not self.network.reads_rounds)
 
   def follow(self) -> Drafter:
-    return _following.Following(drafter=self) if self.can_follow else self
+    drafter = self
+    if self.shares_pass:
+      drafter = dataclasses.replace(self, network=dataclasses.replace(
+          self.network, shares_pass=False))
+    if self.network.stateless or not self.can_follow:
+      return drafter
+    return _following.Following(drafter=drafter)
 
   def with_gamma(self, gamma: int) -> "NetworkDrafter | None":
     if not isinstance(self.shape, draft_shapes.Chain):
@@ -264,7 +289,7 @@ class NetworkDrafter(Drafter):
 
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
     """Returns the parameters without those of the stop rule, and these."""
-    own, rule = stop_rules.split_params(self.stop, params["drafter"])
+    own, rule = stop_rules.split_params(self.stop, params.get("drafter"))
     return {**params, "drafter": own}, rule
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
@@ -313,6 +338,12 @@ class NetworkDrafter(Drafter):
     return drafter.replace(
         memory=memory, rule=self.stop and stop_rules.update(
             self.stop, drafter.rule, draft, verdict, count))
+
+  def target_pass(self, target: Model, params: chex.ArrayTree,
+                  drafter: NetworkState, draft: Draft, depths: jax.Array,
+                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
+    return self.network.target_pass(
+        target, params, drafter.memory, draft, depths, ancestors, cache)
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> NetworkState:
