@@ -1,8 +1,7 @@
 """All drafters by name, and the rules that stop a draft (`stop_rules`).
 
-A `NetworkDrafter` combines a network (`LanguageModel`, `FeatureLayer`,
-`Medusa`, `Hydra`, `Parallel`) with the shape of a draft (`Chain`, `Tree`,
-`Best`, `Sampled`).
+A `NetworkDrafter` combines a network (such as `LanguageModel`, `FeatureLayer`
+or `EarlyExit`) with the shape of a draft (`Chain`, `Tree`, `Best`, `Sampled`).
 
 Each family of `specjax.methods` lists its drafters in its `__init__.py`:
 

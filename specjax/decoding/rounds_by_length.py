@@ -387,7 +387,7 @@ def build(one: Round, controller: Controller) -> RoundsByLength:
   if "shares_pass" in one.drafter.provides:
     raise ValueError(
         f"{name} begins the verifying pass, and a controller may verify only "
-        f"a part of a draft; use {name}(shares_pass=False)")
+        "a part of a draft; give the network shares_pass=False")
   if controller.first and "tells" not in one.drafter.provides:
     raise ValueError(
         "the controller has `first`, the seconds of rounds with only a first "

@@ -1,8 +1,7 @@
 """Base classes and helpers for drafters.
 
-The base classes are for drafters without a model, for drafters with one draft
-model, and for drafters that sample chains. The functions build drafts and
-update the draft model's cache.
+The base classes are for drafters without a model and for drafters that sample
+chains. The functions build drafts and update the draft model's cache.
 """
 
 from collections.abc import Callable
@@ -53,31 +52,6 @@ class ModelFree(Drafter):
     if self.vocab_size is not None:
       check_target_size(self.vocab_size, target)
     return dataclasses.replace(self, vocab_size=target.vocab_size)
-
-
-class OneModel(Drafter):
-  """Base class of drafters with one draft model, the field `model`.
-
-  The draft model must have the same vocabulary as the target.
-  """
-
-  model: Model
-
-  @property
-  def context_length(self) -> int:
-    return self.model.context_length
-
-  def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Checks that the vocabulary sizes are equal, and returns the drafter.
-
-    Raises:
-      ValueError: the draft model and the target differ in vocabulary size.
-    """
-    check_vocabulary(self.model, target)
-    return super().bind(target, transform)
-
-  def param_specs(self, axis: str, size: int) -> Any:
-    return self.model.param_specs(axis, size)
 
 
 class DrawnChain(Drafter):

@@ -23,7 +23,6 @@ children of a node.
 """
 
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import chex
@@ -32,14 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
-from specjax.interfaces import Drafter
-from specjax.interfaces import Model
-from specjax.methods import _common
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import smallest_mass
 from specjax.trees import shapes
-from specjax.types import DecodeState
 
 
 class Level(NamedTuple):
@@ -92,74 +87,6 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
                        reach[np.ix_(nodes, fed)], above.astype(np.int32)))
     before = nodes
   return tuple(found)
-
-
-class FixedTree:
-  """Properties of a tree that has the same shape in every round.
-
-  Subclasses are frozen dataclasses with two fields: `parents`, the parent index
-  of each node in breadth-first order, and `proposal`, the sampling method of
-  children, a key of `DRAWS`.
-  """
-
-  def __post_init__(self):
-    object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
-    check_proposal(self.proposal)
-
-  @property
-  def chain(self) -> bool:
-    return self._most_children <= 1
-
-  @property
-  def iid(self) -> bool:
-    return self.chain or self.proposal == "iid"
-
-  @property
-  def deterministic(self) -> bool:
-    return self.proposal == "top_k"
-
-  @property
-  def num_nodes(self) -> int:
-    return len(self.parents)
-
-  @property
-  def depth(self) -> int:
-    return len(levels(self.parents))
-
-  @property
-  def _most_children(self) -> int:
-    return max((max(level.counts) for level in levels(self.parents)), default=0)
-
-
-class StaticTree(FixedTree, Drafter):
-  """Base class of drafters of a `FixedTree`.
-
-  Subclasses have a further field `transform`, the transform from logits to
-  draft probabilities. If it is None, `bind` uses the target's transform.
-  """
-
-  conditional = True
-
-  @property
-  def num_uniforms(self) -> int:
-    return sampling.UNIFORMS_A_DRAW * (self.num_nodes - 1)
-
-  def bind(self, target: Model, transform: LogitsTransform
-           ) -> Any:
-    """Returns a copy with the transform set by `_common.with_transform`.
-
-    Raises:
-      ValueError: siblings must be distinct tokens, but a node has more children
-        than the vocabulary has tokens.
-    """
-    if not self.iid:
-      _common.check_siblings(self._most_children, target)
-    return _common.with_transform(self, transform)
-
-  def draw(self, step, carry, logits, uniforms, state: DecodeState):
-    """Samples one tree per row with `grow`, at the temperature of the row."""
-    return grow(step, carry, logits, uniforms, self.parents, drawer(
-        self.proposal, self.transform, state.temperature))
 
 
 def fed_slots(parents: tuple[int, ...]) -> tuple[np.ndarray, int]:

@@ -22,6 +22,7 @@ from specjax.methods import _product_trees
 from specjax.methods import _trees
 from specjax.methods import stop_rules
 from specjax.sampling import LogitsTransform
+from specjax.trees import shapes
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.utils import fields
@@ -158,7 +159,7 @@ class Chain(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree(_trees.FixedTree, Shape):
+class Tree(Shape):
   """A sampled tree that is the same in every round.
 
   SpecInfer (Miao et al. 2023, arXiv:2305.09781), Sequoia (Chen et al. 2024,
@@ -179,6 +180,35 @@ class Tree(_trees.FixedTree, Shape):
 
   parents: tuple[int, ...]
   proposal: str = "without_replacement"
+
+  def __post_init__(self):
+    object.__setattr__(self, "parents", shapes.breadth_first(self.parents))
+    _trees.check_proposal(self.proposal)
+
+  @property
+  def chain(self) -> bool:
+    return self._most_children <= 1
+
+  @property
+  def iid(self) -> bool:
+    return self.chain or self.proposal == "iid"
+
+  @property
+  def deterministic(self) -> bool:
+    return self.proposal == "top_k"
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def depth(self) -> int:
+    return len(_trees.levels(self.parents))
+
+  @property
+  def _most_children(self) -> int:
+    return max((max(level.counts) for level in _trees.levels(self.parents)),
+               default=0)
 
   @property
   def fed(self) -> int:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from specjax import interfaces
 from specjax.decoding import rounds
+from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import _common
@@ -49,6 +50,8 @@ class Network:
       the position where the draft began.
     reads_rounds: True if `commit` reads the tokens of every round. If False,
       `begin` reads them, and `catch_up` after rounds without drafts.
+    stateless: True if the memory is None between rounds.
+    shares_pass: True if the drafter provides "shares_pass".
     always_drafts: True if no draft is padding.
     has_loop: True if `extend` is the same function for all tokens of a chain.
     is_product: True if no prediction depends on the drafted tokens. `step` then
@@ -63,6 +66,8 @@ class Network:
   slack: float = math.inf
   context_only = False
   reads_rounds = False
+  stateless = False
+  shares_pass = False
   always_drafts = False
   has_loop = True
   is_product = False
@@ -129,11 +134,19 @@ class Network:
     """Returns the memory after a round, see `Drafter.commit`."""
     raise NotImplementedError
 
+  def target_pass(self, target: Model, params: chex.ArrayTree, memory: Any,
+                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                  cache: Cache) -> ModelOutput:
+    """Runs the target over the draft, see `Drafter.target_pass`."""
+    del memory
+    return target(params["target"], draft.tokens, depths, ancestors, cache)
+
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> Any:
     """Returns the memory after reading tokens of draft-free rounds.
 
-    The default is for networks with `reads_rounds`. See `Drafter.catch_up`.
+    The default is for networks that have nothing to read, because they are
+    stateless or have `reads_rounds`. See `Drafter.catch_up`.
     """
     del params, since
     return state.drafter
@@ -190,6 +203,8 @@ class NetworkDrafter(Drafter):
   def provides(self) -> tuple[str, ...]:
     shape, network, stop = self.shape, self.network, self.shape.stop
     is_chain = isinstance(shape, draft_shapes.Chain)
+    reads_later = network.stateless or (
+        type(network).catch_up is not Network.catch_up and is_chain)
     return interfaces.provided(
         chain=shape.chain, iid=shape.iid, conditional=True,
         deterministic=shape.deterministic,
@@ -202,8 +217,8 @@ class NetworkDrafter(Drafter):
         # If a constraint forbids all tokens, a node is padding.
         full=network.always_drafts and stop is None and is_chain and not (
             self.transform and self.transform.constraints),
-        rests=network.reads_rounds or is_chain,
-        follows=is_chain and not network.reads_rounds)
+        rests=network.reads_rounds or reads_later,
+        follows=reads_later, shares_pass=network.shares_pass)
 
   @property
   def num_nodes(self) -> int:
@@ -246,7 +261,7 @@ class NetworkDrafter(Drafter):
 
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
     """Returns the parameters without those of the stop rule, and these."""
-    own = params["drafter"]
+    own = params.get("drafter")
     if self._separate_rule:
       own, rule = stop_rules.split_params(self.stop, own)
       return {**params, "drafter": own}, rule
@@ -299,6 +314,12 @@ class NetworkDrafter(Drafter):
     return drafter.replace(
         memory=memory, rule=self.stop and stop_rules.update(
             self.stop, drafter.rule, verdict, count, own))
+
+  def target_pass(self, target: Model, params: chex.ArrayTree,
+                  drafter: NetworkState, draft: Draft, depths: jax.Array,
+                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
+    return self.network.target_pass(
+        target, params, drafter.memory, draft, depths, ancestors, cache)
 
   def catch_up(self, params: chex.ArrayTree, state: DecodeState,
                since: jax.Array) -> NetworkState:

@@ -17,9 +17,9 @@ import pytest
 import specjax as sj
 from specjax import methods
 from specjax.drafters import Best
+from specjax.drafters import Chain
 from specjax.drafters import FeatureLayer
-from specjax.drafters import MTP
-from specjax.drafters import MTPTree
+from specjax.drafters import FeatureModules
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import Sampled
 from specjax.drafters import Tree
@@ -227,12 +227,18 @@ def _decoder(drafter, **config):
     (lambda: _decoder(NetworkDrafter(
         network=FeatureLayer(heads=heads_of(MTPHeads)),
         shape=Tree(parents=_CHAIN))),
-     "drafters.MTP"),
+     "drafters.FeatureModules"),
     (lambda: heads_of(Eagle3Heads, taps="0,5"), "taps contains 5"),
     (lambda: heads_of(Eagle3Heads, taps="low"), "taps contains 'low'"),
-    (lambda: MTP(heads=heads_of(Eagle1Heads)), "drafters.FeatureLayer"),
-    (lambda: MTP(heads=heads_of(MTPHeads), gamma=4), "gamma is 4"),
-    (lambda: MTP(heads=heads_of(MTPHeads), gamma=0), "gamma is 0"),
+    (lambda: _decoder(NetworkDrafter(
+        network=FeatureModules(heads=heads_of(Eagle1Heads)),
+        shape=Chain(1))), "drafters.FeatureLayer"),
+    (lambda: _decoder(sj.strategies.mtp(heads_of(
+        MTPHeads, taps="final"), gamma=4).drafter),
+     "4 tokens deep and there are 3 heads"),
+    (lambda: _decoder(sj.strategies.mtp(heads_of(
+        MTPHeads, 2, taps="final"), parents=_CHAIN).drafter),
+     "3 tokens deep and there are 2 heads"),
     (lambda: _decoder(NetworkDrafter(
         network=FeatureLayer(heads=heads_of(
         Eagle3Heads, taps=("final",), ids=(0, 1))),
@@ -247,16 +253,6 @@ def _decoder(drafter, **config):
     (lambda: NetworkDrafter(
         network=FeatureLayer(heads=heads_of(Eagle1Heads)),
         shape=Sampled(2, expanded=1, children=2, proposal="best")), "'best'"),
-    (lambda: MTP(heads=heads_of(MTPHeads), gamma=2, readers=1), "readers is 1"),
-    (lambda: MTPTree(heads=heads_of(Eagle1Heads), parents=_CHAIN),
-     "drafters.FeatureLayer"),
-    (lambda: MTPTree(heads=heads_of(MTPHeads, 2), parents=_CHAIN),
-     "3 levels deep, but there are 2 modules"),
-    (lambda: MTPTree(heads=heads_of(MTPHeads), parents=(-1,)), "is 0"),
-    (lambda: _decoder(MTPTree(heads=heads_of(
-        MTPHeads, ids=(0, 1), own_head=True, taps="final"),
-                              parents=(-1, 0, 0, 0))),
-     "3 children, but the drafter has 2"),
     (lambda: sj.strategies.mtp(heads_of(MTPHeads), 2, parents=_CHAIN),
      "gamma is 2, and parents")])
 def test_what_does_not_fit_is_refused(make, words):

@@ -26,10 +26,10 @@ from specjax.decoding import rounds
 from specjax.drafters import Best
 from specjax.drafters import Chain
 from specjax.drafters import FeatureLayer
-from specjax.drafters import MTP
-from specjax.drafters import MTPTree
+from specjax.drafters import FeatureModules
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import Sampled
+from specjax.drafters import Tree
 from specjax.methods import Eagle1Heads
 from specjax.methods import Eagle3Heads
 from specjax.methods import MTPHeads
@@ -62,10 +62,12 @@ _CASES = {
         Eagle3Heads, taps=(0, 1), entry_norm="each", feed_normed=True,
         norm_before_residual=True, windows=(2,))),
         shape=Sampled(depth=3, expanded=2, children=2)), Traversal()),
-    "modules": lambda: (MTP(heads=heads_of(MTPHeads, 4), gamma=3), Block()),
-    "modules, a tree": lambda: (MTPTree(
-        heads=heads_of(MTPHeads, 4, windows=(3,)),
-        parents=(-1, 0, 0, 1, 1, 2, 3, 5, 5)), Traversal()),
+    "modules": lambda: (NetworkDrafter(
+        network=FeatureModules(heads=heads_of(MTPHeads, 4)),
+        shape=Chain(gamma=3)), Block()),
+    "modules, a tree": lambda: (NetworkDrafter(
+        network=FeatureModules(heads=heads_of(MTPHeads, 4, windows=(3,))),
+        shape=Tree((-1, 0, 0, 1, 1, 2, 3, 5, 5))), Traversal()),
 }
 
 
@@ -83,13 +85,9 @@ class _ByTheClock(sj.decoding.Controller):
     return rungs[jnp.max(state.rounds) % len(self.TURN)].astype(jnp.int32)
 
 
-def _heads(drafter):
-  return getattr(drafter, "network", drafter).heads
-
-
 def _decoder(drafter, rule, controller=None):
   """`(decoder, params)`."""
-  heads = _heads(drafter)
+  heads = drafter.network.heads
   target, params = heads.attach(
       pair().target, pair().params["target"], disturbed(heads))
   return sj.Decoder(target=target, drafter=drafter, verifier=rule,
@@ -165,7 +163,7 @@ def test_the_first_draft_is_what_training_computes(name):
   drafter, rule = _CASES[name]()
   target, params, draft = _first(drafter, rule)
   texts, lengths, nodes = _texts(draft)
-  laws = jit(functools.partial(_laws, _heads(drafter), target))(
+  laws = jit(functools.partial(_laws, drafter.network.heads, target))(
       params, texts, lengths)
   for law, n, (row, depth, child) in zip(laws, lengths, nodes):
     want = law[depth] if n >= 2 else np.zeros(VOCAB)
@@ -189,7 +187,7 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
     monkeypatch.setattr(prefill, "_CHUNK", size)
     found.append(jit(lambda *given: drafter.init(*given))(
         params, prompt, output))
-  pieces, whole = (getattr(state, "memory", state) for state in found)
+  pieces, whole = (state.memory for state in found)
   for row, n in enumerate(np.asarray(whole.cache.lengths)):
     for a, b in zip(jax.tree.leaves((whole.cache.k, whole.cache.v)),
                     jax.tree.leaves((pieces.cache.k, pieces.cache.v))):
@@ -214,18 +212,17 @@ def test_dynamic_tree_is_that_of_the_layers_laws():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: NetworkDrafter(
-        network=FeatureLayer(heads=heads_of(Eagle1Heads)),
-        shape=Chain(gamma=2)),
-    lambda: MTP(heads=heads_of(MTPHeads))])
+    lambda: FeatureLayer(heads=heads_of(Eagle1Heads)),
+    lambda: FeatureModules(heads=heads_of(MTPHeads))])
 def test_layers_do_not_draft_inside_of_others(make):
   # Broken: features of tokens that were taken back stay in a layer's cache.
-  drafter = make()
-  target, _ = _heads(drafter).attach(pair().target, {}, {})
+  drafter = NetworkDrafter(network=make(), shape=Chain(gamma=2))
+  heads = drafter.network.heads
+  target, _ = heads.attach(pair().target, {}, {})
   cascade = sj.drafters.Cascade(model=target, drafter=drafter, gamma=2)
   decoder = sj.Decoder(target=target, drafter=cascade, verifier=Block())
   params = jax.eval_shape(lambda: (target.init(jax.random.key(0)),
-                                   _heads(drafter).init(jax.random.key(0), {
+                                   heads.init(jax.random.key(0), {
                                        "embedding": jnp.zeros((VOCAB, 16))})))
   own = {"target": params[0], "drafter": params[1]}
   with pytest.raises(ValueError, match="does not provide `follow"):

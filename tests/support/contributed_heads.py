@@ -18,6 +18,7 @@ import numpy as np
 import specjax as sj
 from specjax import methods
 from specjax.drafters import FeatureLayer
+from specjax.drafters import FeatureModules
 from specjax.drafters import Hydra
 from specjax.drafters import Kangaroo
 from specjax.drafters import Medusa
@@ -73,6 +74,10 @@ def reused(heads, shape):
   return NetworkDrafter(network=FeatureLayer(heads=heads), shape=shape)
 
 
+def modules(heads, shape):
+  return NetworkDrafter(network=FeatureModules(heads=heads), shape=shape)
+
+
 def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
           **options):
   heads = kind.for_target(pair().target, count, **options)
@@ -98,11 +103,10 @@ def parallel(shape, rule, options, controller=None):
       params, controller=controller)
 
 
-def kangaroo():
+def kangaroo(shape, rule):
   return part_of_target(
-      lambda _: Kangaroo(adapter=ADAPTER, gamma=3,
-                         stop=stop_rules.Confidence(threshold=0.5)),
-      sj.verifiers.Block(), functools.partial(jax.jit(ADAPTER.init), None))
+      lambda _: NetworkDrafter(network=Kangaroo(adapter=ADAPTER), shape=shape),
+      rule, functools.partial(jax.jit(ADAPTER.init), None))
 
 
 def features(shape):

@@ -25,9 +25,7 @@ from specjax import objectives
 from specjax.drafters import Best
 from specjax.drafters import Chain
 from specjax.drafters import EarlyExit
-from specjax.drafters import EarlyExitTree
-from specjax.drafters import MTP
-from specjax.drafters import MTPTree
+from specjax.drafters import NetworkDrafter
 from specjax.drafters import NGram
 from specjax.drafters import Online
 from specjax.drafters import Recycling
@@ -112,15 +110,28 @@ DRAFTERS = {
         methods.Eagle1Heads, heads.reused, sj.verifiers.Traversal(),
         drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
     "MTP modules": lambda: heads.layer(
-        methods.MTPHeads, MTP, sj.verifiers.Block()),
+        methods.MTPHeads, heads.modules, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3))),
     "MTP modules, a tree": lambda: heads.layer(
-        methods.MTPHeads, MTPTree, sj.verifiers.Traversal(), chained=False,
-        drafts=dict(parents=UNEVEN)),
+        methods.MTPHeads, heads.modules, sj.verifiers.Traversal(),
+        chained=False, drafts=dict(shape=Tree(UNEVEN))),
+    "MTP modules with a stop rule and a controller": lambda: heads.layer(
+        methods.MTPHeads, heads.modules, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3, stop_rules.Adaptive(threshold=0.7))),
+        controller=sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2))),
+    "MTP modules, EAGLE-2's tree": lambda: heads.layer(
+        methods.MTPHeads, heads.modules, sj.verifiers.TargetWalk(),
+        drafts=dict(shape=Best(depth=3, top_k=2, num_nodes=7))),
+    "MTP modules, a tree expanded by score": lambda: heads.layer(
+        methods.MTPHeads, heads.modules, sj.verifiers.Traversal(),
+        drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
     "MTP, one module used again": lambda: heads.layer(
         methods.MTPHeads, heads.reused, sj.verifiers.Block(), reuse=True,
         drafts=dict(shape=Chain(3))),
     "layers beside the last one": lambda: heads.layer(
-        methods.ParallelLayers, MTP, sj.verifiers.Block()),
+        methods.ParallelLayers, heads.modules, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3))),
     "PaSS as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
     "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
@@ -177,12 +188,23 @@ DRAFTERS = {
     "Fallback": compositions.fallback,
     "Fallback to another vocabulary": compositions.fallback_to_other_tokens,
     "Merge": compositions.merge,
-    "EarlyExit": lambda: part_of_target(
-        lambda _: EarlyExit(exit=2, gamma=3), sj.verifiers.GreedyBlock()),
-    "EarlyExitTree": lambda: part_of_target(
-        lambda _: EarlyExitTree(exit=2, parents=UNEVEN),
+    "early exit": lambda: part_of_target(
+        lambda _: NetworkDrafter(network=EarlyExit(exit=2), shape=Chain(3)),
+        sj.verifiers.GreedyBlock()),
+    "early exit, a tree": lambda: part_of_target(
+        lambda _: NetworkDrafter(
+            network=EarlyExit(exit=2), shape=Tree(UNEVEN)),
         sj.verifiers.Traversal()),
-    "Kangaroo": heads.kangaroo,
+    "early exit, EAGLE-2's tree": lambda: part_of_target(
+        lambda _: NetworkDrafter(
+            network=EarlyExit(exit=2), shape=Best(3, top_k=2, num_nodes=7)),
+        sj.verifiers.TargetWalk()),
+    "Kangaroo": lambda: heads.kangaroo(
+        Chain(3, stop_rules.Confidence(threshold=0.5)), sj.verifiers.Block()),
+    "Kangaroo, a tree": lambda: heads.kangaroo(
+        Tree(UNEVEN), sj.verifiers.Traversal()),
+    "Kangaroo, a tree expanded by score": lambda: heads.kangaroo(
+        Sampled(depth=3, expanded=2, children=2), sj.verifiers.Traversal()),
     "Swift": lambda: part_of_target(
         lambda _: Swift(gamma=2, count=1, window=2), sj.verifiers.Block()),
     "a part of the target": compositions.skipping,
@@ -210,8 +232,8 @@ QUICK = {
     "Parallel chain with a stop rule and a controller",
     "Parallel, DDTree's tree",
     "TokenIntersection", "StringMatch", "NGram", "Recycling", "Online",
-    "Suffix sampled", "Retrieval tree", "Cascade", "Merge", "EarlyExitTree",
-    "Kangaroo"}
+    "Suffix sampled", "Retrieval tree", "Cascade", "Merge",
+    "early exit, a tree", "Kangaroo"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.

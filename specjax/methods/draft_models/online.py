@@ -118,7 +118,7 @@ class _Corrected(AroundModel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online(_common.OneModel, _common.DrawnChain):
+class Online(_common.DrawnChain):
   """Chains of a language model whose logits get a learned correction.
 
   After a round the model reads its draft again in one pass, to compute its
@@ -176,8 +176,16 @@ class Online(_common.OneModel, _common.DrawnChain):
     return optax.MultiSteps(steps, self.every).gradient_transformation()
 
   def bind(self, target: Model, transform: LogitsTransform) -> "Online":
+    _common.check_vocabulary(self.model, target)
     rounds.check_slack(self.model, self.gamma + 2)
     return super().bind(target, transform)
+
+  @property
+  def context_length(self) -> int:
+    return self.model.context_length
+
+  def param_specs(self, axis: str, size: int) -> Any:
+    return self.model.param_specs(axis, size)
 
   def init(self, params: Params, prompt: Prompt, prefill_output: ModelOutput
            ) -> Learner:

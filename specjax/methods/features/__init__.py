@@ -7,7 +7,7 @@ from specjax.methods.features import mtp_objective
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(eagle.FeatureLayer, mtp.MTP, mtp.MTPTree),
+    drafters=(eagle.FeatureLayer, mtp.FeatureModules),
     strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp),
     objectives=(eagle_objective.Eagle1Objective,
         eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,

@@ -1,4 +1,4 @@
-"""Base class and helpers of drafters with a layer on the target's features.
+"""Base class and helpers of networks on the target's features.
 
 At position t a feature layer reads g_t, the target's feature at t, and x_{t+1},
 the next token (`models.features`). After n committed tokens the layer's cache
@@ -14,11 +14,11 @@ import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from specjax.decoding import prefill
 from specjax.decoding import rounds
-from specjax.interfaces import Drafter
+from specjax.interfaces import Model
+from specjax.methods.drafting import Network
 from specjax.methods.features.network import FeatureHeads
 from specjax.trees import topology
 from specjax.types import Draft
@@ -48,27 +48,42 @@ class FeatureState:
   known: jax.Array
 
 
-class LayerDrafter(Drafter):
-  """Base class of drafters whose `heads` start from the target's features.
+class FeatureNetwork(Network):
+  """Base class of networks whose `heads` start from the target's features.
 
-  Every device stores all parameters of the heads. `commit` processes the
-  tokens of every round, including rounds without drafts.
+  Decode with the target that `heads.attach` returns. `params["drafter"]`
+  contains the parameters of the heads. The heads may also use the embedding and
+  head of `params["target"]`. After a prompt of one token there are no features,
+  so the first draft is padding.
   """
 
   heads: FeatureHeads
+
   # Up to the root the features come from the target, after it from the heads.
   # So the draft distribution depends on the position where the draft began.
-  autoregressive = False
-  rests = True
+  context_only = False
+  reads_rounds = True
 
   @property
-  def context_length(self) -> int:
+  def vocab_size(self) -> int:
+    return self.heads.vocab_size
+
+  @property
+  def draft_size(self) -> int:
+    return self.heads.draft_size
+
+  @property
+  def context_length(self) -> float:
     return self.heads.context_length
 
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty `PartitionSpec`, which replicates the heads."""
-    del axis, size
-    return PartitionSpec()
+  def bind(self, target: Model) -> Any:
+    self.heads.check_target(target)
+    return self
+
+  def logits(self, params: chex.ArrayTree, read: jax.Array) -> jax.Array:
+    """Returns the logits `[B, S, V]` for the LM head's input `[B, S, D]`."""
+    return self.heads.whole(
+        self.heads.logits(params["drafter"], params["target"], read))
 
 
 def chunked(prompt: Prompt, prefill_output: ModelOutput

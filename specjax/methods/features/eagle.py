@@ -23,7 +23,6 @@ from specjax.methods.draft_shapes import Chain
 from specjax.methods.draft_shapes import Sampled
 from specjax.methods.draft_shapes import Shape
 from specjax.methods.draft_shapes import Tree
-from specjax.methods.drafting import Network
 from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.features import _drafter
 from specjax.methods.features._drafter import FeatureState
@@ -78,17 +77,12 @@ class Eagle3Heads(FeatureHeads):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureLayer(Network):
+class FeatureLayer(_drafter.FeatureNetwork):
   """A reused layer on the target's features.
-
-  Decode with the target that `heads.attach` returns. `params["drafter"]`
-  contains the parameters of the layer. The layer may also use the embedding and
-  head of `params["target"]`.
 
   In a round the layer runs one pass over each level of the draft except the
   last. After verification it runs one pass over the accepted tokens with the
-  target's features. After a prompt of one token there are no features, so the
-  first draft is padding.
+  target's features.
 
   Attributes:
     heads: feature layer with one module.
@@ -96,30 +90,12 @@ class FeatureLayer(Network):
 
   heads: FeatureHeads
 
-  # Up to the root the features come from the target, after it from the layer.
-  # So the draft distribution depends on the position where the draft began.
-  context_only = False
-  reads_rounds = True
-
-  @property
-  def vocab_size(self) -> int:
-    return self.heads.vocab_size
-
-  @property
-  def draft_size(self) -> int:
-    return self.heads.draft_size
-
-  @property
-  def context_length(self) -> float:
-    return self.heads.context_length
-
   def bind(self, target: Model) -> "FeatureLayer":
     if self.heads.modules > 1:
       raise ValueError(
-          f"the heads have {self.heads.modules} modules; this drafter uses one "
-          "module: use drafters.MTP or drafters.MTPTree")
-    self.heads.check_target(target)
-    return self
+          f"the heads have {self.heads.modules} modules; this network uses one "
+          "module: use drafters.FeatureModules")
+    return super().bind(target)
 
   def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
            ) -> FeatureState:
@@ -128,11 +104,7 @@ class FeatureLayer(Network):
   def _forecast(self, params: chex.ArrayTree, read: jax.Array,
                 hidden: jax.Array) -> Forecast:
     """Returns the logits and the hidden states of the first of S nodes."""
-    return self._logits(params, read)[:, 0], hidden[:, 0]
-
-  def _logits(self, params: chex.ArrayTree, read: jax.Array) -> jax.Array:
-    return self.heads.whole(
-        self.heads.logits(params["drafter"], params["target"], read))
+    return self.logits(params, read)[:, 0], hidden[:, 0]
 
   def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, Any]:
@@ -149,7 +121,7 @@ class FeatureLayer(Network):
     out = self.heads.step(
         params["drafter"], params["target"], hidden, tokens, visible=ancestors,
         cache=cache, positions=cache.lengths[:, None] + depths)
-    return self._logits(params, out.read), (out.cache, out.hidden)
+    return self.logits(params, out.read), (out.cache, out.hidden)
 
   def extend(self, params: chex.ArrayTree, token: jax.Array, carry: Any
              ) -> tuple[Forecast, Any]:

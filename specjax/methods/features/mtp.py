@@ -1,4 +1,4 @@
-"""Multi-token prediction: heads, drafters of chains and trees, and strategies.
+"""Multi-token prediction: heads, a network of their modules, and a strategy.
 
 A draft starts from the target's features of the committed tokens.
 `models.features.FeatureConfig` configures the layers. `MTPHeads` and
@@ -12,29 +12,30 @@ from typing import ClassVar
 from typing import NamedTuple
 
 import chex
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods import _trees
 from specjax.methods.draft_shapes import Chain
+from specjax.methods.draft_shapes import Shape
 from specjax.methods.draft_shapes import Tree
-from specjax.methods.features import _modules
+from specjax.methods.drafting import NetworkDrafter
+from specjax.methods.features import _drafter
 from specjax.methods.features.eagle import layer_drafter
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import with_default_rule
-from specjax.sampling import inverse_cdf
-from specjax.sampling import LogitsTransform
-from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.types import DecodeState
 from specjax.types import Draft
-from specjax.utils import fields
+from specjax.types import ModelOutput
+from specjax.types import Prompt
+from specjax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,197 +80,248 @@ class ParallelLayers(FeatureHeads):
     return (layers - 1,)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP(_common.DrawnChain, _modules.ModulesDrafter):
-  """Samples token k of a chain from module k.
+@struct.dataclass
+class ModulesState:
+  """Memory of the modules after the committed tokens.
 
-  Heads with one reused module draft with `FeatureLayer` instead.
+  Position t of module k is final once token t + k is committed, because the
+  module reads this token. After n tokens, numbered from 0, the last final
+  position of module k is n - 1 - k. The cache contains only positions that are
+  final for all modules. For later positions the state stores the target's
+  features. The modules read these positions in every round, the last ones with
+  draft tokens.
 
   Attributes:
-    heads: heads with a module for every draft token.
-    gamma: draft length, at most the number of modules. None means the number of
-      modules.
-    transform: transform of the draft logits; None uses the decoder's transform.
-      Any transform is lossless, because the verifier receives the transformed
-      distributions.
-    readers: number R of modules that read the sequence, at least gamma. None
-      means gamma. If a controller shortens chains, all R modules still run in
-      every round. So no module lacks committed tokens when chains become longer
-      again.
+    cache: cache with a layer for each module.
+    hidden: target's features `[B, W, D]` of the positions after the cached
+      ones, up to position n - 2. Only the first `held` of the W are valid.
+    after: token after each of these positions, `[B, W]` int32.
+    held: number of valid positions, `[B]` int32; 0 if the sequence has one
+      token.
   """
 
-  heads: FeatureHeads
-  gamma: int | None = None
-  transform: LogitsTransform | None = None
-  readers: int | None = None
-
-  def __post_init__(self):
-    _check_not_reused(self.heads)
-    if self.gamma is None:
-      object.__setattr__(self, "gamma", self.heads.modules)
-    fields.check_at_least("gamma", self.gamma, 1)
-    if self.gamma > self.heads.modules:
-      raise ValueError(
-          f"gamma is {self.gamma}, but there are {self.heads.modules} modules; "
-          "each token needs a module: reduce gamma or train more modules")
-    if self.readers is None:
-      object.__setattr__(self, "readers", self.gamma)
-    if not self.gamma <= self.readers <= self.heads.modules:
-      raise ValueError(
-          f"readers is {self.readers}; it must be at least gamma, "
-          f"{self.gamma}, and at most the {self.heads.modules} modules")
-
-  @property
-  def depth(self) -> int:
-    return self.gamma
-
-  def bind(self, target: Model, transform: LogitsTransform) -> "MTP":
-    """Returns the drafter specialised to a target."""
-    self.heads.check_target(target)
-    return _common.with_transform(self, transform)
-
-  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
-              state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a chain for each row."""
-    heads, own = self.heads, state.drafter
-    u = uniforms.reshape(len(own.held), self.gamma, UNIFORMS_A_DRAW)
-    last = jnp.maximum(own.held - 1, 0)[:, None]
-    constraints, memory = self.transform.constraints, state.constraints
-    tokens, probs = [], []
-
-    def draw(module, read):
-      nonlocal memory
-      logits = heads.whole(heads.logits(
-          params["drafter"], params["target"], _modules.at(read, last)))[:, 0]
-      law = self.transform(
-          constraints_lib.constrained(constraints, memory, logits,
-                                      drafted=True), state.temperature)
-      token = jax.vmap(inverse_cdf)(law, u[:, module])
-      memory = constraints_lib.advanced(constraints, memory, token)
-      tokens.append(token)
-      probs.append(law)
-      return token
-
-    new = self.read(params, own, draw)
-    draft = jax.vmap(Draft.chain)(
-        rounds.roots(state), jnp.stack(tokens, 1), jnp.stack(probs, 1))
-    return _common.known_only(draft, own.held > 0), new
+  cache: Any
+  hidden: jax.Array
+  after: jax.Array
+  held: jax.Array
 
 
-class _Paths(NamedTuple):
-  """Inputs of the next module, for S nodes that have children on one level.
+class _Ran(NamedTuple):
+  """Result of a module that ran over the stored positions, for S paths.
 
   Attributes:
-    module: index of the module that ran on these nodes, from 0. It drafts their
-      children.
+    module: index of the module, from 0; -1 before the first one.
     text: tokens `[B, S, W + R]` int32. First the token after each of the valid
       stored positions (`ModulesState.after`), then the path to the node.
-    before: output `[B, S, W, D]` of this module at the W stored positions, for
-      the path to each node.
+    output: output `[B, S, W, D]` of the module.
+    cache: cache with the keys and values of this pass.
   """
 
   module: int
   text: jax.Array
-  before: jax.Array
+  output: jax.Array
+  cache: Any
+
+
+class _Carry(NamedTuple):
+  """Results of the modules in a draft.
+
+  Attributes:
+    memory: memory before the draft.
+    kept: last result whose keys and values the memory may keep. In a tree, only
+      the first module has such a result, because the other modules run on
+      several paths.
+    last: result on the last level.
+  """
+
+  memory: ModulesState
+  kept: _Ran
+  last: _Ran
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPTree(_modules.ModulesDrafter, _trees.StaticTree):
-  """Samples a tree whose nodes of depth k come from module k.
+class FeatureModules(_drafter.FeatureNetwork):
+  """Modules on the target's features: module d predicts level d of a draft.
+
+  DeepSeek-V3 (arXiv:2412.19437, section 2.2): at position t, module k = 1, 2,
+  ... reads the output of module k - 1 and token t + k, and predicts token
+  t + k + 1. Module 0 is the target. The layers of Gloeckle et al. 2024
+  (arXiv:2404.19737) read the target's output instead and no tokens. Heads with
+  one reused module draft with `FeatureLayer` instead.
+
+  In every round each of the R modules runs one pass over 2 R positions, even if
+  the draft has fewer levels. So no module lacks committed tokens when a
+  controller makes chains longer again. To run fewer modules, reduce
+  `heads.forecasts`.
 
   At each position, a module also reads later tokens, some of which are draft
-  tokens. These differ between the paths of the tree. So the module runs over
-  the last positions again for each path: over 2 R S positions for a level with
-  S nodes that have children, where R is the depth of the tree.
+  tokens. These differ between the paths of a tree. So a level of a tree with S
+  nodes that have children costs one more pass over 2 R S positions.
 
   Attributes:
-    heads: heads with a module for every depth.
-    parents: draft tree, see `specjax.trees`, stored breadth-first.
-    proposal: sampling method of children, see `drafters.Tree`.
-    transform: transform of the draft logits; None uses the decoder's transform.
-      Any transform is lossless, because the verifier receives the transformed
-      distributions.
+    heads: heads with R modules.
   """
 
   heads: FeatureHeads
-  parents: tuple[int, ...]
-  proposal: str = "without_replacement"
-  transform: LogitsTransform | None = None
 
-  def __post_init__(self):
-    super().__post_init__()
-    _check_not_reused(self.heads)
-    fields.check_at_least("the depth of `parents`", self.depth, 1)
-    if self.depth > self.heads.modules:
-      raise ValueError(
-          f"parents is {self.depth} levels deep, but there are "
-          f"{self.heads.modules} modules; each level needs a module: give a "
-          "shallower tree or train more modules")
+  has_loop = False
 
   @property
-  def readers(self) -> int:
-    return self.depth
+  def deepest(self) -> int:
+    return self.heads.modules
 
-  def bind(self, target: Model, transform: LogitsTransform) -> "MTPTree":
-    """Returns the drafter specialised to a target."""
-    self.heads.check_target(target)
-    _common.check_children(self.heads, 1 if self.iid else self._most_children)
-    return super().bind(target, transform)
+  @property
+  def _window(self) -> int:
+    # At most R - 1 positions are not final, and a round adds at most R + 1.
+    return 2 * self.heads.modules
 
-  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
-              state: DecodeState) -> tuple[Draft, Any]:
-    """Drafts a chain or tree for each row."""
-    own = state.drafter
-    step, carry, logits = constraints_lib.steered(
-        self.transform.constraints, state.constraints,
-        *self._growing(params, own))
-    tokens, probs, _ = self.draw(step, carry, logits, uniforms, state)
-    draft = _common.tree_drafts(state, self.parents, tokens, probs)
-    return _common.known_only(draft, own.held > 0), self.read(params, own)
+  def bind(self, target: Model) -> "FeatureModules":
+    if self.heads.reuse:
+      raise ValueError("reuse is True, so the heads have one module for all "
+                       "tokens; this network needs a module per token: use "
+                       "drafters.FeatureLayer")
+    return super().bind(target)
 
-  def _growing(self, params, own):
-    """Returns the arguments `step`, `carry` and `logits` of `_trees.grow`."""
-    heads, size = self.heads, self.window
-    causal = np.tril(np.ones((size, size), bool))
-    order = jnp.arange(size + self.readers, dtype=jnp.int32)
-    last = jnp.maximum(own.held - 1, 0)
+  def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
+           ) -> ModulesState:
+    own, heads = params["drafter"], self.heads
+    batch, columns = prompt.tokens.shape
+    chunks, causal = _drafter.chunked(prompt, output)
 
-    def run(module, text, before):
-      """Runs a module on S paths; returns logits `[B, S, V]` and its output."""
-      batch, ways = text.shape[:2]
-      flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
-      each = lambda x: jnp.broadcast_to(x[:, None], (batch, ways, *x.shape[1:]))
-      hidden, read, _ = self.run(
-          params, module, flat(each(own.hidden)), flat(before),
-          flat(text[..., module:module + size]),
-          jnp.tile(np.kron(np.eye(ways, dtype=bool), causal), (batch, 1, 1)),
-          own.cache, flat(each(own.cache.lengths[:, None] + order[:size])))
-      ways_of = lambda x: x.reshape(batch, ways, size, -1)
-      read = jnp.take_along_axis(
-          ways_of(read), last[:, None, None, None], axis=2)[:, :, 0]
-      return heads.whole(heads.logits(
-          params["drafter"], params["target"], read)), ways_of(hidden)
+    def read(cache, chunk):
+      hidden, places = chunk
+      entered = before = heads.enter(own, heads.taps_of(hidden))
+      start = cache.lengths
+      for module in range(heads.modules):
+        tokens = prompt.tokens[
+            :, jnp.minimum(places + module + 1, columns - 1)]
+        out = heads.step(
+            own, params["target"], before if heads.chained else entered, tokens,
+            visible=causal, cache=cache, module=module)
+        before, cache = out.hidden, out.cache
+      return cache.after(before).rollback(start + places.shape[0]), entered
 
-    def step(tokens, depths, ancestors, above, carry):
-      del depths, ancestors  # `text` determines both
-      module, text, before = carry
-      text, before = (jax.vmap(lambda row, at: row[at])(x, above)
-                      for x in (text, before))
-      text = jnp.where(order == own.held[:, None, None] + module,
-                       tokens[..., None], text)
-      logits, before = run(module + 1, text, before)
-      return logits, _Paths(module + 1, text, before)
+    cache = heads.init_cache(own, batch, prompt.capacity + self._window)
+    # All cache lengths are 0. If they were constants, XLA would evaluate
+    # attention over the empty slots at compile time. So they are computed from
+    # the prompt.
+    cache, entered = jax.lax.scan(
+        read, cache.rollback(jnp.minimum(prompt.lengths, 0)), chunks)
+    entered = entered.swapaxes(0, 1).reshape(batch, columns, -1)
+    held = jnp.minimum(prompt.lengths - 1, heads.modules)
+    first = prompt.lengths - 1 - held
+    places = first[:, None] + jnp.arange(self._window)
+    take = lambda x, places: _at(x, jnp.minimum(places, columns - 1))
+    return ModulesState(
+        cache=cache.rollback(first), held=held, hidden=take(entered, places),
+        after=take(prompt.tokens, places + 1))
 
-    text = jnp.pad(own.after, ((0, 0), (0, self.readers)))[:, None]
-    logits, before = run(0, text, own.hidden[:, None])
-    return step, _Paths(0, text, before), logits[:, 0]
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
+            ) -> tuple[Forecast, _Carry]:
+    memory = state.drafter
+    logits, ran = self._run(params, memory, self._unread(memory))
+    carry = _Carry(memory, ran, ran)
+    return self._forecast(logits, carry), carry
+
+  def extend(self, params: chex.ArrayTree, token: jax.Array, carry: _Carry
+             ) -> tuple[Forecast, _Carry]:
+    logits, carry = self.step(
+        params, token, None, None, jnp.zeros_like(token), carry)
+    return self._forecast(logits, carry), carry._replace(kept=carry.last)
+
+  def step(self, params: chex.ArrayTree, tokens: jax.Array, depths: Any,
+           ancestors: Any, above: jax.Array, carry: _Carry
+           ) -> tuple[jax.Array, _Carry]:
+    memory, last = carry.memory, carry.last
+    text, output = (jax.vmap(lambda row, at: row[at])(x, above)
+                    for x in (last.text, last.output))
+    end = memory.held[:, None, None] + last.module
+    text = jnp.where(jnp.arange(text.shape[2]) == end, tokens[..., None], text)
+    logits, last = self._run(
+        params, memory, last._replace(text=text, output=output))
+    return logits, carry._replace(last=last)
+
+  def _unread(self, memory: ModulesState) -> _Ran:
+    """Returns the input of the first module."""
+    text = jnp.pad(memory.after, ((0, 0), (0, self.heads.modules)))
+    return _Ran(-1, text[:, None], memory.hidden[:, None], memory.cache)
+
+  def _run(self, params: chex.ArrayTree, memory: ModulesState, before: _Ran
+           ) -> tuple[jax.Array, _Ran]:
+    """Runs the module after `before`; returns its logits `[B, S, V]` too."""
+    heads, size, module = self.heads, self._window, before.module + 1
+    batch, ways = before.text.shape[:2]
+    flat = lambda x: x.reshape(batch, ways * size, *x.shape[3:])
+    each = lambda x: flat(jnp.broadcast_to(
+        x[:, None], (batch, ways, *x.shape[1:])))
+    causal = np.kron(np.eye(ways), np.tri(size)).astype(bool)
+    out = heads.step(
+        params["drafter"], params["target"],
+        flat(before.output) if heads.chained else each(memory.hidden),
+        flat(before.text[..., module:module + size]), module=module,
+        visible=jnp.tile(causal, (batch, 1, 1)), cache=before.cache,
+        positions=each(memory.cache.lengths[:, None] + jnp.arange(size)))
+    split = lambda x: x.reshape(batch, ways, size, -1)
+    logits = self.logits(params, _at_root(split(out.read), memory))
+    return logits, _Ran(module, before.text, split(out.hidden), out.cache)
+
+  def _forecast(self, logits: jax.Array, carry: _Carry) -> Forecast:
+    return logits[:, 0], _at_root(carry.last.output, carry.memory)[:, 0]
+
+  def end(self, params: chex.ArrayTree, memory: ModulesState, carry: _Carry,
+          draft: Draft, slots: jax.Array | None) -> tuple[Draft, ModulesState]:
+    return (_common.known_only(draft, memory.held > 0),
+            self._complete(params, memory, carry.kept))
+
+  def _complete(self, params: chex.ArrayTree, memory: ModulesState, ran: _Ran
+                ) -> ModulesState:
+    """Runs the other modules and moves positions that are final to the cache.
+
+    Args:
+      params: parameters `{"target": ..., "drafter": ...}`.
+      memory: memory before the draft.
+      ran: result of the last module that ran.
+    """
+    modules, size = self.heads.modules, self._window
+    for _ in range(ran.module + 1, modules):
+      _, ran = self._run(params, memory, ran)
+    kept = jnp.minimum(memory.held, modules - 1)
+    gone = memory.held - kept
+    places = jnp.minimum(gone[:, None] + jnp.arange(size), size - 1)
+    return ModulesState(
+        cache=ran.cache.after(ran.output).rollback(memory.cache.lengths + gone),
+        hidden=_at(memory.hidden, places), after=_at(memory.after, places),
+        held=kept)
+
+  def commit(self, params: chex.ArrayTree, memory: ModulesState, draft: Draft,
+             slots: jax.Array | None, shape: Shape, verdict: Verdict,
+             output: ModelOutput, count: jax.Array) -> ModulesState:
+    if draft.tokens.shape[1] == 1:  # no row has a draft
+      memory = self._complete(params, memory, self._unread(memory))
+    heads, size = self.heads, self._window
+    new = heads.enter(params["drafter"], _drafter.on_path(
+        heads.taps_of(output.hidden), verdict, shape.depth + 1))
+    last = new.shape[1] - 1
+    after = rounds.path_tokens(draft, verdict)[:, :last + 1]
+    order, kept = jnp.arange(size, dtype=jnp.int32), memory.held[:, None]
+    source = jnp.where(order < kept, order,
+                       size + jnp.clip(order - kept, 0, last))
+    take = lambda old, new: _at(jnp.concatenate([old, new], axis=1), source)
+    return memory.replace(
+        hidden=take(memory.hidden, new), after=take(memory.after, after),
+        held=memory.held + count)
 
 
-def _check_not_reused(heads):
-  if heads.reuse:
-    raise ValueError("reuse is True, so the heads have one module for all "
-                     "tokens; this drafter needs a module per token: use "
-                     "drafters.FeatureLayer")
+def _at(x, places):
+  """Gathers `[B, S, ...]` from `x [B, T, ...]` at indices `places [B, S]`."""
+  return jnp.take_along_axis(
+      x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _at_root(x: jax.Array, memory: ModulesState) -> jax.Array:
+  """Returns `x [B, S, W, D]` at the last valid stored position, `[B, S, D]`."""
+  last = jnp.maximum(memory.held - 1, 0)[:, None, None, None]
+  return jnp.take_along_axis(x, last, axis=2)[:, :, 0]
 
 
 def mtp(heads: FeatureHeads, gamma: int | None = None,
@@ -285,8 +337,8 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
   >>> from specjax import testing
   >>> from specjax import methods
   >>> target = testing.tiny_pair(5).target
-  >>> mtp(methods.MTPHeads.for_target(target, 3)).drafter.gamma
-  3
+  >>> mtp(methods.MTPHeads.for_target(target, 3)).drafter.num_nodes
+  4
   >>> again = methods.MTPHeads.for_target(target, 3, reuse=True)
   >>> mtp(again).drafter.num_nodes
   4
@@ -310,12 +362,12 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
     raise ValueError(f"gamma is {gamma}, and parents is given as well; the "
                      "depth of `parents` is the draft length: give one of the "
                      "two")
+  shape = (Tree(tuple(parents), proposal) if parents is not None else
+           Chain(heads.num_forecasts if gamma is None else gamma))
   if heads.reuse:
-    shape = (Tree(tuple(parents), proposal) if parents is not None else
-             Chain(heads.num_forecasts if gamma is None else gamma))
-    drafter = layer_drafter(heads, shape)
-  elif parents is not None:
-    drafter = MTPTree(heads=heads, parents=tuple(parents), proposal=proposal)
-  else:
-    drafter = MTP(heads=heads, gamma=gamma)
-  return with_default_rule(drafter, verifier)
+    return with_default_rule(layer_drafter(heads, shape), verifier)
+  # Modules that predict no level of the draft need not run.
+  heads = dataclasses.replace(
+      heads, forecasts=min(heads.forecasts, max(shape.depth, 1)))
+  return with_default_rule(NetworkDrafter(
+      network=FeatureModules(heads=heads), shape=shape), verifier)

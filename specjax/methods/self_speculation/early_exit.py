@@ -17,33 +17,31 @@ position where the draft began. So the drafter has the capability
 "autoregressive" (`interfaces.CAPABILITIES`), unless it has a stop rule.
 """
 
-from collections.abc import Mapping
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
 
-from specjax.decoding import constraining as constraints_lib
 from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
-from specjax.methods import _common
 from specjax.methods import stop_rules
+from specjax.methods.draft_shapes import Chain
+from specjax.methods.draft_shapes import Shape
+from specjax.methods.draft_shapes import Tree
+from specjax.methods.drafting import Network
+from specjax.methods.drafting import NetworkDrafter
+from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
-from specjax.sampling import inverse_cdf
-from specjax.sampling import LogitsTransform
-from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -55,52 +53,60 @@ from specjax.utils import fields
 
 @struct.dataclass
 class Begun:
-  """Result of the target's first E layers on a draft of N nodes.
+  """Result of the target's first E layers on the nodes of a draft.
 
   The verifying pass continues from it at layer E.
 
   Attributes:
-    cache: cache of the target. It contains the keys and values of the N draft
+    cache: cache of the target. Its block contains the keys and values of the
       nodes for the first E layers only.
-    hidden: residual stream `[B, N, D]` before layer E, for B rows and width D.
+    hidden: residual stream `[B, T, D]` before layer E, in the order in which
+      the T nodes were read (`order`). In a chain T is N, and nodes that were
+      not read are 0.
+    adapter: cache of a network after these layers; None without such a network.
+    count: number of nodes of a chain that were read, `[]` int32.
+    shape: shape of the draft.
   """
 
   cache: Any
   hidden: jax.Array
+  adapter: Any
+  count: jax.Array
+  shape: Shape = struct.field(pytree_node=False)
+
+
+def order(shape: Shape) -> np.ndarray:
+  """Returns the nodes `[N]` in the order in which the first layers read them.
+
+  In a `Tree` the nodes with children are first, because the leaves are read
+  together at the end. Other drafts are read in their own order.
+  """
+  nodes = np.arange(shape.num_nodes)
+  if not isinstance(shape, Tree):
+    return nodes
+  return np.argsort(~np.isin(nodes, shape.parents), kind="stable")
 
 
 @struct.dataclass
-class ExitState:
-  """State of a drafter that runs the target's first layers.
+class _Shared(Cache):
+  """Target's cache after a verifying pass that the first layers began.
 
   Attributes:
-    own: state of a network after these layers, such as the cache of Kangaroo's
-      adapter; None without such a network.
-    rule: state of the stop rule; () without a stop rule.
-    begun: result of the first layers on the current draft, from which the
-      verifying pass continues; None after `commit`.
-  """
-
-  own: Any = None
-  rule: Any = ()
-  begun: Any = None
-
-
-@struct.dataclass
-class _Settling(Cache):
-  """Wrapper of a cache that calls `settle` in `commit` and `rollback`.
-
-  The wrapped cache has reserved a block for drafted tokens, and `settle` writes
-  the accepted ones to the cache.
+    cache: cache with the keys and values of the N nodes. It may have reserved a
+      block for them, so `settle` follows every `commit` and `rollback`.
+    places: index in this cache of each node, `[N]` int32; None if the order is
+      that of the draft.
   """
 
   cache: Any
+  places: Any = None
 
   @property
   def lengths(self):
     return self.cache.lengths
 
   def commit(self, path, count):
+    path = path if self.places is None else self.places[path]
     return self.cache.commit(path, count).settle()
 
   def rollback(self, lengths):
@@ -108,20 +114,16 @@ class _Settling(Cache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exit(_common.DrawnChain):
-  """Base class of drafters that run the first layers of the target.
+class EarlyExit(Network):
+  """The first layers of the target, with its final norm and LM head.
 
-  The first layers read every drafted token once, while drafting. With
-  `shares_pass`, the verifying pass runs only the other layers.
+  The layers read every node of a draft once, while drafting. Only drafts whose
+  shape is known at run time (`Best`, `Sampled`) are read again once they are
+  complete. With `shares_pass`, the verifying pass runs only the other layers.
+  The network has no parameters of its own.
 
   Attributes:
     exit: number of target layers that draft, at least 1 and less than all.
-    gamma: draft length, at least 1.
-    transform: transform from logits to draft probabilities; None uses the
-      target's transform.
-    stop: rule that ends a chain early, see `methods.stop_rules`. None drafts
-      gamma tokens in all chains. If the rule has parameters, they are
-      `params["drafter"]["stop"]`.
     shares_pass: True if the verifying pass runs only the layers after the first
       `exit` layers. If False, it runs all layers of the target. The drafts are
       the same. Controllers and combinations of drafters require False.
@@ -129,235 +131,151 @@ class Exit(_common.DrawnChain):
   """
 
   exit: int
-  gamma: int
-  transform: LogitsTransform | None = None
-  stop: stop_rules.StopRule | None = None
   shares_pass: bool = True
   model: Transformer | None = None
 
-  def __post_init__(self):
-    fields.check_fields(self, "exit", "gamma")
+  context_only = True
+  always_drafts = True
+  stateless = True
 
-  # Number of tokens that can be removed from the drafter's cache. There is no
-  # limit, because the drafter has no cache of its own.
-  slack = math.inf
+  def __post_init__(self):
+    fields.check_at_least("exit", self.exit, 1)
 
   @property
-  def autoregressive(self) -> bool:
-    # If a stop rule ends a chain early, the other nodes are padding. So the
-    # padding depends on the drafted tokens. The capability "autoregressive"
-    # does not allow this.
-    return self.stop is None
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
 
-  def bind(self, target: Model, transform: LogitsTransform) -> Any:
-    """Returns the drafter with the fields `model` and `transform` set.
-
-    Raises:
-      ValueError: the target does not have more than `exit` layers.
-    """
+  def bind(self, target: Model) -> Any:
     check_exit(self.exit, target)
-    return _common.with_transform(self, transform, model=target)
+    return dataclasses.replace(self, model=target)
 
-  def init(self, params: chex.ArrayTree, prompt: Prompt,
-           prefill_output: ModelOutput) -> ExitState:
-    """Returns the initial state, which contains the state of the stop rule."""
-    del params, prefill_output
-    return ExitState(rule=() if self.stop is None else stop_rules.init_state(
-        self.stop, len(prompt.lengths)))
+  def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
+           ) -> Any:
+    return None
 
-  def first_layers(self, params: chex.ArrayTree, tokens: jax.Array, cache: Cache
-                   ) -> ModelOutput:
-    """Runs the target's first layers on one token per row, `tokens [B, 1]`."""
-    return self.model.run(
-        params["target"], Sublayers.between(0, self.exit), tokens,
-        jnp.zeros_like(tokens), _alone(tokens), cache)
-
-  def predict(self, params: chex.ArrayTree, output: ModelOutput,
-              own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
-    """Returns the output whose logits are used for drafting, and the state.
-
-    A subclass can run a further network on the output of the first layers.
-
-    Args:
-      params: `{"target": ..., "drafter": ...}`.
-      output: output of `first_layers`.
-      own: state of the further network, or None.
-    """
-    del params
-    return output, own
-
-  def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
-              state: DecodeState) -> tuple[Draft, ExitState]:
-    """Returns a sampled chain for each row, and the new state."""
-    rows, before = state.lengths.shape[0], state.drafter
-    u = uniforms.reshape(rows, self.gamma, UNIFORMS_A_DRAW)
-    stop_params = self._stop_params(params)
-
-    def extend(carry):
-      node, begun, own, tokens, probs, path, going, memory = carry
-      out, own, begun = self._read(params, node, tokens, begun, own)
-      node = node + 1
-      logits = constraints_lib.constrained(
-          self.transform.constraints, path, out.logits[:, 0], drafted=True)
-      law = self.transform(logits, state.temperature)
-      ask = functools.partial(
-          self._asked, stop_params, node - 1, law, out.hidden[:, 0])
-      if self.stop is not None and not self.stop.keeps:
-        going, memory = ask(tokens[:, node - 1], going, memory)
-      reported = jnp.where(going[:, None], law, 0)
-      token = jax.vmap(inverse_cdf)(reported, u[:, node - 1])
-      if self.stop is not None and self.stop.keeps:
-        going, memory = ask(token, going, memory)
-      return (node, begun, own, tokens.at[:, node].set(token),
-              probs.at[:, node].set(reported), constraints_lib.advanced(
-                  self.transform.constraints, path, token), going, memory)
-
-    going, memory = jnp.ones((rows,), bool), ()
-    if self.stop is not None:
-      going, memory = stop_rules.start_round(
-          self.stop, before.rule, ~state.done)
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
+            ) -> tuple[Forecast, Begun]:
     root = rounds.roots(state)[:, None]
-    tokens = jnp.pad(root, ((0, 0), (0, self.gamma)))
-    probs = jnp.zeros((rows, self.num_nodes, self.model.vocab_size))
-    node, begun, own, tokens, probs, *_ = jax.lax.while_loop(
-        lambda carry: (carry[0] < self.gamma) & jnp.any(carry[-2]), extend,
-        (jnp.zeros((), jnp.int32), self._begin(params, state), self._reserved(
-            before.own), tokens, probs, state.constraints, going, memory))
-    # The loop runs the first layers on a token only to draft the token after
-    # it. So they have not read the last drafted token. They read it here,
-    # because the verifying pass needs their output at all tokens.
-    _, own, begun = self._read(params, node, tokens, begun, own)
-    begun = begun.replace(
-        cache=begun.cache.rollback(state.target_cache.lengths))
-    own = self._rewound(own, before.own)
-    parents = jnp.tile(topology.chain(self.gamma), (rows, 1))
-    draft = Draft(tokens=tokens, parents=parents, probs=probs)
-    return draft, ExitState(
-        own=own, rule=stop_rules.record_chains(before.rule, draft, self.gamma),
-        begun=begun if self.shares_pass else None)
+    cache, adapter, size = state.target_cache, state.drafter, 0
+    if isinstance(shape, Chain):
+      # A chain is read in a loop, so its arrays have their final size.
+      size = shape.num_nodes
+      # A cascade has already reserved a block for the drafted tokens.
+      cache = cache.reserve(size) if cache.held is None else cache
+      adapter = adapter and adapter.reserve(size)
+    begun = Begun(
+        cache=cache, adapter=adapter, count=jnp.zeros((), jnp.int32),
+        shape=shape, hidden=jnp.zeros(
+            (len(root), size, self.model.config.width),
+            params["target"]["embedding"].dtype))
+    if size:
+      return self.extend(params, root, begun)
+    logits, begun = self.step(
+        params, root, jnp.full_like(root, -1),
+        jnp.zeros((len(root), 1, 0), bool), jnp.zeros_like(root), begun)
+    return (logits[:, 0], begun.hidden[:, 0]), begun
 
-  def _read(self, params: chex.ArrayTree, node: jax.Array, tokens: jax.Array,
-            begun: Begun, own: chex.ArrayTree
-            ) -> tuple[ModelOutput, Any, Begun]:
-    """Runs the first layers on the token of one node of the chains.
+  def extend(self, params: chex.ArrayTree, token: jax.Array, carry: Begun
+             ) -> tuple[Forecast, Begun]:
+    out, hidden, new = self._read(
+        params, token, jnp.zeros_like(token),
+        jnp.ones((len(token), 1, 1), bool), carry)
+    grown = lambda new, old: new and new.rollback(old.lengths + 1)
+    return (out.logits[:, 0], out.hidden[:, 0]), new.replace(
+        cache=grown(new.cache, carry.cache),
+        adapter=grown(new.adapter, carry.adapter),
+        hidden=jax.lax.dynamic_update_slice_in_dim(
+            carry.hidden, hidden, carry.count, axis=1), count=carry.count + 1)
 
-    Args:
-      params: `{"target": ..., "drafter": ...}`.
-      node: index of the node, `[]` int32.
-      tokens: tokens `[B, N]` of the chains.
-      begun: result of the first layers on the earlier nodes.
-      own: state of the network after the first layers, or None.
+  def step(self, params: chex.ArrayTree, tokens: jax.Array, depths: jax.Array,
+           ancestors: jax.Array, above: jax.Array, carry: Begun
+           ) -> tuple[jax.Array, Begun]:
+    # The mask has no column for the root, which is the first node of the block,
+    # and which all nodes see.
+    ancestors = jnp.pad(
+        ancestors, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+    out, hidden, new = self._read(params, tokens, depths + 1, ancestors, carry)
+    return out.logits, new.replace(
+        hidden=jnp.concatenate([carry.hidden, hidden], axis=1))
+
+  def _read(self, params: chex.ArrayTree, tokens: jax.Array, depths: jax.Array,
+            ancestors: jax.Array, begun: Begun
+            ) -> tuple[ModelOutput, jax.Array, Begun]:
+    """Runs the first layers on S nodes.
 
     Returns:
-      The output whose logits are used for drafting, the new state `own`, and
-      the new `begun`, which contains the node.
+      The output whose logits are used for drafting, the residual stream
+      `[B, S, D]`, and `begun` with the new caches.
     """
-    last = jax.lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)
-    out = self.first_layers(params, last, begun.cache)
-    begun = Begun(
-        cache=out.cache.rollback(begun.cache.lengths + 1),
-        hidden=jax.lax.dynamic_update_slice_in_dim(
-            begun.hidden, out.hidden, node, axis=1))
-    return *self.predict(params, out, own), begun
-
-  def _stop_params(self, params: chex.ArrayTree) -> Any:
-    """Returns the parameters of the stop rule, or None if it has none.
-
-    Raises:
-      ValueError: the rule has parameters, but `params` does not contain them.
-    """
-    if self.stop is None or not self.stop.has_params:
-      return None
-    drafter = params.get("drafter")
-    if not (isinstance(drafter, Mapping) and "stop" in drafter):
-      raise ValueError(f"stop is {type(self.stop).__name__}, a rule with "
-                       "parameters; give params['drafter'] = {'stop': ...}")
-    return drafter["stop"]
-
-  def _asked(self, params: chex.ArrayTree, place: jax.Array, law: jax.Array,
-             hidden: jax.Array, token: jax.Array, going: jax.Array,
-             memory: chex.ArrayTree) -> tuple[jax.Array, Any]:
-    seen = stop_rules.Seen(
-        place=jnp.full_like(token, place), probs=law, hidden=hidden,
-        token=token)
-    return stop_rules.ask(self.stop, params, seen, going, memory)
-
-  def _begin(self, params: chex.ArrayTree, state: DecodeState) -> Begun:
-    """Returns a `Begun` without nodes, with space for all nodes of a draft."""
-    cache = state.target_cache
-    # A cascade has already reserved a block for the drafted tokens.
-    if cache.held is None:
-      cache = cache.reserve(self.num_nodes)
-    c = self.model.config
-    return Begun(cache=cache, hidden=jnp.zeros(
-        (state.lengths.shape[0], self.num_nodes, c.width),
-        params["target"]["embedding"].dtype))
-
-  def _reserved(self, own: chex.ArrayTree) -> Any:
-    """Reserves space for drafted tokens in the state of a further network.
-
-    This class has no network after the first layers, so nothing is reserved.
-    """
-    return own
-
-  def _rewound(self, own: chex.ArrayTree, before: chex.ArrayTree) -> Any:
-    """Removes drafted tokens from the state of a further network.
-
-    This class has no network after the first layers, so nothing is removed.
-    """
-    del before
-    return own
-
-  def target_pass(self, target: Model, params: chex.ArrayTree,
-                  drafter: ExitState, draft: Draft, depths: jax.Array,
-                  ancestors: jax.Array, cache: Cache) -> ModelOutput:
-    """Returns the target's output on the draft.
-
-    If `propose` already ran the first layers on the draft (`shares_pass`), only
-    the other layers run.
-    """
-    if drafter.begun is None:
-      return self.model(
-          params["target"], draft.tokens, depths, ancestors, cache)
     out = self.model.run(
-        params["target"],
-        Sublayers.between(self.exit, self.model.config.layers), None, depths,
-        ancestors, drafter.begun.cache, hidden=drafter.begun.hidden)
-    if cache.held is None:
-      out = out.replace(cache=_Settling(cache=out.cache))
-    return out
+        params["target"], Sublayers.between(0, self.exit), tokens, depths,
+        ancestors, begun.cache)
+    predicted, adapter = self.predict(
+        params, out, depths, ancestors, begun.adapter)
+    return predicted, out.hidden, begun.replace(
+        cache=out.cache, adapter=adapter)
 
-  def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
-             own: jax.Array) -> ExitState:
-    """Returns the state after a round, with an updated stop rule state.
+  def predict(self, params: chex.ArrayTree, output: ModelOutput,
+              depths: jax.Array, ancestors: jax.Array, adapter: Any
+              ) -> tuple[ModelOutput, Any]:
+    """Returns the output whose logits are used for drafting, and `adapter`.
 
-    The decoder removes rejected tokens from the target's cache, which the
-    drafter shares.
+    A subclass can run a further network on the output of the first layers.
     """
-    del params, draft, target_output
-    rule = drafter.rule if self.stop is None else stop_rules.update(
-        self.stop, drafter.rule, verdict, count, own)
-    return ExitState(own=drafter.own, rule=rule)
+    del params, depths, ancestors
+    return output, adapter
 
-  def param_specs(self, axis: str, size: int) -> PartitionSpec:
-    """Returns an empty `PartitionSpec`, which replicates all parameters."""
-    del axis, size
-    return PartitionSpec()
+  def end(self, params: chex.ArrayTree, memory: Any, carry: Begun, draft: Draft,
+          slots: jax.Array | None) -> tuple[Draft, Any]:
+    # The first layers read a node only to draft its children. The others are
+    # read here, because the verifying pass needs their output at all nodes.
+    shape = carry.shape
+    if isinstance(shape, Chain):
+      token = jax.lax.dynamic_slice_in_dim(
+          draft.tokens, carry.count, 1, axis=1)
+      _, carry = self.extend(params, token, carry)
+      before = lambda cache: cache and cache.rollback(
+          cache.lengths - carry.count)
+      carry = carry.replace(
+          cache=before(carry.cache), adapter=before(carry.adapter))
+    else:
+      if shape.is_dynamic:
+        carry = carry.replace(hidden=carry.hidden[:, :0])
+      nodes = order(shape)
+      rest = nodes[carry.hidden.shape[1]:]
+      ancestors = jax.vmap(topology.ancestors)(draft.parents)
+      _, hidden, new = self._read(
+          params, draft.tokens[:, rest], topology.depths_of(ancestors)[:, rest],
+          ancestors[:, rest][:, :, nodes], carry)
+      carry = new.replace(
+          hidden=jnp.concatenate([carry.hidden, hidden], axis=1))
+    return draft, carry if self.shares_pass else carry.adapter
 
+  def target_pass(self, target: Model, params: chex.ArrayTree, memory: Any,
+                  draft: Draft, depths: jax.Array, ancestors: jax.Array,
+                  cache: Cache) -> ModelOutput:
+    if not isinstance(memory, Begun):
+      return super().target_pass(
+          target, params, memory, draft, depths, ancestors, cache)
+    nodes = order(memory.shape)
+    others = Sublayers.between(self.exit, self.model.config.layers)
+    run = lambda depths, ancestors: self.model.run(
+        params["target"], others, None, depths, ancestors, memory.cache,
+        hidden=memory.hidden)
+    if not isinstance(memory.shape, Tree):
+      out = run(depths, ancestors)
+      return out.replace(cache=_Shared(cache=out.cache))
+    out, places = run(depths[:, nodes], ancestors[:, nodes][:, :, nodes]), (
+        np.argsort(nodes))
+    return ModelOutput(
+        logits=out.logits[:, places], hidden=out.hidden[:, places],
+        cache=_Shared(cache=out.cache, places=jnp.array(places, jnp.int32)))
 
-class EarlyExit(Exit):
-  """LayerSkip: drafts a chain with the first layers of the target.
-
-  The keys and values of the drafted tokens are stored in the target's cache.
-  """
-
-  # The drafter reads the target's cache, which contains the committed tokens.
-  rests = follows = True
-
-
-def _alone(tokens: jax.Array) -> jax.Array:
-  return jnp.ones((*tokens.shape, 1), bool)
+  def commit(self, params: chex.ArrayTree, memory: Any, draft: Draft,
+             slots: jax.Array | None, shape: Shape, verdict: Verdict,
+             output: ModelOutput, count: jax.Array) -> Any:
+    # The decoder removes rejected tokens from the target's cache.
+    return None
 
 
 def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
@@ -369,8 +287,8 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
   first layers can predict tokens, for example by `train_lm.py --exit_scale`.
 
   >>> drafter, _ = early_exit(exit=2, gamma=4)
-  >>> drafter.exit, drafter.num_nodes, drafter.autoregressive
-  (2, 5, True)
+  >>> drafter.network.exit, drafter.num_nodes
+  (2, 5)
 
   Args:
     exit: number of target layers that draft.
@@ -379,5 +297,5 @@ def early_exit(exit: int, gamma: int, stop: stop_rules.StopRule | None = None,
     verifier: verification rule for chains. `GreedyBlock` cannot be combined
       with a stop rule.
   """
-  return Strategy(EarlyExit(exit=exit, gamma=gamma, stop=stop),
-                  verifier)
+  return Strategy(NetworkDrafter(
+      network=EarlyExit(exit=exit), shape=Chain(gamma, stop)), verifier)

@@ -3,7 +3,7 @@
 See Liu et al. 2024 (arXiv:2404.18911). The trained layer is called the adapter:
 it reads the output of the target's first layers, and the target's LM head
 computes draft logits from its output. The module contains the adapter, the
-drafter, the training loss and the strategy.
+network, the training loss and the strategy.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ import chex
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import verifiers
 from specjax.decoding.prefill import read_prompt
@@ -22,20 +23,21 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
+from specjax.methods.draft_shapes import Chain
+from specjax.methods.draft_shapes import Shape
+from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Params
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import Option
-from specjax.methods.self_speculation.early_exit import Exit
-from specjax.methods.self_speculation.early_exit import ExitState
+from specjax.methods.self_speculation import early_exit
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.models.shortened import check_exit
 from specjax.models.sublayers import Sublayers
 from specjax.models.transformer import Transformer
-from specjax.sampling import LogitsTransform
 from specjax.training.objective import Batch
 from specjax.training.objective import Loss
 from specjax.training.objective import Score
@@ -228,12 +230,12 @@ class AdaptedExit(Model):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kangaroo(Exit):
-  """Kangaroo: drafts a chain with the target's first layers and an adapter.
+class Kangaroo(early_exit.EarlyExit):
+  """The target's first layers and an adapter after them.
 
   The verifying pass runs only the target's other layers, as in `EarlyExit`. The
-  adapter has its own cache. `params["drafter"]` contains the parameters of the
-  adapter.
+  memory is the adapter's cache. `params["drafter"]` contains the parameters of
+  the adapter.
 
   Attributes:
     adapter: adapter of the target.
@@ -243,70 +245,42 @@ class Kangaroo(Exit):
   adapter: KangarooAdapter
   exit: int = 1
 
+  stateless = False
+
   def __post_init__(self):
     object.__setattr__(self, "exit", self.adapter.exit)
     super().__post_init__()
-    if self.stop is not None and self.stop.has_params:
-      raise ValueError(f"stop is {type(self.stop).__name__}, a rule with "
-                       "parameters, but params['drafter'] contains only the "
-                       "adapter's; choose a rule without parameters, such as "
-                       "Confidence")
 
-  def bind(self, target: Model, transform: LogitsTransform) -> "Kangaroo":
-    """Returns the drafter with the fields `model` and `transform` set.
-
-    Raises:
-      ValueError: the adapter does not fit the target.
-    """
+  def bind(self, target: Model) -> "Kangaroo":
     check_fits(self.adapter, target)
-    return super().bind(target, transform)
+    return super().bind(target)
 
   @property
   def _adapted(self) -> AdaptedExit:
     return AdaptedExit(target=self.model, adapter=self.adapter)
 
-  def init(self, params: chex.ArrayTree, prompt: Prompt,
-           prefill_output: ModelOutput) -> ExitState:
-    """Returns the state with the adapter's cache of the prompts."""
-    state = super().init(params, prompt, prefill_output)
-    cache = read_prompt(self._adapted, params, prompt).cache
-    return state.replace(own=cache.adapter)
-
-  def _reserved(self, own: Cache) -> Cache:
-    return own.reserve(self.num_nodes)
-
-  def _rewound(self, own: Cache, before: Cache) -> Cache:
-    return own.rollback(before.lengths)
+  def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
+           ) -> Cache:
+    return read_prompt(self._adapted, params, prompt).cache.adapter
 
   def predict(self, params: chex.ArrayTree, output: ModelOutput,
-              own: chex.ArrayTree) -> tuple[ModelOutput, Any]:
-    """Returns the adapter's output and its cache.
-
-    Args:
-      params: `{"target": ..., "drafter": parameters of the adapter}`.
-      output: output of the target's first layers on one token per row.
-      own: cache of the adapter.
-    """
-    size = output.hidden.shape[:2]
+              depths: jax.Array, ancestors: jax.Array, adapter: Cache
+              ) -> tuple[ModelOutput, Any]:
     out = self._adapted.after(
-        params, output, jnp.zeros(size, jnp.int32), jnp.ones((*size, 1), bool),
-        Caches(exit=output.cache, adapter=own))
-    return out, out.cache.adapter.rollback(own.lengths + 1)
+        params, output, depths, ancestors,
+        Caches(exit=output.cache, adapter=adapter))
+    return out, out.cache.adapter
 
-  def commit(self, params: chex.ArrayTree, drafter: ExitState, draft: Draft,
-             verdict: Verdict, target_output: ModelOutput, count: jax.Array,
-             own: jax.Array) -> ExitState:
-    """Returns the state after rejected tokens are removed.
-
-    The adapter's cache then contains only committed tokens.
-    """
-    state = super().commit(
-        params, drafter, draft, verdict, target_output, count, own)
-    # The adapter's cache contains the tokens of the chain in order, the root
-    # first. The accepted tokens are a prefix of the chain. So `rollback`, which
-    # cuts the cache to a length, removes the rejected tokens.
-    return state.replace(
-        own=drafter.own.rollback(drafter.own.lengths + count).settle())
+  def commit(self, params: chex.ArrayTree, memory: Any, draft: Draft,
+             slots: jax.Array | None, shape: Shape, verdict: Verdict,
+             output: ModelOutput, count: jax.Array) -> Cache:
+    cache = (memory.adapter if isinstance(memory, early_exit.Begun) else memory)
+    if slots is None:
+      # The cache contains the tokens of a chain in order, and the accepted ones
+      # are a prefix. So `rollback`, which sets the length, is sufficient.
+      return cache.rollback(cache.lengths + count).settle()
+    places = jnp.array(np.argsort(early_exit.order(shape)), jnp.int32)
+    return cache.commit(places[verdict.path], count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -424,8 +398,8 @@ def kangaroo(adapter: KangarooAdapter, gamma: int,
     verifier: verification rule for chains. `GreedyBlock` cannot be combined
       with a stop rule.
   """
-  return Strategy(Kangaroo(adapter=adapter, gamma=gamma, stop=stop),
-                  verifier)
+  return Strategy(NetworkDrafter(
+      network=Kangaroo(adapter=adapter), shape=Chain(gamma, stop)), verifier)
 
 
 KANGAROO = Method(
