@@ -76,6 +76,14 @@ def _imported_names(node):
     yield from _imported_names(child)
 
 
+def _declares(node):
+  """True if a class declares `autoregressive`, also in its `provides`."""
+  return any(
+      _members(node) & {"autoregressive", "provides"}
+      and re.search("['\\W]autoregressive['=]|autoregressive\\(", ast.unparse(x))
+      for x in node.body if not isinstance(x, ast.ClassDef))
+
+
 def import_graph(root):
   """Returns `{module: modules that it imports}` of the package in `root`."""
   files = {module_name(root, path): path
@@ -237,7 +245,7 @@ def measure(root, trace=False):
       "members of `Drafter`": len(classes["Drafter"]),
       "classes of methods with `propose`; that declare `autoregressive`": (
           f"{sum('propose' in x for x in declaring)}; "
-          f"{sum('autoregressive' in x for x in declaring)}")}
+          f"{sum(map(_declares, _nodes(below(methods), ast.ClassDef)))}")}
   for method, pattern in _METHODS.items():
     mention = [name for name, text in texts.items()
                if re.search(pattern, name + text, re.I)]

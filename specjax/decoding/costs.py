@@ -207,7 +207,7 @@ def seconds_of_rounds(
         params, _random_prompts(decoder, batch, used), jax.random.key(0),
         limits=used + rounds * longest)
     calls.append((functools.partial(
-        rounds_lib.until, decoder.parts, params, rounds=rounds), state))
+        rounds_lib.until, decoder.stage, params, rounds=rounds), state))
   return [seconds / rounds for seconds in _timed(calls, _SECONDS)]
 
 
@@ -231,7 +231,7 @@ def _first(decoder: Decoder, params: chex.ArrayTree
              for n in decoder.controller.lengths[1:]):
     return None, None
   return (dataclasses.replace(decoder, drafter=drafter.first),
-          drafter.params_of_parts(params)[0])
+          drafter.params_of_members(params)[0])
 
 
 def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
@@ -301,7 +301,7 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
 
   `Controller` documents these fields.
   """
-  by_length, longest = decoder.parts, decoder.num_nodes
+  by_length, longest = decoder.stage, decoder.num_nodes
   whole = decoder.context_length
   used, rounds = _room(
       used, min(whole, capacity - longest) if capacity else whole, longest)

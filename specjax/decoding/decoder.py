@@ -71,7 +71,7 @@ class Decoder:
       drafter's distributions sum to 1, drafts have the declared capabilities,
       and committed tokens fit the capacity. A `ValueError` names the component.
       `decode_round` does not raise, but reports in `RoundStats.checks`.
-    parts: not an argument. The `rounds.Round` with the drafter bound to the
+    stage: not an argument. The `rounds.Round` with the drafter bound to the
       target, or a `RoundsByLength` if there is a controller.
 
   Raises:
@@ -130,11 +130,11 @@ class Decoder:
     drafter = interfaces.bind(self.drafter, self.target, shared)
     for rule in (self.verifier, *self.observers):
       interfaces.check_pair(rule, drafter)
-    # `parts` is not a field, so that decoders with equal arguments are equal.
+    # `stage` is not a field, so that decoders with equal arguments are equal.
     one = rounds_lib.Round(
         target=self.target, drafter=drafter, rule=self.verifier,
         transform=shared, observers=self.observers, debug=self.debug)
-    object.__setattr__(self, "parts", one if self.controller is None else
+    object.__setattr__(self, "stage", one if self.controller is None else
                        rounds_by_length.build(one, self.controller))
 
   def _check_target(self):
@@ -155,13 +155,13 @@ class Decoder:
   @property
   def num_nodes(self) -> int:
     """N, number of nodes of a draft, including its root."""
-    return self.parts.drafter.num_nodes
+    return self.stage.drafter.num_nodes
 
   @property
   def context_length(self) -> int:
     """Length in tokens of the longest sequence that both models can read."""
     return min(self.target.context_length,
-               self.parts.drafter.context_length)
+               self.stage.drafter.context_length)
 
   @property
   def context_owner(self) -> str:
@@ -177,9 +177,9 @@ class Decoder:
     True`, such as `Contrastive`. The output then follows autoregressive
     decoding with these components, not with the plain model.
     """
-    parts = [self.target] if self.target.changes_law else []
+    laws = [self.target] if self.target.changes_law else []
     return tuple(type(part).__name__
-                 for part in (*parts, *self.transform.constraints))
+                 for part in (*laws, *self.transform.constraints))
 
   def prefill(self, params: chex.ArrayTree, prompts: Sequence[Sequence[int]],
               key: jax.Array, *, limits: Any = None, request_ids: Any = None,
@@ -224,7 +224,7 @@ class Decoder:
     keys = inputs.row_keys(key, request_ids, len(lengths))
     context = inputs.context(context, len(lengths))
     inputs.parameters(params)
-    needed = (capacity_lib.first(self.parts, lengths, limits, self._whole)
+    needed = (capacity_lib.first(self.stage, lengths, limits, self._whole)
               if grows else int(limits.max()) + self.num_nodes)
     capacity = capacity_lib.rounded(max(needed, tokens.shape[1], capacity))
     eos = inputs.eos_rows(
@@ -234,7 +234,7 @@ class Decoder:
     prompt = Prompt(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths),
                     capacity=capacity, context=context)
     arguments = (
-        self.parts, params, prompt, jnp.asarray(limits), keys,
+        self.stage, params, prompt, jnp.asarray(limits), keys,
         jnp.asarray(inputs.temperatures(
             temperature, self.transform.temperature, len(lengths))),
         jnp.asarray(eos))
@@ -276,7 +276,7 @@ class Decoder:
     if eos is None:
       eos = jnp.asarray(inputs.eos_rows(
           None, self.eos, rows, self.target.vocab_size))
-    return self.parts.start(params, prompt, limits, keys, temperature, eos)
+    return self.stage.start(params, prompt, limits, keys, temperature, eos)
 
   def insert(self, state: DecodeState, slot: int | Sequence[int],
              fresh: DecodeState) -> DecodeState:
@@ -327,7 +327,7 @@ class Decoder:
     """
     self._check_state(state)
     return capacity_lib.grow(
-        self.parts, params, state, capacity_lib.rounded(capacity))
+        self.stage, params, state, capacity_lib.rounded(capacity))
 
   @property
   def _whole(self) -> int:
@@ -345,7 +345,7 @@ class Decoder:
                 if isinstance(state, tuple) else "")
       raise ValueError(f"state is a {type(state).__name__}; give the "
                        f"DecodeState of prefill or of the last call{advice}")
-    drafter = interfaces.kind_of(self.parts.drafter)
+    drafter = interfaces.kind_of(self.stage.drafter)
     if state.made_by not in (None, drafter):
       raise ValueError(
           f"the state was made for the drafter {state.made_by} and this "
@@ -374,8 +374,8 @@ class Decoder:
       `(state, stats)`, or `(state, stats, trace)`.
     """
     self._check_state(state)
-    return self.parts(
-        params, state, self.parts.draw_uniforms(state, 1)[0], traced)
+    return self.stage(
+        params, state, self.stage.draw_uniforms(state, 1)[0], traced)
 
   def decode(self, params: chex.ArrayTree, state: DecodeState, rounds: int,
              traced: bool = False) -> tuple[Any, ...]:
@@ -400,7 +400,7 @@ class Decoder:
     fields.check_at_least("rounds", rounds, 0)
     self._check_state(state)
     state, stats, *traces = rounds_lib.scan(
-        self.parts, params, state, rounds=rounds, traced=traced)
+        self.stage, params, state, rounds=rounds, traced=traced)
     checks.raise_if_bad(stats.checks)
     return state, stats, *traces
 
@@ -425,10 +425,10 @@ class Decoder:
       ValueError: with `debug=True`, a component returned wrong values.
     """
     self._check_state(state)
-    state, stats, ended = rounds_lib.until(self.parts, params, state)
+    state, stats, ended = rounds_lib.until(self.stage, params, state)
     if not ended:
       state, stats = capacity_lib.continued(
-          self.parts, params, state, stats, self._whole)
+          self.stage, params, state, stats, self._whole)
     checks.raise_if_bad(stats.checks)
     return state, stats
 
@@ -465,7 +465,7 @@ class Decoder:
     prompts = inputs.as_rows(prompts)
     limits = [row.size + int(max_new_tokens) for row in prompts]
     if grows is None:
-      grows = capacity_lib.grows(self.parts)
+      grows = capacity_lib.grows(self.stage)
     state = self.prefill(
         params, prompts, key, limits=limits, request_ids=request_ids,
         temperature=temperature, eos=eos, context=context, grows=grows,

@@ -41,20 +41,20 @@ def power_of_two(slots: int) -> int:
   return max(STEP, 1 << (slots - 1).bit_length())
 
 
-def grows(parts: rounds.Round | RoundsByLength) -> bool:
+def grows(stage: rounds.Round | RoundsByLength) -> bool:
   """Returns True if a state begins with few slots: not on a CPU.
 
   The result is False if a component cannot grow.
   """
-  return jax.default_backend() != "cpu" and not interfaces.cannot_grow(parts)
+  return jax.default_backend() != "cpu" and not interfaces.cannot_grow(stage)
 
 
-def first(parts: rounds.Round | RoundsByLength, lengths: np.ndarray,
+def first(stage: rounds.Round | RoundsByLength, lengths: np.ndarray,
           limits: np.ndarray, whole: int) -> int:
   """Returns the initial capacity for prompts, a power of two or `whole`.
 
   Args:
-    parts: `Round` or `RoundsByLength` of the state.
+    stage: `Round` or `RoundsByLength` of the state.
     lengths: `[B]`, number of tokens of each prompt.
     limits: `[B]`, lengths at which rows are done.
     whole: capacity for the longest sequence, the upper bound of the result.
@@ -62,18 +62,18 @@ def first(parts: rounds.Round | RoundsByLength, lengths: np.ndarray,
   Raises:
     ValueError: a component cannot grow.
   """
-  _check_grows(parts)
+  _check_grows(stage)
   longest = int(np.minimum(lengths + _AHEAD, limits).max())
-  return min(power_of_two(longest + parts.drafter.num_nodes), whole)
+  return min(power_of_two(longest + stage.drafter.num_nodes), whole)
 
 
-def continued(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
+def continued(stage: rounds.Round | RoundsByLength, params: chex.ArrayTree,
               state: DecodeState, stats: RoundStats, whole: int
               ) -> tuple[DecodeState, RoundStats]:
   """Continues `rounds.until` with more slots, until all rows are done.
 
   Args:
-    parts: `Round` or `RoundsByLength` of the state.
+    stage: `Round` or `RoundsByLength` of the state.
     params: `{"target": ..., "drafter": ...}`.
     state: state in which a row has no slots for another draft. It is donated.
     stats: sum of the statistics so far.
@@ -87,7 +87,7 @@ def continued(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
     slots = state.tokens.shape[1]
     more = min(2 * slots, whole) if slots < whole else 2 * slots
     state, added, ended = rounds.until(
-        parts, params, grow(parts, params, state, more))
+        stage, params, grow(stage, params, state, more))
     stats = _added(stats, added)
   return state, stats
 
@@ -105,7 +105,7 @@ def _added(stats: RoundStats, more: RoundStats) -> RoundStats:
                       more.replace(checks=None)).replace(checks=checks)
 
 
-def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
+def grow(stage: rounds.Round | RoundsByLength, params: chex.ArrayTree,
          state: DecodeState, capacity: int) -> DecodeState:
   """Returns a state of larger capacity, with zeros in the new slots.
 
@@ -113,7 +113,7 @@ def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
   `rounds.start` would create at the new capacity.
 
   Args:
-    parts: `Round` or `RoundsByLength` of the state.
+    stage: `Round` or `RoundsByLength` of the state.
     params: `{"target": ..., "drafter": ...}`.
     state: state of the decoding loop. It is donated array by array, so that two
       complete caches never exist at the same time.
@@ -127,13 +127,13 @@ def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
   if capacity < have:
     raise ValueError(f"capacity is {capacity} and the state has {have} slots "
                      "already; it must be at least as large")
-  _check_grows(parts)
+  _check_grows(stage)
   rows = state.lengths.shape[0]
   prompt = Prompt(
       tokens=jax.ShapeDtypeStruct((rows, prefill.padded_length(1)), jnp.int32),
       lengths=state.lengths, capacity=capacity, context=state.context)
   form = jax.eval_shape(
-      functools.partial(rounds.start, parts), params, prompt, state.limits,
+      functools.partial(rounds.start, stage), params, prompt, state.limits,
       state.keys, state.temperature, state.eos)
   # Static fields of caches, such as `heads_axis`, come from the state.
   form = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(form))
@@ -141,8 +141,8 @@ def grow(parts: rounds.Round | RoundsByLength, params: chex.ArrayTree,
       lambda cache, like: cache.grow(like, _longer), _longer, state, form)
 
 
-def _check_grows(parts: rounds.Round | RoundsByLength) -> None:
-  stuck = interfaces.cannot_grow(parts)
+def _check_grows(stage: rounds.Round | RoundsByLength) -> None:
+  stuck = interfaces.cannot_grow(stage)
   if stuck:
     raise ValueError(f"{stuck} says `grows = False`: its state cannot get more "
                      "slots; leave out grows=True to allocate all slots at "

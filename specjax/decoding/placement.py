@@ -93,23 +93,23 @@ class Placement:
                                  self.drafter)
     return processes.placed(params, shardings)
 
-  def start(self, decoder: "Decoder", parts: Any, *arguments: Any
+  def start(self, decoder: "Decoder", stage: Any, *arguments: Any
             ) -> DecodeState:
     """Reads the prompts and creates the state on the mesh, see `rounds.start`.
 
     Args:
       decoder: decoder of the state.
-      parts: `Decoder.parts`.
-      *arguments: arguments of `rounds.start` after `parts`.
+      stage: `Decoder.stage`.
+      *arguments: arguments of `rounds.start` after `stage`.
 
     Raises:
       ValueError: see `decode_shardings`.
     """
-    shapes = rounds.start.eval_shape(parts, *arguments)
+    shapes = rounds.start.eval_shape(stage, *arguments)
     _, shardings = decode_shardings(
         decoder, arguments[0], shapes, self.mesh, axis=self.axis,
         data_axis=self.data_axis, drafter=self.drafter)
-    state = _start(parts, tuple(jax.tree.leaves(shardings)), *arguments)
+    state = _start(stage, tuple(jax.tree.leaves(shardings)), *arguments)
     if self.drafter == "replicate":
       state = state.replace(drafter=dense.undivided(state.drafter))
     return state
@@ -118,9 +118,9 @@ class Placement:
 # The sharding of the result is constrained inside the program. So GSPMD also
 # splits the passes over the prompts, and no device ever has a complete cache.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(parts: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
+def _start(stage: rounds.Round, shardings: tuple[Any, ...], *arguments: Any
            ) -> DecodeState:
-  state = rounds.start(parts, *arguments)
+  state = rounds.start(stage, *arguments)
   return jax.lax.with_sharding_constraint(
       state, jax.tree.unflatten(jax.tree.structure(state), shardings))
 
@@ -194,9 +194,9 @@ def _param_shardings(decoder: "Decoder", params: chex.ArrayTree, mesh: Mesh,
   if drafter not in ("split", "replicate"):
     raise ValueError(f"drafter is {drafter!r}; it must be 'split' or "
                      "'replicate'")
-  parts = {"target": decoder.target, "drafter": decoder.drafter}
+  owners = {"target": decoder.target, "drafter": decoder.drafter}
   specs = {name: PartitionSpec() if (name, drafter) == ("drafter", "replicate")
-           else parts[name].param_specs(axis, mesh.shape[axis])
+           else owners[name].param_specs(axis, mesh.shape[axis])
            for name in params}
   shardings = named(mesh, specs, params)
   if not _of_tpus(mesh):

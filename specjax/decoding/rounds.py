@@ -433,13 +433,13 @@ def _emitted(state: DecodeState, draft: Draft, verdict: Verdict,
   return tokens, count.astype(jnp.int32), ended & ~state.done, failed
 
 
-def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
+def _scan(stage: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
           traced: bool = False) -> tuple[DecodeState, Any]:
   forms = None
 
   def step(state, uniforms):
     nonlocal forms
-    state, stats, *trace = parts(params, state, uniforms, traced)
+    state, stats, *trace = stage(params, state, uniforms, traced)
     forms = jax.eval_shape(lambda: stats)
     # The loop writes each output with a kernel of its own, so the statistics
     # are one array.
@@ -448,7 +448,7 @@ def _scan(parts: Round, params: chex.ArrayTree, state: DecodeState, rounds: int,
         jnp.float32, *rows)), trace)
 
   state, (rows, traces) = jax.lax.scan(
-      step, state, parts.draw_uniforms(state, rounds))
+      step, state, stage.draw_uniforms(state, rounds))
   leaves, form = jax.tree.flatten(forms)
   ends = np.cumsum([x.size // len(x) for x in leaves])[:-1]
   stats = jax.tree.unflatten(form, [
@@ -462,7 +462,7 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
   return a & b if a.dtype == jnp.bool_ else a + b
 
 
-def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
+def _until(stage: Round, params: chex.ArrayTree, state: DecodeState,
            rounds: jax.Array | None = None
            ) -> tuple[DecodeState, RoundStats, jax.Array]:
   """Runs rounds until all rows are done.
@@ -471,7 +471,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
   another draft, see `growth`.
 
   Args:
-    parts: `Round` or `RoundsByLength`.
+    stage: `Round` or `RoundsByLength`.
     params: `{"target": ..., "drafter": ...}`.
     state: state of the decoding loop.
     rounds: `[]` int32, maximum number of rounds. None: no maximum.
@@ -483,7 +483,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
   def is_going(carry):
     (state, _, played), i = carry
     # Done rows also write their drafts, so their lengths are included.
-    has_room = jnp.max(state.lengths) + parts.drafter.num_nodes <= (
+    has_room = jnp.max(state.lengths) + stage.drafter.num_nodes <= (
         state.tokens.shape[1])
     is_open = ~jnp.all(state.done) & has_room
     if rounds is not None:
@@ -491,7 +491,7 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
     return is_open & (i < _DRAWN_ROUNDS)
 
   def drawn_rounds(carry):
-    uniforms = parts.draw_uniforms(carry[0], _DRAWN_ROUNDS)
+    uniforms = stage.draw_uniforms(carry[0], _DRAWN_ROUNDS)
 
     def play(carry, one_round=one_round):
       (state, total, played), i = carry
@@ -499,14 +499,14 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
       stats = stats.replace(active=stats.active.astype(jnp.int32))
       return (state, jax.tree.map(add, total, stats), played + 1), i + 1
 
-    return parts.some_rounds(
+    return stage.some_rounds(
         params, is_going, play, (carry, jnp.zeros((), jnp.int32)))[0]
 
   # `eval_shape` below and the loop both trace the round. With a separate jit,
   # they share one trace.
-  one_round = jax.jit(functools.partial(parts, traced=False))
+  one_round = jax.jit(functools.partial(stage, traced=False))
   uniforms = jax.eval_shape(
-      lambda state: parts.draw_uniforms(state, 1)[0], state)
+      lambda state: stage.draw_uniforms(state, 1)[0], state)
   shapes = jax.eval_shape(one_round, params, state, uniforms)[1]
   zero = jax.tree.map(
       lambda x: (jnp.ones if x.dtype == jnp.bool_ else jnp.zeros)(
@@ -520,17 +520,17 @@ def _until(parts: Round, params: chex.ArrayTree, state: DecodeState,
 
 # Both loops donate the state. So caches are updated in place, and the caller
 # must not use the old state again.
-scan = jax.jit(_scan, static_argnames=("parts", "rounds", "traced"),
+scan = jax.jit(_scan, static_argnames=("stage", "rounds", "traced"),
                donate_argnames="state")
-until = jax.jit(_until, static_argnames="parts", donate_argnames="state")
+until = jax.jit(_until, static_argnames="stage", donate_argnames="state")
 
 
-@functools.partial(jax.jit, static_argnames="parts")
-def start(parts: Round, params: chex.ArrayTree, prompt: Prompt,
+@functools.partial(jax.jit, static_argnames="stage")
+def start(stage: Round, params: chex.ArrayTree, prompt: Prompt,
           limits: jax.Array, keys: jax.Array, temperature: jax.Array,
           eos: jax.Array) -> DecodeState:
   """Runs `Round.start` as a compiled program."""
-  return parts.start(params, prompt, limits, keys, temperature, eos)
+  return stage.start(params, prompt, limits, keys, temperature, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -162,7 +162,7 @@ def assert_drafter_exact(drafter: Drafter, params: chex.ArrayTree,
       *shared, ids[calls + len(few):][:min(calls, _TRUNCATED_CALLS)],
       rounds=rounds, state=state, other=make(
           transform=_truncated(transform, target.vocab_size)))
-  declared = interfaces.capabilities(decoder.parts.drafter)
+  declared = interfaces.capabilities(decoder.stage.drafter)
   check = functools.partial(
       check_drafts, interfaces.kind_of(drafter), alike=context(1) is None)
   check(declared, truncated, crossed=False)

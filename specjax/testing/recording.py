@@ -276,7 +276,7 @@ def record_drafts(decoder: decoder_lib.Decoder, params: chex.ArrayTree,
     rows = (k + np.arange(size) * count // size) % count
     now, parts = _started(state, own, requests.lengths + requests.new), []
     for _ in range(rounds // _AT_ONCE):
-      draft = _drafts(other.parts, params, now, rows, done, temperature)
+      draft = _drafts(other.stage, params, now, rows, done, temperature)
       active = ~(np.asarray(now.done)[rows] | done)
       now, stats, _ = decoder.decode(params, now, _AT_ONCE, traced=True)
       left, emitted, accepted = (np.broadcast_to(x, done.shape) for x in (

@@ -259,7 +259,7 @@ def _study():
       setting.decoder(), verifier=one_of.OneOf(rules))
   params, state = tpu_rounds.placed(setting, decoder)
   lowered = rounds.scan.lower(
-      decoder.parts, params, state, rounds=decoders.ROUNDS)
+      decoder.stage, params, state, rounds=decoders.ROUNDS)
 
   def answer(compiled, stable):
     return tpu_rounds.figures(

@@ -91,7 +91,7 @@ def test_one_program_for_every_power_of_two():
 def test_capacities_are_powers_of_two_up_to_the_whole():
   # Broken: a row begins with fewer slots than its prompt and next drafts need.
   one = sj.Decoder(target=testing.MarkovModel(VOCAB), verifier=(
-      sj.verifiers.Block()), drafter=sj.drafters.NGram(gamma=7)).parts
+      sj.verifiers.Block()), drafter=sj.drafters.NGram(gamma=7)).stage
   first = lambda lengths, limits, whole=4096: growth.first(
       one, np.array(lengths), np.array(limits), whole)
   assert first([3, 56], [4000, 900]) == 128

@@ -22,7 +22,7 @@ from specjax import testing
 
 def _drafts(decoder, params, prompts, before=None):
   """What a drafter drafts, after it did so in vain for the texts before."""
-  parts = decoder.parts
+  parts = decoder.stage
   propose = jax.jit(parts.propose)
 
   def drafted(prompts, drafter=None):

@@ -123,14 +123,14 @@ def test_what_is_timed():
         params, jax.tree.map(jnp.copy, state.replace(controller=script)), 8)
     assert stats.emitted[:, 0].tolist() == emitted
     looped, *_ = rounds_lib.until(
-        decoder.parts, params, state.replace(controller=script), 8)
+        decoder.stage, params, state.replace(controller=script), 8)
     assert int(looped.lengths[0]) == int(scanned.lengths[0])
   nothing = jax.vmap(sj.Draft.chain)(
       jnp.zeros((1,), jnp.int32), jnp.zeros((1, 8), jnp.int32),
       jnp.zeros((1, 8, controlled.V)))
   done = jnp.array([False])
-  assert int(decoder.parts.needed(nothing, done, 3)) == 3
-  assert int(controlled.decoder().parts.needed(nothing, done, 3)) == 0
+  assert int(decoder.stage.needed(nothing, done, 3)) == 3
+  assert int(controlled.decoder().stage.needed(nothing, done, 3)) == 0
 
 
 def test_lengths_and_rounds_that_fit():

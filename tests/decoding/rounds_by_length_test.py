@@ -18,7 +18,7 @@ def test_what_broke_down_is_no_padding():
   draft = jax.vmap(sj.Draft.chain)(
       jnp.zeros((2,), jnp.int32), jnp.zeros((2, 8), jnp.int32),
       jnp.zeros((2, 8, controlled.V)).at[1, 2].set(jnp.nan))
-  needed = functools.partial(controlled.decoder().parts.needed, draft, rung=3)
+  needed = functools.partial(controlled.decoder().stage.needed, draft, rung=3)
   assert int(needed(done=jnp.array([False, False]))) == 2
   assert int(needed(done=jnp.array([False, True]))) == 0
 
@@ -131,7 +131,7 @@ def test_parted_loops_choose_like_single_rounds():
   whole, _ = decoder.decode_until(params, start())
   parts = start()
   for _ in range(29):  # 7 rounds at a time
-    parts, *_ = rounds_lib.until(decoder.parts, params, parts, 7)
+    parts, *_ = rounds_lib.until(decoder.stage, params, parts, 7)
   assert float(one.controller.reached[1, 0, 7]) > 0.5  # all lengths, and rests
   assert bool(one.done.all())
   for state in (whole, parts):
@@ -195,7 +195,7 @@ def test_rest_leaves_no_trace():
 
   size = ",".join(map(str, state.target_cache.k[0].shape))
   program = rounds_lib.scan.lower(
-      decoder.parts, pair.params, state, rounds=5).compile().as_text()
+      decoder.stage, pair.params, state, rounds=5).compile().as_text()
   assert f"f32[{size}]" in program
   assert not re.search(rf"f32\[{size}\]\S* copy", program)
 
@@ -222,7 +222,7 @@ def test_a_fallback_has_a_length_to_choose():
       pair.params, [[1, 2], [3]], jax.random.key(0), max_new_tokens=40)
   for got, row in zip(state.tokens, want.tokens):
     np.testing.assert_array_equal(got[:len(row)], row)
-  rungs = decoder.parts.rungs
+  rungs = decoder.stage.rungs
   assert [one.drafter.num_nodes for one in rungs] == [1, 3, 5]
   assert [one.drafter.second.num_nodes for one in rungs[1:]] == [3, 5]
 

@@ -40,7 +40,7 @@ def test_a_round_of_every_drafter_in_64_bits(name):
           else x, case.parameters)
       state = jax.eval_shape(started, params, case.context(2))
       new, _ = jax.eval_shape(
-          functools.partial(rounds.scan, decoder.parts, rounds=2), params,
+          functools.partial(rounds.scan, decoder.stage, rounds=2), params,
           state)
       assert new == state
 

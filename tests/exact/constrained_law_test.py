@@ -57,7 +57,7 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
   @jax.jit
   def one_round(state, rows, uniforms):
     state = jax.tree.map(lambda x: x[rows], state)
-    new, _, trace = decoder.parts(params, state, uniforms)
+    new, _, trace = decoder.stage(params, state, uniforms)
     law = jax.vmap(decoder.verifier.law)(trace.draft, trace.target_probs)
     return new, (trace.draft.probs, law.stop, law.next_token, new.tokens,
                  new.lengths, new.done, jax.tree.leaves(new.constraints))
@@ -75,7 +75,7 @@ def _exact_law(decoder, params, horizon, prompt=PROMPT):
   law, same, first = {}, True, sampling.VERDICT_UNIFORMS
   rows, weights = np.zeros(1, np.int32), np.ones(1)
   while rows.size:
-    count = first + decoder.parts.drafter.num_uniforms
+    count = first + decoder.stage.drafter.num_uniforms
     uniforms = np.full((len(rows), count), 0.5, np.float32)
 
     def split(laws, place):

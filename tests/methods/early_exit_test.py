@@ -238,7 +238,7 @@ def test_no_layer_is_run_twice(monkeypatch):
     return append(self, layer, k, v, after)
 
   monkeypatch.setattr(dense.KVCache, "append", counted)
-  one = _decoder(_exit(4, exit=2)).parts
+  one = _decoder(_exit(4, exit=2)).stage
 
   def run():
     state = _decoder(one.drafter).prefill(

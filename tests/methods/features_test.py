@@ -46,7 +46,7 @@ def _quick_loops():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rounds, "scan", jit(
         inspect.unwrap(rounds.scan), donate_argnames="state",
-        static_argnames=("parts", "rounds", "traced")))
+        static_argnames=("stage", "rounds", "traced")))
     patch.setattr(rounds, "start", jit(
         inspect.unwrap(rounds.start), static_argnames="parts"))
     yield
@@ -175,7 +175,7 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
   # Broken: a prompt of more than 256 tokens has a gap in its cache, or a piece
   # reads the one before at other positions.
   decoder, params = _decoder(*_CASES[name]())
-  drafter, target = decoder.parts.drafter, decoder.target
+  drafter, target = decoder.stage.drafter, decoder.target
   rng, columns = np.random.default_rng(0), prefill.padded_length(300)
   prompt = sj.types.Prompt(
       tokens=jnp.asarray(rng.integers(VOCAB, size=(2, columns)), jnp.int32),

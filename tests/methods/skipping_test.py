@@ -70,7 +70,7 @@ def test_a_draft_is_scored_by_the_law_of_the_target():
   state = decoder.prefill(params, [text], jax.random.key(0), limits=20)
   drafter = state.drafter.replace(keep=jnp.ones((1, _LAYERS, 2)).at[
       0, 2, 1].set(0))
-  found = jax.jit(decoder.parts.drafter._searched)(
+  found = jax.jit(decoder.stage.drafter._searched)(
       params, state, drafter, jnp.ones((1,), bool))
   # A greedy draft of greedy text: each token is passed, the last one with what
   # the target gives it.

@@ -230,8 +230,8 @@ def test_an_eagle_chain_ends_where_the_rule_says():
         case.parameters, [[1, 2, 3, 0]] * 8 + [[3, 1]] * 8 + [[2]],
         jax.random.key(0), limits=40)
     uniforms = jax.random.uniform(
-        jax.random.key(1), (17, decoder.parts.drafter.num_uniforms))
-    found[stop] = jax.jit(decoder.parts.drafter.propose)(
+        jax.random.key(1), (17, decoder.stage.drafter.num_uniforms))
+    found[stop] = jax.jit(decoder.stage.drafter.propose)(
         case.parameters, uniforms, state)
   (want, _), (got, after) = found[None], found[rule]
   own = np.take_along_axis(

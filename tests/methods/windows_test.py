@@ -38,7 +38,7 @@ def _quick_loops():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rounds, "scan", jit(
         inspect.unwrap(rounds.scan), donate_argnames="state",
-        static_argnames=("parts", "rounds", "traced")))
+        static_argnames=("stage", "rounds", "traced")))
     patch.setattr(rounds, "start", jit(
         inspect.unwrap(rounds.start), static_argnames="parts"))
     yield

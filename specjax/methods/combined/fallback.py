@@ -18,7 +18,7 @@ from specjax.interfaces import checks
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
-from specjax.methods.combined import _parts
+from specjax.methods.combined import _combined
 from specjax.methods.networks import Params
 from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
@@ -31,7 +31,7 @@ from specjax.utils import fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fallback(_parts.Parts):
+class Fallback(_combined.Combined):
   """Uses the first drafter in rows where it has a draft, else the second.
 
   This is exact, because the existence of a first draft does not depend on its
@@ -58,7 +58,7 @@ class Fallback(_parts.Parts):
     fields.check_at_least("min_tokens", self.min_tokens, 1)
 
   @property
-  def parts(self) -> tuple[Drafter, ...]:
+  def members(self) -> tuple[Drafter, ...]:
     return self.first, self.second
 
   @property
@@ -73,7 +73,7 @@ class Fallback(_parts.Parts):
     return max(self.first.num_nodes, self.second.num_nodes)
 
   def with_gamma(self, gamma: int) -> "Fallback | None":
-    first, second = (part.with_gamma(gamma) for part in self.parts)
+    first, second = (member.with_gamma(gamma) for member in self.members)
     if first is None or second is None:
       return None
     return dataclasses.replace(self, first=first, second=second,
@@ -92,7 +92,7 @@ class Fallback(_parts.Parts):
     """
     uniforms = jnp.zeros((state.lengths.shape[0], 0))
     draft, _ = self.first.propose(
-        self.params_of_parts(params)[0], uniforms,
+        self.params_of_members(params)[0], uniforms,
         state.replace(drafter=state.drafter[0]))
     return self._lacks(draft) & ~state.done
 

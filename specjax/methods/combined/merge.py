@@ -18,7 +18,7 @@ from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.interfaces import Verifier
 from specjax.methods import stop_rules
-from specjax.methods.combined import _parts
+from specjax.methods.combined import _combined
 from specjax.methods.networks import Params
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
@@ -29,7 +29,7 @@ from specjax.verifiers import tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Merge(_parts.Parts):
+class Merge(_combined.Combined):
   """Merges drafts below one root; equal prefixes share nodes.
 
   The prefix of a node consists of the tokens on its path. If several nodes have
@@ -68,7 +68,7 @@ class Merge(_parts.Parts):
             "without memory, such as Confidence")
 
   @property
-  def parts(self) -> tuple[Drafter, ...]:
+  def members(self) -> tuple[Drafter, ...]:
     return self.drafters
 
   @property
