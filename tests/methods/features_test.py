@@ -48,7 +48,7 @@ def _quick_loops():
         inspect.unwrap(rounds.scan), donate_argnames="state",
         static_argnames=("stage", "rounds", "traced")))
     patch.setattr(rounds, "start", jit(
-        inspect.unwrap(rounds.start), static_argnames="parts"))
+        inspect.unwrap(rounds.start), static_argnames="stage"))
     yield
 
 
