@@ -184,6 +184,10 @@ class Tree(_trees.FixedTree, Shape):
   proposal: str = "without_replacement"
 
   @property
+  def deterministic(self) -> bool:
+    return self.proposal == "top_k"
+
+  @property
   def fed(self) -> int:
     return _trees.fed_slots(self.parents)[1]
 
