@@ -211,6 +211,10 @@ class Tree(Shape):
                default=0)
 
   @property
+  def deterministic(self) -> bool:
+    return self.proposal == "top_k"
+
+  @property
   def fed(self) -> int:
     return _trees.fed_slots(self.parents)[1]
 
