@@ -194,10 +194,6 @@ class Tree(Shape):
     return self.chain or self.proposal == "iid"
 
   @property
-  def deterministic(self) -> bool:
-    return self.proposal == "top_k"
-
-  @property
   def num_nodes(self) -> int:
     return len(self.parents)
 

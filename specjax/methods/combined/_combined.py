@@ -25,13 +25,14 @@ class Combined(Drafter):
 
   Subclasses are frozen dataclasses with `members`, a tuple of drafters.
   `params["drafter"]` is a tuple with the parameters of each member. It may be
-  missing if no member has parameters. The state is a tuple of the members' states.
+  missing if no member has parameters. The state is a tuple of the members'
+  states.
   """
 
   @property
   def provides(self) -> tuple[str, ...]:
-    # Not autoregressive: another member may draft a token if the draft begins at
-    # another position.
+    # Not autoregressive: another member may draft a token if the draft begins
+    # at another position.
     return "rests", "follows", *self.shared("conditional")
 
   @property
@@ -90,8 +91,8 @@ class Combined(Drafter):
     Args:
       i: index of the member.
       params: parameters of all members.
-      uniforms: uniforms `[B, num_uniforms]` of all members. Member i uses its own
-        columns. If a member draws from keys, this is a PRNG key per row.
+      uniforms: uniforms `[B, num_uniforms]` of all members. Member i uses its
+        own columns. If a member draws from keys, this is a PRNG key per row.
       state: decoding state.
     """
     member = self.members[i]
