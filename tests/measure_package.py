@@ -79,9 +79,8 @@ def _imported_names(node):
 def _declares(node):
   """True if a class declares `autoregressive`, also in its `provides`."""
   return any(
-      _members(node) & {"autoregressive", "provides"}
-      and re.search("['\\W]autoregressive['=]|autoregressive\\(", ast.unparse(x))
-      for x in node.body if not isinstance(x, ast.ClassDef))
+      _members(ast.Module([x], [])) & {"autoregressive", "provides"}
+      and re.search("autoregressive['=(]", ast.unparse(x)) for x in node.body)
 
 
 def import_graph(root):
