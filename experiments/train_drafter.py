@@ -411,7 +411,7 @@ def main() -> None:
     options.check(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
   dtype = common.dtype_of(_DTYPE)
-  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
+  target, tokenizer = models.load_target(_TARGET.value, dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   source = _source()
   start = _start(method, source)
