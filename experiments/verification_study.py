@@ -430,6 +430,8 @@ def main():
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "at least one, such as small")
   batch = _batch_of_flags()
+  if "block" not in verifiers:
+    shared.reject_unread(["error"], shared.shown("verifier"))
   setting = _load(temperatures, gammas, verifiers, batch)
   setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

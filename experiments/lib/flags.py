@@ -54,7 +54,7 @@ def check_requirements() -> None:
   for name in flags.FLAGS:
     flag = flags.FLAGS[name]
     others = getattr(flag, "requires", ())
-    if others and flag.present and not any(
+    if others and flag.present and flag.value is not False and not any(
         flags.FLAGS[other].value not in (None, False, "none")
         for other in others):
       raise ValueError(
