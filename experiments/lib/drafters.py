@@ -383,7 +383,7 @@ class _Loader:
     """
     *inner, last = stages
     if last in compositions.FREE:
-      return compositions.free(last, gamma), self._store(last)
+      return compositions.FREE[last](gamma), self._store(last)
     member = self._member(last)
     if not inner:
       return _chain(self.target, member, last, gamma)

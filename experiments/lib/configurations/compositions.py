@@ -32,7 +32,7 @@ from specjax.strategies import Strategy
 
 _NODES = 16  # size of draft trees
 _TREE = sj.trees.sequoia_tree([0.5, 0.15, 0.08], nodes=_NODES)
-_FREE = {
+FREE = {  # functions from gamma to a strategy, by name
     "ngram": strategies.prompt_lookup,
     "suffix": strategies.suffix_decoding,
     "sampled_suffix": lambda gamma: strategies.suffix_decoding(
@@ -47,7 +47,6 @@ OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
 # Drafters that can use a datastore.
 LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")
-FREE = tuple(_FREE)
 HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (b drafts if a has no draft)")
 
@@ -90,17 +89,9 @@ class Noise(sj.interfaces.Drafter):
     return jax.vmap(sj.Draft.chain)(root, tokens, probs), None
 
 
-def free(name: str, gamma: int | None) -> Strategy:
-  """Returns the strategy of a drafter in `FREE`.
-
-  `gamma` is None for the drafters in `OWN_DEPTH`.
-  """
-  return _FREE[name](gamma)
-
-
 def composes(name: str) -> bool:
   """Returns True if a name is a drafter of this file or a composition."""
-  return name in _FREE or not os.path.exists(name) and bool(
+  return name in FREE or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
 
 
@@ -117,7 +108,7 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} lacks a name before or after + or |; "
                        "give two names, such as ngram+small or ngram|small")
     for stage in stages[1:]:
-      if stage in _FREE:
+      if stage in FREE:
         raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
                          "has no model that a drafter could speed up; put "
                          f"{stage} first")
@@ -127,4 +118,4 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} contains {tree}, which drafts trees, "
                        "and compositions need chains; set "
                        f"--drafter={tree} alone")
-  return [one for one in dict.fromkeys(found) if one not in _FREE]
+  return [one for one in dict.fromkeys(found) if one not in FREE]
