@@ -29,6 +29,7 @@ import os
 
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib.compiler import chips
@@ -78,9 +79,12 @@ def main() -> None:
   used = recorded["models"]
   rows = [row for row in recorded["rows"] if row["prompts"] == "all"]
   gammas = sorted({row["gamma"] for row in rows if row["gamma"]})
-  target, candidates, _ = judging.load(
-      used["drafters"], used["target"], used["dtype"], decoders.Batch(size=1),
-      gamma=used["gamma"], nodes=used["nodes"], datastore=used["datastore"])
+  target, loaded, _ = drafters_lib.load(
+      used["target"], used["drafters"], drafters_lib.Options(
+          gamma=used["gamma"], nodes=used["nodes"],
+          datastore=used["datastore"]),
+      dtype=used["dtype"], batch=decoders.Batch(size=1), compared=True)
+  candidates = judging.candidates(loaded)
   length, owner = judging.context(candidates)
   room = length - max(x.drafter.num_nodes for x in candidates.values())
   if max(contexts) > room:

@@ -50,6 +50,7 @@ from typing import Any
 
 from absl import flags
 from lib import common
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -96,12 +97,11 @@ def _our_variants(target: Pretrained, drafters: Mapping[str, Any],
       generation.Ours, new_tokens=_NEW_TOKENS.value, capacity=capacity,
       prompts=prompts)
   variants = {_OURS: variant(alone, {"target": target.params})}
-  for name, member in drafters.items():
-    strategy, own = models.chain(target, member, name)
+  for name, drafter in drafters.items():
     variants[f"{_OURS}, {name}"] = variant(
-        strategy(_GAMMA.value).decoder(
-            target.model, transform=alone.transform, eos=alone.eos),
-        {"target": target.params, "drafter": own})
+        drafter.strategy.decoder(
+            drafter.model, transform=alone.transform, eos=alone.eos),
+        drafter.params)
   return variants
 
 
@@ -272,9 +272,10 @@ def main():
   progress.say("importing torch and transformers")
   versions = generation.prepare_torch()
   named = [] if _DRAFTER.value == "none" else [_DRAFTER.value]
-  target, drafters, tokenizer = models.load_models(
-      _TARGET.value, named, f"none, {', '.join(models.DRAFTERS)}",
+  target, drafters, tokenizer = drafters_lib.load(
+      _TARGET.value, named, drafters_lib.Options(gamma=_GAMMA.value),
       dtype="float32")
+  members = {name: drafter.draft_model for name, drafter in drafters.items()}
   prompts = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
@@ -288,13 +289,13 @@ def main():
   progress.say("loading the models into transformers")
   model = generation.load_torch(_TARGET.value, target)
   [assistant] = [_assistant(target, name, member) for name, member in zip(
-      named, drafters.values())] or [None]
+      named, members.values())] or [None]
   variants |= _their_variants(model, assistant, eos)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  members = [target, *drafters.values()]
+  used = [target, *members.values()]
   fingerprint = resumable.fingerprint(
-      [m.params for m in members], [m.model for m in members], list(variants),
+      [m.params for m in used], [m.model for m in used], list(variants),
       eos, _GAMMA.value, _NEW_TOKENS.value, versions, "accepted")
   units = [(fingerprint, _TEMPERATURE.value, name, i, _SEED.value,
             resumable.digest(row))

@@ -32,11 +32,10 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
-from lib.configurations import compositions
 from lib.configurations import decoders
-from lib.configurations import loading
 from lib.prompts import reading as prompts_lib
 from lib.reports import arena_report as report
 from lib.rollouts import batches
@@ -47,7 +46,7 @@ from specjax.data import prompt_sets
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="small,tiny,ngram,suffix,recycling,medusa,pass,eagle3,parallel",
-    help_=loading.HELP)
+    help_=drafters_lib.HELP)
 _ADD = flags.DEFINE_list(
     "add", [], "Drafters to compare in addition to those of --drafter, "
     "comma-separated, such as the output directory of train_drafter.py. "
@@ -79,12 +78,14 @@ def main() -> None:
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   rules = common.verifier_names("--verifier", _VERIFIERS.value)
-  names = [*common.given("--drafter", _DRAFTER.value, compositions.HELP),
+  names = [*common.given("--drafter", _DRAFTER.value, "some drafters"),
            *_ADD.value]
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
-  target, found, tokenizer = judging.load(
-      names, _TARGET.value, _DTYPE.value, batch, gamma=gammas[-1],
-      nodes=_NODES.value, datastore=_DATASTORE.value)
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, names, drafters_lib.Options(
+          gamma=gammas[-1], nodes=_NODES.value, datastore=_DATASTORE.value),
+      dtype=_DTYPE.value, batch=batch, compared=True)
+  found = judging.candidates(loaded)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)

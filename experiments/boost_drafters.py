@@ -42,9 +42,9 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import meshes
-from lib import models
 from lib import progress
 import numpy as np
 
@@ -259,9 +259,9 @@ def _tokens_per_pass(target: Pretrained, drafters: Sequence[sj.zoo.Member],
 def main() -> None:
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   dtype = common.dtype_of(_DTYPE)
-  target, members, tokenizer = models.load_models(
+  target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value], dtype=dtype, same_tokens=True)
-  [first] = members.values()
+  first = next(iter(loaded.values())).draft_model
   specs = meshes.specs(mesh, {"target": first.model})
   output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
   rows = _rows(target, first, tokenizer, output_dir, mesh)

@@ -27,23 +27,21 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib.configurations import base
-from lib.configurations import compositions
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import resumable
 import numpy as np
 
 import specjax as sj
 from specjax.models import Pretrained
-from specjax.strategies import Strategy
 
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
-    default="small,noise", help_="Drafters of chains to compare "
-    "(comma-separated; recycling, rest and suffix_tree draft trees and are "
-    f"rejected): {compositions.HELP}, ")
+    default="small,noise", help_="Drafters of trees, such as recycling, are "
+    f"rejected. {drafters_lib.HELP}")
 _DATASTORE = shared.datastore()
 _BATCH = flags.DEFINE_list(
     "slots", "1,4,16", "Batch sizes to compare (numbers of prompts decoded "
@@ -93,17 +91,16 @@ class _Together(base.Configuration):
     return {"seconds": seconds, "tokens": int(np.sum(stats.emitted))}
 
 
-def _variants(target: Pretrained, strategy: Strategy, own: Any,
-              temperature: float,
-          eos: tuple[int, ...] | None, batch: int, lengths: list[int],
-          capacity: int):
+def _variants(target: Pretrained, drafter: drafters_lib.Loaded,
+              temperature: float, eos: tuple[int, ...] | None, batch: int,
+              lengths: list[int], capacity: int):
   """Returns `{draft length or "controller": variant}`."""
   alone = dataclasses.replace(
       common.autoregressive(target.model, temperature), eos=eos)
-  params = {"target": target.params, "drafter": own}
+  params = drafter.params
   fixed = lambda gamma: dataclasses.replace(
-      alone, verifier=strategy.verifier,
-      drafter=strategy.drafter.with_gamma(gamma))
+      alone, target=drafter.model, verifier=drafter.strategy.verifier,
+      drafter=drafter.strategy.drafter.with_gamma(gamma))
   decoders = {"0": alone, **{str(n): fixed(n) for n in lengths}}
   longest = decoders[str(lengths[-1])]
   print(f"measuring the cost of rounds of {batch} rows, or reading stored "
@@ -158,14 +155,12 @@ def main():
   batches = common.batch_sizes("--slots", _BATCH.value)
   names = list(common.given("--drafter", _DRAFTER.value, "at least one "
                             "drafter, such as ngram"))
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, sum(map(compositions.members, names), []),
-      ", ".join(compositions.NAMES), dtype=_DTYPE.value)
-  drafters = {name: compositions.strategy(
-      name, lengths[-1], target, members, datastore=_DATASTORE.value)
-              for name in names}
-  for name, (strategy, _) in drafters.items():
-    if strategy.drafter.with_gamma(1) is None:
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, names, drafters_lib.Options(
+          gamma=lengths[-1], datastore=_DATASTORE.value), dtype=_DTYPE.value)
+  drafters = dict(zip(names, loaded.values()))
+  for name, drafter in drafters.items():
+    if drafter.strategy.drafter.with_gamma(1) is None:
       raise ValueError(f"--drafter={name} drafts trees, and the controller "
                        "chooses the length of chains; set drafters of chains, "
                        "such as small, ngram or suffix")
@@ -179,7 +174,8 @@ def main():
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
 
   fingerprint = resumable.fingerprint(
-      [m.params for m in (target, *members.values())], eos, lengths,
+      [target.params, *(drafters_lib.own_params(x.params, target.params)
+                        for x in drafters.values())], eos, lengths,
       _NEW_TOKENS.value, _DATASTORE.value, resumable.digest(read.all))
   # Batches with equal settings are adjacent, because compiled code is freed
   # when the settings change.
@@ -194,7 +190,7 @@ def main():
   settings = lambda unit: unit[1:4]
   runs = resumable.run(
       units, prompts_of, lambda group: _variants(
-          target, *drafters[group[1]], group[0], eos, group[2], lengths,
+          target, drafters[group[1]], group[0], eos, group[2], lengths,
           capacity),
       output_dir / "runs.jsonl", settings)
   rows = _rows(runs, settings)

@@ -317,7 +317,7 @@ def _print(parameters: int, vocabulary: vocabularies.VocabularyMap,
 def main() -> None:
   mesh = meshes.join(_MESH, _BATCH_SIZE.value)
   dtype = common.dtype_of(_DTYPE)
-  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
+  target, tokenizer = models.load_target(_TARGET.value, dtype)
   if _ROW_TOKENS.value > target.model.context_length:
     raise ValueError(f"--row_tokens is {_ROW_TOKENS.value}, and the target's "
                      f"context length is {target.model.context_length}; set a "

@@ -40,9 +40,9 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import meshes
-from lib import models
 from lib import progress
 from lib.configurations.decoders import Batch
 from lib.rollouts import batches
@@ -321,9 +321,9 @@ def _totals(losses: list[str], target: Pretrained, first: Pretrained,
 def main() -> None:
   losses = _losses()
   batch = batches.settings(_BATCH, splits_prompts=False)
-  target, members, tokenizer = models.load_models(
+  target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
-  [first] = members.values()
+  first = next(iter(loaded.values())).draft_model
   for loss in losses:  # rejects invalid combinations before writing
     _objective(loss, first.model, target.model)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

@@ -73,12 +73,12 @@ from collections.abc import Sequence
 from absl import flags
 import jax
 from lib import conformance
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
 from lib.configurations import compositions
 from lib.configurations import decoders
-from lib.configurations import loading
 from lib.prompts import reading as prompts_lib
 from lib.reports import drafter_evaluation as report
 from lib.rollouts import batches
@@ -109,15 +109,15 @@ _NEW_TOKENS = shared.new_tokens(64)
 _NODES = flags.DEFINE_list(
     "nodes", "8,16,32", "Sizes in nodes, including the root, of the draft "
     "trees of heads, comma-separated. If their method drafts trees, heads are "
-    "evaluated with chains and with sampled trees. Other drafters ignore this "
-    "flag")
+    "evaluated with chains and with sampled trees. The flag has no effect on "
+    "other drafters")
 _DATASTORE = shared.datastore()
 _TRACE = flags.DEFINE_string(
     "trace", None, "JSONL file of token ids, one sequence per line: "
     '{"prompt": [...], "completion": [...]}. Completions are greedy output '
     "(temperature 0) of a model. The drafter must have no model, such as "
-    "ngram. --target and --prompts are ignored. Default: decode --prompts with "
-    "--target")
+    "ngram, and flags of the target, of prompts and of sampling have no "
+    "effect. Default: decode --prompts with --target")
 _CONFORMANCE = flags.DEFINE_bool(
     "conformance", True, "If the drafter has heads, also compare their "
     "accuracy with that in training, and look for faults in their "
@@ -127,31 +127,36 @@ _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/evaluation")
 
+# Flags that have no effect with --trace.
+_OF_TARGET = ("target", "dtype", "prompts", "field", "chat", "num_prompts",
+              "chat_template_kwargs", "prompt_tokens", "max_new_tokens",
+              "temperature", "nodes", "conformance")
 _PROBED = 16  # number of prompts whose continuations the conformance check uses
 
 
 def _of_models(rules: list[str], gammas: Sequence[int], sizes: Sequence[int],
-               batch: decoders.Batch, greedy: bool) -> tuple[
-                   judging.Judge, models.SelfDrafter | None, sj.data.Tokenizer]:
+               batch: decoders.Batch, greedy: bool
+               ) -> tuple[judging.Judge, drafters_lib.TrainedHeads | None,
+                          sj.data.Tokenizer]:
   """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.
 
   The heads are those of the drafter, or None if it has none. The tokenizer is
   that of the target.
   """
   name = _DRAFTER.value
-  target, loaded, tokenizer = loading.load_target(
-      [name], _TARGET.value, _DTYPE.value, batch)
-  [drafter] = loading.load(
-      [name], target, loaded, tokenizer, gamma=gammas[-1], nodes=sizes[-1],
-      datastore=_DATASTORE.value, dtype=_DTYPE.value, batch=batch,
-      rule=sj.verifiers.Block()).values()
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, [name], drafters_lib.Options(
+          gamma=gammas[-1], nodes=sizes[-1], datastore=_DATASTORE.value),
+      dtype=_DTYPE.value, batch=batch, compared=True)
+  [drafter] = loaded.values()
   found = {"chain": judging.of_loaded(drafter)}
-  if drafter.heads is not None:
-    tree = judging.sampled_tree(drafter, sizes)
-    if tree is not None:
-      found["sampled tree"] = tree
-  elif not found["chain"].is_chain:
-    found = {"tree": found["chain"]}
+  tree = judging.sampled_tree(drafter, sizes)
+  if tree is not None:
+    found["sampled tree"] = tree
+  else:
+    shared.reject_unread(["nodes"], f"--drafter={name}")
+    if drafter.heads is None and not drafter.is_chain:
+      found = {"tree": found["chain"]}
   read = _read(tokenizer, _CHAT.value)
   prompts_lib.check_room(
       read.longest, _NEW_TOKENS.value, *judging.context(found))
@@ -180,13 +185,12 @@ def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
     raise ValueError("--drafter is recycling, which drafts tokens that were "
                      "likely under the target, and --trace has only the "
                      "target's tokens; set --target and leave --trace out")
-  trace = traces.read(_TRACE.value)
-  strategy, params = compositions.strategy(
-      name, gammas[-1], trace, {}, datastore=_DATASTORE.value)
+  shared.reject_unread(_OF_TARGET, f"--trace={_TRACE.value}")
+  trace, loaded, _ = drafters_lib.load(
+      traces.read(_TRACE.value), [name], drafters_lib.Options(
+          gamma=gammas[-1], datastore=_DATASTORE.value), batch=batch)
   return judging.Judge(
-      target=trace, candidates={"draft": judging.Candidate(
-          (strategy,), {"target": trace.params, "drafter": params},
-          trace.model, restarts=True)},
+      target=trace, candidates={"draft": judging.of_loaded(loaded[name])},
       rules=rules, gammas=gammas, read=trace.prompts, eos=(trace.model.end,),
       new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True,
       greedy=True)
@@ -206,7 +210,7 @@ def _written(target: sj.models.Pretrained, prompts: list[list[int]]
   return np.array([row[-shortest:] for row in written.tokens])
 
 
-def _faults(judge: judging.Judge, own: models.SelfDrafter,
+def _faults(judge: judging.Judge, own: drafters_lib.TrainedHeads,
             tokenizer: sj.data.Tokenizer) -> conformance.Result:
   """Returns the probable faults of heads, found on text of the target."""
   progress.say("looking for faults of the heads")

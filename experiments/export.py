@@ -45,6 +45,7 @@ import sys
 
 from absl import flags
 from lib import common
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -103,18 +104,20 @@ def _model() -> dict[str, str | int]:
 
 def _heads() -> dict[str, str | int]:
   """Exports heads and returns their layout and sizes."""
-  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype="float32")
-  own = models.load_self_drafter(_MODEL.value, target, tokenizer, "float32")
+  target, loaded, _ = drafters_lib.load(
+      _TARGET.value, [_MODEL.value], dtype="float32", own_target=True)
+  [own] = loaded.values()
   directory = pathlib.Path(_OUTPUT_DIR.value)
   progress.say(f"writing {directory}")
   verifier = (exports.hub_name(_TARGET.value) if own.target is target
               else None)  # the target is in the directory of the heads
   layout = sj.methods.export_drafter(
-      directory, own.heads, own.params, own.target.model, own.target.params,
+      directory, own.heads.heads, own.heads.params, own.target.model,
+      own.target.params,
       dtype=_DTYPE.value, layout=_LAYOUT.value, verifier=verifier)
   exports.copy_training(_MODEL.value, directory)
   size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-  before = common.num_parameters(own.params)
+  before = common.num_parameters(own.heads.params)
   print(f"{before:,} parameters in the layout '{layout}', {_DTYPE.value}, "
         f"{size:,} bytes in {directory}")
   bits = {"float32": 4}.get(_DTYPE.value, 2)

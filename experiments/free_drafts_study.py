@@ -62,11 +62,11 @@ from typing import Any
 
 from absl import flags
 from lib import common
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib.configurations import decoders
 from lib.configurations import generation
-from lib.configurations import loading
 from lib.figures import style
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import batches
@@ -80,7 +80,7 @@ from specjax.models import Pretrained
 _TARGET = shared.target()
 _DRAFTER = shared.drafters(
     default="ngram,suffix,recycling",
-    help_=loading.HELP)
+    help_=drafters_lib.HELP)
 _GAMMA = shared.gamma(8)
 _CONTROLLER = flags.DEFINE_bool(
     "controller", True, "If --timing is latency, also measure every drafter "
@@ -338,7 +338,7 @@ def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
   """Returns a hash of all settings that affect outputs or times."""
   return resumable.fingerprint(
       [target.params,
-       *(loading.own_params(drafter.params, target.params)
+       *(drafters_lib.own_params(drafter.params, target.params)
          for drafter in drafters.values())],
       list(drafters), eos, _GAMMA.value, _NEW_TOKENS.value, _CONTROLLER.value,
       _TAIL.value, versions, "accepted" if batch is None else "no times")
@@ -363,12 +363,11 @@ def main():
                             "drafter, such as ngram"))
   batch = batches.settings(_BATCH)
   versions = _versions(timed=batch is None)
-  target, members, tokenizer = loading.load_target(
-      names, _TARGET.value, _DTYPE.value, batch)
-  drafters = loading.load(
-      names, target, members, tokenizer, gamma=_GAMMA.value, nodes=_NODES,
-      tail=_TAIL.value, datastore=_DATASTORE.value, dtype=_DTYPE.value,
-      batch=batch)
+  target, drafters, tokenizer = drafters_lib.load(
+      _TARGET.value, names, drafters_lib.Options(
+          gamma=_GAMMA.value, nodes=_NODES, tail=_TAIL.value,
+          datastore=_DATASTORE.value),
+      dtype=_DTYPE.value, batch=batch)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)

@@ -42,8 +42,8 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
-from lib import models
 from lib import progress
 from lib.figures import style
 import numpy as np
@@ -287,9 +287,10 @@ def _print_table(rows: Sequence[Row], summaries: dict[str, Row]) -> None:
 
 
 def main() -> None:
-  target, members, tokenizer = models.load_models(
+  target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
-  [(name, small)] = members.items()
+  [(name, drafter)] = loaded.items()
+  small = drafter.draft_model
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}

@@ -40,6 +40,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -96,23 +97,24 @@ def _place() -> str:
 def _record() -> analysis.Record:
   """Records all prompts, or completes an existing record, and returns it."""
   batch = batches.settings(_BATCH, splits_prompts=False)
-  target, drafters, tokenizer = models.load_models(
-      _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value)
-  [drafter] = drafters.values()
+  acting = common.VERIFIERS[_ACTING.value]
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, [_DRAFTER.value],
+      drafters_lib.Options(gamma=_GAMMA.value, verifier=acting),
+      dtype=_DTYPE.value)
+  [drafter] = loaded.values()
   read = prompts.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
-  chain, params = models.chain(target, drafter, _DRAFTER.value)
-  decoder = sj.Decoder(
-      target=target.model, drafter=chain(_GAMMA.value).drafter,
-      verifier=common.VERIFIERS[_ACTING.value],
+  decoder = drafter.strategy.decoder(
+      drafter.model,
       transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
   prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length,
                      decoder.context_owner)
   _check_size(target.model.vocab_size)
   record = analysis.record(
-      decoder, {"target": target.params, "drafter": params}, read.all,
+      decoder, drafter.params, read.all,
       jax.random.key(_SEED.value), _place(),
       max_new_tokens=_NEW_TOKENS.value, batch=batch.size,
       placement=batch.placement)

@@ -39,6 +39,7 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 import jax.numpy as jnp
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib.prompts import reading as prompts_lib
@@ -146,18 +147,19 @@ def main():
   if min(prices, default=1) <= 0:
     raise ValueError(f"--token_cost contains {min(prices):g}; set costs above "
                      "0, because without a cost the longest draft is best")
-  target, drafters, tokenizer = models.load_models(
-      _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
+  longest = max(gammas) if prices else 1
+  target, drafters, tokenizer = drafters_lib.load(
+      _TARGET.value, _DRAFTER.value, drafters_lib.Options(gamma=longest),
+      dtype=_DTYPE.value)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   rows, lengths = [], []
   for name, drafter in drafters.items():
-    chain, params = models.chain(target, drafter, name)
     decoder = sj.Decoder(
-        target=target.model, verifier=_RejectAll(),
-        drafter=chain(max(gammas) if prices else 1).drafter,
+        target=drafter.model, verifier=_RejectAll(),
+        drafter=drafter.strategy.drafter,
         transform=sj.LogitsTransform(temperature=_TEMPERATURE.value),
         eos=models.ends(target, tokenizer) if _CHAT.value else None)
     if "autoregressive" not in interfaces.capabilities(decoder.drafter):
@@ -165,8 +167,7 @@ def main():
                        "depend on the sequence alone; leave it out")
     prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                            decoder.context_length, decoder.context_owner)
-    texts = _texts(decoder, {"target": target.params, "drafter": params},
-                   read.all)
+    texts = _texts(decoder, drafter.params, read.all)
     rows += _rows(name, texts, gammas, read.clusters)
     lengths += [{"drafter": name, "temperature": _TEMPERATURE.value, **row}
                 for price in prices for row in draft_stopping.compare(

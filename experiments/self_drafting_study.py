@@ -64,6 +64,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -79,7 +80,6 @@ import specjax as sj
 from specjax import analysis
 from specjax import methods
 from specjax import strategies
-from specjax.data import Tokenizer
 from specjax.models import Pretrained
 from specjax.strategies import Strategy
 from specjax.training import evaluation
@@ -140,16 +140,12 @@ class _Source:
   first_rule_only: bool = False
 
 
-def _language_model(name: str, target: Pretrained, member: Pretrained,
-                    batch: decoders.Batch | None):
+def _language_model(name: str, drafter: drafters_lib.Loaded):
   """Returns the `_Source` of a draft model."""
-  chain, params = models.chain(target, member, name)
-  drafts = tuple(chain(_GAMMA.value)._replace(verifier=rule) for rule in (
+  drafts = tuple(drafter.strategy._replace(verifier=rule) for rule in (
       sj.verifiers.Block(), sj.verifiers.Token(), sj.verifiers.GreedyBlock()))
-  placed = _placed(target, drafts[0],
-                   {"target": target.params, "drafter": params}, batch)
-  return _Source(name, target, {name: drafts}, placed,
-                 common.num_parameters(member.params))
+  return _Source(name, drafter.target, {name: drafts}, drafter.params,
+                 common.num_parameters(drafter.draft_model.params))
 
 
 def _placed(target: Any, strategy: Strategy, params: Any,
@@ -220,30 +216,21 @@ def _written_rows(target: Any, prompts: Sequence[Sequence[int]]):
   return np.stack(generation.tokens), length - 1
 
 
-def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
+def _sources(loaded: dict[str, drafters_lib.Loaded], sources: list[_Source],
              calibration: list[list[int]], batch: decoders.Batch | None):
   """Returns the sources of draft models, then heads, then untrained heads.
 
   Args:
-    target: target model of --target.
+    loaded: heads of --heads by label.
     sources: sources of the draft models.
-    tokenizer: tokenizer of the target.
     calibration: prompts for measuring the accuracy of heads.
     batch: settings of the rollouts, or None if latency is measured.
   """
   sources = list(sources)
   written = functools.cache(lambda own: _written_rows(own, calibration))
   untrained = []
-  for name in _HEADS.value:
-    own, its_tokenizer, heads, params, training = models.load_self_drafter(
-        name, target, tokenizer, _DTYPE.value)
-    if not its_tokenizer.same_tokens(tokenizer):
-      raise ValueError(f"--heads contains {name}, whose target has another "
-                       "tokenizer than --target, and all drafters must read "
-                       "the same prompts; leave it out")
-    if own is not target:
-      own = batches.with_placed_params(batch, own)
-    label = models.label(name)
+  for label, drafter in loaded.items():
+    own, (heads, params, training) = drafter.target, drafter.heads
     sources.append(_self_drafter(
         label, own, heads, params, written(own), batch, training=training))
     if _UNTRAINED.value:
@@ -251,16 +238,29 @@ def _sources(target: Pretrained, sources: list[_Source], tokenizer: Tokenizer,
       untrained.append(_self_drafter(
           f"untrained {label}", own, heads, fresh, written(own), batch,
           first_rule_only=True))
-  sources += untrained
-  _check_names([source.name for source in sources])
-  return sources
+  return sources + untrained
 
 
-def _check_names(names: list[str]):
-  for name in names:
-    if names.count(name) > 1:
-      raise ValueError(f"--heads and --drafter name {name!r} twice; rename a "
-                       "directory")
+def _load(batch: decoders.Batch | None):
+  """Returns the target, the drafters of --drafter and --heads, the tokenizer.
+  """
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, [*_DRAFTERS.value, *_HEADS.value],
+      drafters_lib.Options(gamma=_GAMMA.value),
+      dtype=_DTYPE.value, batch=batch, own_target=True)
+  for name in _HEADS.value:
+    drafter = loaded[models.label(name)]
+    if drafter.heads is None:
+      raise ValueError(f"--heads contains {name}, which has no heads; choose "
+                       f"among {', '.join(models.HEADS)}, or give an "
+                       "--output_dir of train_drafter.py")
+    if not drafter.tokenizer.same_tokens(tokenizer):
+      raise ValueError(f"--heads contains {name}, whose target has another "
+                       "tokenizer than --target, and all drafters must read "
+                       "the same prompts; leave it out")
+  heads = {label: x for label, x in loaded.items() if x.heads is not None}
+  members = {label: x for label, x in loaded.items() if label not in heads}
+  return target, members, heads, tokenizer
 
 
 def _capacity(sources: list[_Source], longest: int):
@@ -439,22 +439,20 @@ def main():
   common.given("--drafter or --heads", _DRAFTERS.value + _HEADS.value,
                "at least one drafter or heads")
   batch = batches.settings(_BATCH)
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, _DRAFTERS.value, dtype=_DTYPE.value)
+  target, members, heads, tokenizer = _load(batch)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_CALIBRATION_PROMPTS)
   eos = models.ends(target, tokenizer) if _CHAT.value else None
-  target = batches.with_placed_params(batch, target)
-  sources = [_language_model(name, target, member, batch)
-             for name, member in members.items()]
+  sources = [_language_model(name, drafter)
+             for name, drafter in members.items()]
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
       (target.model.context_length, "target"),
       *((x.context_length, "drafter") for x in _drafters(sources)),
       key=lambda pair: pair[0]))
   progress.say("measuring the heads' accuracies")
-  sources = _sources(target, sources, tokenizer, read.extra, batch)
+  sources = _sources(heads, sources, read.extra, batch)
   capacity = _capacity(sources, read.longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

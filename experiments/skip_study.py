@@ -285,8 +285,7 @@ def main():
     raise ValueError(f"--continuation is {_CONTINUATION.value}, less than "
                      f"--gamma={_GAMMA.value}; set at least --gamma")
   batch = batches.settings(_BATCH, splits_prompts=False)
-  target, _, tokenizer = models.load_models(
-      _TARGET.value, [], dtype=_DTYPE.value)
+  target, tokenizer = models.load_target(_TARGET.value, _DTYPE.value)
   target = batches.with_placed_params(batch, target)
   _counts(target.model.config.layers)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

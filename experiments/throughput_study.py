@@ -30,10 +30,9 @@ from typing import NamedTuple
 
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
-from lib import models
 from lib.configurations import base
-from lib.configurations import compositions
 from lib.figures import style
 from lib.prompts import reading as prompts_lib
 from lib.rollouts import resumable
@@ -47,8 +46,7 @@ from specjax.models import Pretrained
 from specjax.utils import fingerprints
 
 _TARGET = shared.target()
-_DRAFTER = shared.drafters(
-    help_=f"Drafters to compare, comma-separated: {compositions.HELP}, ")
+_DRAFTER = shared.drafters(help_=drafters_lib.HELP)
 _DATASTORE = shared.datastore()
 _GAMMA = shared.gamma(4)
 _SLOTS = flags.DEFINE_list(
@@ -174,13 +172,14 @@ class _Batch(base.Configuration):
         temperature=temperature, capacity=self._capacity)
 
 
-def _variants(target: Pretrained, drafters: Mapping[str, Any], longest: int):
+def _variants(target: Pretrained, drafters: Mapping[str, drafters_lib.Loaded],
+              longest: int):
   """Returns a function from a batch size to `{variant: configuration}`."""
   alone = common.autoregressive(target.model, 1.0)
   found = {_NO_DRAFTS: (alone, {"target": target.params})}
-  for name, (strategy, own) in drafters.items():
-    found[name] = (strategy.decoder(target.model, transform=alone.transform),
-                   {"target": target.params, "drafter": own})
+  for name, drafter in drafters.items():
+    found[name] = drafter.strategy.decoder(
+        drafter.model, transform=alone.transform), drafter.params
 
   def of(size: int):
     return {name + _WAITING * waits: _Batch(
@@ -262,19 +261,18 @@ def main():
     raise ValueError(f"--prompt_tokens is {_PROMPT_TOKENS.value}; set at "
                      f"least {2 * _FEWEST}, the minimum length of a prompt")
   sizes = common.batch_sizes("--slots", _SLOTS.value)
-  target, members, tokenizer = models.load_models(
-      _TARGET.value, sum(map(compositions.members, names), []),
-      ", ".join(compositions.NAMES), dtype=_DTYPE.value)
-  drafters = {name: compositions.strategy(
-      name, _GAMMA.value, target, members, datastore=_DATASTORE.value)
-              for name in names}
+  target, loaded, tokenizer = drafters_lib.load(
+      _TARGET.value, names, drafters_lib.Options(
+          gamma=_GAMMA.value, datastore=_DATASTORE.value), dtype=_DTYPE.value)
+  drafters = dict(zip(names, loaded.values()))
   requests, source = _requests(tokenizer, temperatures)
   longest = max(len(one.prompt) for one in requests)
   prompts_lib.check_room(
       longest, 4 * _NEW_TOKENS.value, target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   fingerprint = resumable.fingerprint(
-      [m.params for m in (target, *members.values())], names, _GAMMA.value,
+      [target.params, *(drafters_lib.own_params(x.params, target.params)
+                        for x in drafters.values())], names, _GAMMA.value,
       _DATASTORE.value, requests)
   runs = resumable.run(
       [(fingerprint, size) for size in dict.fromkeys((1, *sizes))],

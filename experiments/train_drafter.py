@@ -169,11 +169,11 @@ _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "number of different tokens that can be drafted. They are the most "
     "frequent tokens of the training text and the end-of-text tokens. Default: "
     "all tokens", 1)
-_NARROW_HEAD = flags.DEFINE_bool(
+_NARROW_HEAD = shared.requires(flags.DEFINE_bool(
     "narrow_head", False, "eagle1, eagle3: draft with the rows of the target's "
     "LM head for the tokens of --draft_vocabulary, which is required. These "
     "rows are neither trained nor stored. Default: the usual output head of "
-    "--method")
+    "--method"), _DRAFT_VOCABULARY)
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -279,22 +279,19 @@ def _start(method: methods.Method, source: drafter_rows.Source
       keeps_features=_KEEP_FEATURES.value, heads_from=_HEADS_FROM.value,
       draft_vocabulary=_DRAFT_VOCABULARY.value, narrow_head=_NARROW_HEAD.value,
       seed=_SEED.value)
-  start.check((_HEADS, _DRAFT_VOCABULARY, *_HEAD_OPTIONS.flags.values()))
+  if _HEADS_FROM.value is not None:  # determines the form of the heads
+    shared.reject_unread(("heads", "draft_vocabulary", *_HEAD_OPTIONS.flags),
+                         f"--heads_from={_HEADS_FROM.value}")
   return start
 
 
 def _check_rates(tuned: bool) -> None:
   """Raises `ValueError` if a flag of the learning rate has no effect."""
-  if _SCHEDULE.value == "cosine" and _DECAY_FRACTION.present:
-    raise ValueError(f"--decay_fraction={_DECAY_FRACTION.value} is "
-                     "incompatible with --schedule=cosine, whose learning rate "
-                     "falls from the end of the warm-up; leave one of the two "
-                     "out")
-  if _RATE_RATIO.present and not tuned:
-    raise ValueError(f"--{_RATE_RATIO.name} requires a target that is trained "
-                     f"with its heads, and --method={_METHOD.value} with these "
-                     f"flags trains only the heads; leave --{_RATE_RATIO.name} "
-                     "out")
+  if _SCHEDULE.value == "cosine":  # the rate falls from the warm-up on
+    shared.reject_unread(["decay_fraction"], "--schedule=cosine")
+  if not tuned:
+    shared.reject_unread(["rate_ratio"], f"--method={_METHOD.value}, which "
+                         "trains only the heads with these flags")
 
 
 def _rate(method: methods.Method, target: Pretrained) -> float:
@@ -411,7 +408,7 @@ def main() -> None:
     options.check(method)
   mesh = meshes.join(_MESH, _BATCH_SIZE.value // _ACCUMULATE.value)
   dtype = common.dtype_of(_DTYPE)
-  target, _, tokenizer = models.load_models(_TARGET.value, [], dtype=dtype)
+  target, tokenizer = models.load_target(_TARGET.value, dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
   source = _source()
   start = _start(method, source)

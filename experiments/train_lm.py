@@ -171,6 +171,10 @@ _LAYER_DROPOUT = flags.DEFINE_float(
     "dropped at the end of the run. It is smaller for earlier layers, and, for "
     "a new model, in earlier steps; requires --exit_scale", 0.0)
 _LAYER_SKIP = _EXIT_SCALE, _EXIT_EVERY, _LAYER_DROPOUT
+shared.requires(_EXIT_EVERY, _EXIT_SCALE)
+shared.requires(_LAYER_DROPOUT, _EXIT_SCALE)
+shared.requires(_MTP_HEADS, _MTP)
+shared.requires(_MTP_WEIGHT, _MTP)
 _WANDB = shared.wandb()
 _SAVE_DTYPE = shared.save_dtype()
 _SEED = shared.seed("Random seed for initial weights and shuffling")
@@ -185,11 +189,8 @@ def _initial() -> Pretrained | None:
   """
   if _INITIAL.value is None:
     return None
-  for flag in _OF_INITIAL:
-    if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value} and --initial "
-                       f"{_INITIAL.value} determines this setting; leave one "
-                       "of the two out")
+  shared.reject_unread((flag.name for flag in _OF_INITIAL),
+                       f"--initial={_INITIAL.value}")
   found = models.load_model(_INITIAL.value, "float32")
   models.tokenizer_of(found, _INITIAL.value)
   if _CONTEXT_LENGTH.value > found.model.context_length:
@@ -272,15 +273,9 @@ def _objective(model: Transformer
                ) -> tuple[objectives.Objective, methods.Heads | None]:
   """Returns the objective, and the heads that are trained with it, or None."""
   if _MTP.value == "none":
-    for flag in (_MTP_HEADS, _MTP_WEIGHT):
-      if flag.present:
-        raise ValueError(f"--{flag.name} is {flag.value} and --mtp is none; "
-                         f"set --mtp={' or --mtp='.join(_KINDS)}")
     return _layer_skip(model) or objectives.NextToken(model=model), None
-  for flag in _LAYER_SKIP:
-    if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value}, for LayerSkip, and "
-                       f"--mtp {_MTP.value}; leave one of the two out")
+  shared.reject_unread((flag.name for flag in _LAYER_SKIP),
+                       f"--mtp={_MTP.value}")
   if _MTP_HEADS.value >= _CONTEXT_LENGTH.value:
     raise ValueError(f"--mtp_heads is {_MTP_HEADS.value} and --context_length "
                      f"{_CONTEXT_LENGTH.value}, so no training window contains "
@@ -301,11 +296,6 @@ def _layer_skip(model: Transformer) -> objectives.LayerSkipObjective | None:
         model=model, steps=_STEPS.value, scale=_EXIT_SCALE.value,
         every=_EXIT_EVERY.value, dropout=_LAYER_DROPOUT.value,
         ramp="exponential" if _INITIAL.value is None else "constant")
-  for flag in _LAYER_SKIP[1:]:
-    if flag.present:
-      raise ValueError(f"--{flag.name} is {flag.value}, which requires "
-                       "--exit_scale (LayerSkip); set it, such as "
-                       "--exit_scale=1")
   return None
 
 

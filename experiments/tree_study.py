@@ -76,6 +76,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -441,14 +442,14 @@ def _rows(runs: dict[tuple, dict[str, dict[str, Any]]],
 def _load(budgets: list[int], temperatures: list[float],
           batch: decoders.Batch | None):
   """Loads the models, and returns the `_Setting` and the prompts."""
-  target, drafters, tokenizer = models.load_models(
+  target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
+  drafter = next(iter(loaded.values())).draft_model
   _groups()  # rejects invalid names early
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_CALIBRATION_PROMPTS)
-  [drafter] = drafters.values()
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
       (target.model.context_length, "target"),

@@ -84,6 +84,7 @@ from typing import Any
 
 from absl import flags
 from lib import common
+from lib import drafters as drafters_lib
 from lib import flags as shared
 from lib import models
 from lib.configurations import decoders
@@ -122,7 +123,7 @@ _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
 _DRAFTER = shared.drafters()
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
-_VOCABULARY_DATA = shared.vocabulary_data()
+_VOCABULARY_DATA = shared.vocabulary_data(_DRAFT_VOCABULARY)
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _SEEDS = flags.DEFINE_integer(
@@ -145,8 +146,7 @@ class _Setting:
 
   Attributes:
     target: target model.
-    drafters: draft models by name.
-    chains: `{drafter: (gamma -> Strategy, parameters of both models)}`.
+    drafters: drafters by name, with chains of the largest draft length.
     read: prompts of the study, and further prompts for the pilot run.
     temperatures: sampling temperatures of both models.
     gammas: draft lengths.
@@ -156,8 +156,7 @@ class _Setting:
   """
 
   target: Pretrained
-  drafters: dict[str, Pretrained]
-  chains: dict[str, Any]
+  drafters: dict[str, drafters_lib.Loaded]
   read: prompts_lib.Prompts
   temperatures: list[float]
   gammas: Sequence[int]
@@ -191,8 +190,8 @@ class _Setting:
             temperature=temperature, top_p=_TOP_P.value))
     longest = max(self.gammas)
     variants = {}
-    for name, (chain, params) in self.chains.items():
-      draft = lambda gamma, chain=chain: chain(gamma).drafter
+    for name, loaded in self.drafters.items():
+      draft, params = loaded.strategy.drafter.with_gamma, loaded.params
       # The prefill depends neither on the draft length nor on the rule.
       reader = decoders.Reader(
           decoder(drafter=draft(longest), verifier=rules.rules[0]), params,
@@ -222,7 +221,7 @@ class _Setting:
     """
     variants = self.configurations(temperature)
     return {cells.shared_key(name): variants[self._shared(name)]
-            for name in self.chains}
+            for name in self.drafters}
 
   def _shared(self, drafter: str):
     """Returns the name of the configuration with the shared drafts.
@@ -247,7 +246,8 @@ class _Setting:
   @functools.cached_property
   def fingerprint(self):
     """Hash of the parameters and settings that determine a rollout."""
-    members = [self.target, *self.drafters.values()]
+    members = [self.target, *(
+        drafter.draft_model for drafter in self.drafters.values())]
     return resumable.fingerprint(
         [m.params for m in members], [m.model for m in members],
         list(self.drafters), self.gammas, self.verifiers, _TOP_P.value,
@@ -280,26 +280,18 @@ class _Setting:
 def _load(temperatures: list[float], gammas: Sequence[int],
           verifiers: list[str], batch: decoders.Batch | None):
   """Loads the models, reads the prompts, and returns the `_Setting`."""
-  target, drafters, tokenizer = models.load_models(
-      _TARGET.value, _DRAFTER.value, dtype=_DTYPE.value)
+  target, drafters, tokenizer = drafters_lib.load(
+      _TARGET.value, _DRAFTER.value, drafters_lib.Options(
+          gamma=max(gammas), draft_vocabulary=_DRAFT_VOCABULARY.value,
+          vocabulary_data=_VOCABULARY_DATA.value),
+      dtype=_DTYPE.value, batch=batch)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
       extra=_PILOT if _ERROR.value else 0, needs_extra=False)
-  drafters = {name: models.narrowed(
-      member, tokenizer, name, _DRAFT_VOCABULARY.value, _VOCABULARY_DATA.value)
-              for name, member in drafters.items()}
-  target = batches.with_placed_params(batch, target)
-  chains = {}
-  for name, member in drafters.items():
-    chain, params = models.chain(target, member, name)
-    chains[name] = chain, batches.placed(
-        batch, chain(max(gammas)).decoder(target.model),
-        {"target": target.params, "drafter": params})
   return _Setting(
       target=target, drafters=drafters, read=read, temperatures=temperatures,
       gammas=gammas, verifiers=verifiers, batch=batch,
-      chains=chains,
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
 
 
@@ -322,13 +314,14 @@ def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
 class _Costs:
   """Measurement of the time of single passes of the target and the drafters."""
 
-  def __init__(self, target: Pretrained, drafters: dict[str, Pretrained],
+  def __init__(self, target: Pretrained,
+               drafters: dict[str, drafters_lib.Loaded],
                gammas: Sequence[int], capacity: int, longest: int):
     used = longest + _NEW_TOKENS.value // 2
     passes = lambda member, tokens: functools.cache(functools.partial(
         timing.passes, member.model, member.params, capacity, used, tokens))
     self._verify = {gamma: passes(target, gamma + 1) for gamma in gammas}
-    self._draft = {name: passes(drafter, 1)
+    self._draft = {name: passes(drafter.draft_model, 1)
                    for name, drafter in drafters.items()}
 
   @property
@@ -436,8 +429,9 @@ def main():
   verifiers = _verifiers()
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   common.given("--drafter", _DRAFTER.value, "at least one, such as small")
-  shared.check_vocabulary_data(_DRAFT_VOCABULARY, _VOCABULARY_DATA)
   batch = _batch_of_flags()
+  if "block" not in verifiers:
+    shared.reject_unread(["error"], shared.shown("verifier"))
   setting = _load(temperatures, gammas, verifiers, batch)
   setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")

@@ -197,6 +197,29 @@ def _validation_lines(trees):
       if not node.orelse and all(isinstance(x, ast.Raise) for x in node.body))
 
 
+def drafter_loaders(trees):
+  """Returns the public functions from a drafter's name to the drafter.
+
+  An argument is the name of a drafter, or names, and the result contains a
+  strategy, candidates, heads or draft models. A function that changes a given
+  drafter, and has its name for messages, is not one.
+  """
+  names = ("name", "names", "drafters")
+  found = []
+  for tree in trees:
+    for node in tree.body:
+      if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+        taken = {x.arg: ast.unparse(x.annotation) for x in (
+            *node.args.args, *node.args.kwonlyargs) if x.annotation}
+        named = any(re.search(r"\bstr\b", taken.get(x, "")) for x in names)
+        changes = re.search("Strategy|Loaded", " ".join(taken.values()))
+        if named and not changes and node.returns and re.search(
+            r"Strategy|Loaded|Candidate|SelfDrafter|TrainedHeads|"
+            r"\[str, Pretrained", ast.unparse(node.returns)):
+          found.append(node.name)
+  return found
+
+
 def _trace(root):
   """Returns the files and frames of one round, as text."""
   done = subprocess.run(
@@ -283,6 +306,7 @@ def measure(root, trace=False):
           f"{examples(below(methods))}, {examples(library)}"),
       "functions of complexity above 10: library, experiments": (
           f"{hard(library)}, {hard(scripts)}"),
+      "ways to load a drafter in experiments": len(drafter_loaders(scripts)),
       "lines that only validate": _share(
           _validation_lines(library), lines("specjax/")),
       "lines: specjax, experiments, tests": ", ".join(

@@ -214,6 +214,10 @@ def _parsed(argv: list[str]):
     # absl's bounds accept NaN, because no comparison with NaN is true.
     if isinstance(value, float) and not math.isfinite(value):
       sys.exit(f"error: --{name} is {value}; give a number")
+  try:
+    shared.check_requirements()
+  except ValueError as e:
+    sys.exit(f"error: {e}")
   return rest
 
 

@@ -10,6 +10,7 @@ in some scripts and a comma-separated list in others, under the same name:
 --drafter, --gamma, --nodes, --temperature and --verifier.
 """
 
+from collections.abc import Iterable
 import importlib.util
 from typing import NamedTuple
 
@@ -36,6 +37,52 @@ _LOCAL = [name for name in prompt_sets.PROMPT_SETS
 
 # `--help` lists a flag under the script that defines it, not under this file.
 flags.disclaim_key_flags()
+
+
+def requires(flag: flags.FlagHolder, *others: flags.FlagHolder
+             ) -> flags.FlagHolder:
+  """Declares that a flag has no effect unless one of `others` is set.
+
+  `check_requirements` rejects the flag if it is given without them.
+  """
+  flags.FLAGS[flag.name].requires = [other.name for other in others]
+  return flag
+
+
+def check_requirements() -> None:
+  """Raises `ValueError` for a given flag without a flag that it requires."""
+  for name in flags.FLAGS:
+    flag = flags.FLAGS[name]
+    others = getattr(flag, "requires", ())
+    if others and flag.present and flag.value is not False and not any(
+        flags.FLAGS[other].value not in (None, False, "none")
+        for other in others):
+      raise ValueError(
+          f"{shown(name)} requires --{' or --'.join(others)}; set "
+          f"{'one of them' if others[1:] else 'it'}, or leave --{name} out")
+
+
+def reject_unread(names: Iterable[str], cause: str) -> None:
+  """Raises `ValueError` if a flag was given that the script does not read.
+
+  Args:
+    names: names of flags that have no effect. Names that are not flags of the
+      script are ignored.
+    cause: flag and value for which they have no effect, such as
+      "--drafter=medusa".
+  """
+  for name in names:
+    if name in flags.FLAGS and flags.FLAGS[name].present:
+      raise ValueError(f"{shown(name)} has no effect with {cause}; leave "
+                       f"--{name} out")
+
+
+def shown(name: str) -> str:
+  """Returns a flag with its value, as on the command line."""
+  value = flags.FLAGS[name].value
+  if isinstance(value, bool):
+    return f"--{'' if value else 'no'}{name}"
+  return f"--{name}={','.join(value) if isinstance(value, list) else value}"
 
 
 def target():
@@ -72,22 +119,13 @@ def draft_vocabulary():
       "text in --vocabulary_data. Default: the full vocabulary", 1)
 
 
-def vocabulary_data():
+def vocabulary_data(draft_vocabulary: flags.FlagHolder):
   """Defines --vocabulary_data, the text for counting token frequencies."""
-  return flags.DEFINE_string(
+  return requires(flags.DEFINE_string(
       "vocabulary_data", "stdlib-no-tests", "Text that determines the most "
       "frequent tokens; requires --draft_vocabulary. At most 2 million "
       "characters of randomly sampled documents are read. Values: "
-      f"{_DATA}")
-
-
-def check_vocabulary_data(draft_vocabulary: flags.FlagHolder,
-                          vocabulary_data: flags.FlagHolder):
-  """Rejects --vocabulary_data without --draft_vocabulary."""
-  if vocabulary_data.present and draft_vocabulary.value is None:
-    raise ValueError(f"--vocabulary_data={vocabulary_data.value} requires "
-                     "--draft_vocabulary; add it, such as "
-                     "--draft_vocabulary=1024, or leave --vocabulary_data out")
+      f"{_DATA}"), draft_vocabulary)
 
 
 def dtype(help_: str = "Precision of weights and computation. Default: float32 "
@@ -387,19 +425,20 @@ class MeshFlags(NamedTuple):
 
 def mesh():
   """Defines the flags of a device mesh and of the processes that share it."""
+  coordinator = flags.DEFINE_string(
+      "coordinator", None, "Address of process 0 as HOST:PORT, if "
+      "several processes run the same command. Also set --mesh, "
+      "--process_id and --num_processes. With the value auto, JAX reads "
+      "everything except --mesh from the cluster. Default: one process")
   return MeshFlags(
       mesh=flags.DEFINE_string(
           "mesh", None, "Number of devices per mesh axis, such as "
           "data:2,model:4. The data axis splits the batch, the model axis "
           "splits the weights. Default: one device"),
-      coordinator=flags.DEFINE_string(
-          "coordinator", None, "Address of process 0 as HOST:PORT, if "
-          "several processes run the same command. Also set --mesh, "
-          "--process_id and --num_processes. With the value auto, JAX reads "
-          "everything except --mesh from the cluster. Default: one process"),
-      process_id=flags.DEFINE_integer(
+      coordinator=coordinator,
+      process_id=requires(flags.DEFINE_integer(
           "process_id", None, "Index of this process, starting at 0; requires "
-          "--coordinator", 0),
-      num_processes=flags.DEFINE_integer(
+          "--coordinator", 0), coordinator),
+      num_processes=requires(flags.DEFINE_integer(
           "num_processes", None, "Total number of processes; requires "
-          "--coordinator", 1))
+          "--coordinator", 1), coordinator))

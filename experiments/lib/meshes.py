@@ -113,7 +113,6 @@ def _check_processes(flags: shared.MeshFlags, needs_mesh: bool):
       flags.coordinator.value, flags.process_id.value,
       flags.num_processes.value)
   if place is None:
-    _check_one_process(flags)
     return
   if needs_mesh:
     raise ValueError(f"--coordinator={place} requires --mesh for the devices "
@@ -128,15 +127,6 @@ def _check_processes(flags: shared.MeshFlags, needs_mesh: bool):
     raise ValueError(f"--process_id is {number} and --num_processes {count}; "
                      "set both, with a different --process_id from 0 to "
                      "--num_processes - 1 in each process")
-
-
-def _check_one_process(flags: shared.MeshFlags) -> None:
-  """Rejects --process_id and --num_processes without --coordinator."""
-  for flag in (flags.process_id, flags.num_processes):
-    if flag.value is not None:
-      raise ValueError(f"--{flag.name}={flag.value} requires --coordinator; "
-                       "set it to HOST:PORT of process 0, or leave "
-                       f"--{flag.name} out")
 
 
 def _initialize(flags: shared.MeshFlags, trains: bool):

@@ -43,7 +43,7 @@ def main() -> None:
   if len(sys.argv) != 2:
     sys.exit(f"usage: python {sys.argv[0]} FILE, an output of "
              "build_datastore.py --target=smollm2")
-  target, _, tokenizer = models.load_models("smollm2", [], "")
+  target, tokenizer = models.load_target("smollm2")
   try:
     opening = seconds(lambda: datastores.load(sys.argv[1], tokenizer).tokens[0])
     store = datastores.load(sys.argv[1], tokenizer)

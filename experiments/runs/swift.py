@@ -67,7 +67,7 @@ def decoded(target: Pretrained, prompts: Sequence[Sequence[int]], count: int,
 
 
 def main(sequences: str = "16", rounds: str = "96"):
-  target, _, tokenizer = models.load_models("bundled", [])
+  target, tokenizer = models.load_target("bundled")
   _, held_out = corpora.split(corpora.stdlib_documents())
   prompts = distillation.cut_prompts(
       tokenizer.encode_stream([x.text for x in held_out]), int(sequences),

@@ -18,7 +18,7 @@ import sys
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from lib import common  # noqa: E402
-from lib import models  # noqa: E402
+from lib import drafters  # noqa: E402
 from lib.prompts import reading as prompts_lib  # noqa: E402
 from lib.reports import tree_bounds  # noqa: E402
 
@@ -51,8 +51,9 @@ def measured_trees():
 
 
 def main(output: str, drafter: str = "small"):
-  target, drafters, tokenizer = models.load_models("bundled", [drafter])
-  [drafter] = drafters.values()
+  target, loaded, tokenizer = drafters.load(
+      "bundled", [drafter], same_tokens=True)
+  drafter = next(iter(loaded.values())).draft_model
   read = prompts_lib.read(
       tokenizer, list(prompt_sets.EMBEDDED), field=None, count=12, tokens=64,
       seed=SEED, chat=False)

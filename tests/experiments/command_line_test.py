@@ -31,8 +31,8 @@ from specjax.utils import processes
 sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
+from lib import drafters  # noqa: E402
 from lib import models  # noqa: E402
-from lib.configurations import compositions  # noqa: E402
 from lib.figures import style  # noqa: E402, F401
 from lib.prompts import reading as prompts  # noqa: E402
 from lib.prompts import streaming  # noqa: E402
@@ -239,9 +239,8 @@ def test_truncated_heads_are_named(name, kept, tmp_path):
   for path in sj.zoo.heads_path("medusa").iterdir():
     (tmp_path / path.name).write_bytes(path.read_bytes())
   (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
-  target, _, tokenizer = models.load_models("bundled", [])
   with pytest.raises(ValueError, match=f"{name} .*again") as e:
-    models.load_self_drafter(str(tmp_path), target, tokenizer)
+    drafters.load("bundled", [str(tmp_path)])
   assert "\n" not in str(e.value)
 
 
@@ -269,31 +268,29 @@ def test_colours_are_off_where_they_are_not_wanted(
 
 
 def test_a_chat_that_is_refused_names_the_flag_in_use():
-  # Broken: who typed --interactive reads of --chat.
+  # Broken: who started chat.py reads of --chat.
   tokenizer = types.SimpleNamespace(chat_template=None)
-  for flag in ("--chat", "--interactive"):
+  for flag in ("--chat", "chat.py"):
     with pytest.raises(ValueError, match=f"^{flag} needs .* leave {flag} out"):
       prompts.check_chat(tokenizer, True, flag)
 
 
 @pytest.mark.parametrize("script", [
-    "generate.py", "throughput_study.py", "controller_study.py",
-    "free_drafts_study.py"])
+    "generate.py", "chat.py", "throughput_study.py", "controller_study.py",
+    "free_drafts_study.py", "arena.py"])
 def test_all_drafters_are_named(script, tmp_path):
   # Broken: who mistypes "ngram" reads only of language models.
-  names = compositions.NAMES + (
-      models.HEADS if script in ("generate.py", "free_drafts_study.py") else ())
   [found] = run_all(script, ["--drafter=ngrm", "--target=bundled"],
                     cwd=tmp_path)
   listed = found["code"].split("choose among ")[1].split(", or give")[0]
-  assert set(names) <= set(listed.split(", "))
+  assert set(drafters.NAMES) <= set(listed.split(", "))
 
 
 def test_stages_are_reported_before_they_begin(capsys, monkeypatch):
   # Broken: nothing is printed while models are read or programs compiled.
-  monkeypatch.setattr(models, "_load", lambda place, dtype: pytest.skip())
+  monkeypatch.setattr(models, "read", lambda place, dtype: pytest.skip())
   said = lambda: capsys.readouterr().err
-  for load in (lambda: models.load_models("bundled", ["tiny"]),
+  for load in (lambda: drafters.load("bundled", ["tiny"]),
                lambda: models.load_model("bundled")):
     with pytest.raises(pytest.skip.Exception):
       load()

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 from lib import common  # noqa: E402
 from lib import conformance  # noqa: E402
-from lib import models  # noqa: E402
+from lib import drafters  # noqa: E402
 from lib.prompts import reading  # noqa: E402
 
 _V, _K = 12, 3
@@ -100,7 +100,7 @@ def scorers():
 
   @functools.cache
   def of(name):
-    own = models.load_self_drafter(name, pair.target, pair.tokenizer)
+    own = drafters.load("bundled", [name])[1][name].heads
     if name == "eagle3":  # one step has most faults, in a quarter of the time
       own = own._replace(heads=dataclasses.replace(own.heads, forecasts=1))
     taps = conformance.Reading.of(own.heads, own.params, pair.target).taps

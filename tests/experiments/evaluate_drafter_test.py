@@ -18,9 +18,8 @@ from specjax import methods
 
 sys.path.append(str(ROOT / "experiments"))
 
-from lib import models  # noqa: E402
+from lib import drafters  # noqa: E402
 from lib.configurations import decoders  # noqa: E402
-from lib.configurations import loading  # noqa: E402
 from lib.prompts import reading  # noqa: E402
 from lib.reports import drafter_evaluation  # noqa: E402
 from lib.rollouts import judging  # noqa: E402
@@ -226,11 +225,12 @@ def test_runs_of_another_order_of_rules_are_not_read():
 
 def test_few_heads_have_a_tree_of_their_largest_size():
   """Two heads of two ranks have at most 1 + 2 + 4 nodes."""
-  own = models.SelfDrafter(
-      None, None, methods.MedusaHeads(width=8, vocab_size=7, heads=2), None,
+  own = drafters.TrainedHeads(
+      methods.MedusaHeads(width=8, vocab_size=7, heads=2), None,
       {"accuracy": [[0.5, 0.7]] * 3})
-  found = judging.sampled_tree(
-      loading.Loaded(None, {}, None, own), [4, 100])
+  found = judging.sampled_tree(drafters.Loaded(
+      "medusa", None, {}, None, None, None, own, compared=methods.of(
+          own.heads).compared(own.heads, lambda: own.tree(100))), [4, 100])
   assert found.drafter.num_nodes == 7
   assert found.smaller == ((0, 1, 2, 3),)
 
@@ -321,4 +321,4 @@ def test_the_arena_adds_a_drafter(tmp_path):
       (1, None), (2, None), (None, 6)}
   for name in "arena.md", "arena.csv", "arena.png", "arena.pdf":
     assert (tmp_path / "out" / name).stat().st_size > 100
-  assert "the same name" in refused["code"]
+  assert "the same label" in refused["code"]

@@ -206,12 +206,11 @@ def test_a_published_model_chats(tmp_path):
       ([*flags, "--system=Be brief."], ["--system", "--chat"]),
       ([*chat, "--special"], ["--special"]),
       (["--chat", "--prompt=hi"], ["--chat", "template"])]
-  plain, drafted, across, cut, system, talk, special, *refused = run_all(
+  plain, drafted, across, cut, system, special, *refused = run_all(
       "generate.py", chat, [*chat, "--drafter=model", "--compare", "--gamma=3",
                             "--output=answer.txt"],
       [*chat, "--drafter=small", "--gamma=3"],
       [*long, "--keep_last"], [*chat, "--system=Be brief."],
-      [*chat, "--interactive"],
       [*flags, "--special", "--prompt=<|im_start|>user"],
       *(wrong for wrong, _ in refusals), cwd=tmp_path)
   answers = []
@@ -226,9 +225,17 @@ def test_a_published_model_chats(tmp_path):
   assert answers[0] != answers[4]
   assert "times as fast" in drafted["stdout"].splitlines()[-1]
   assert "12 tokens in 3 rounds" in drafted["stdout"]  # the target drafts
-  assert talk["stdout"] == answers[0] + "\n" and "[12 tokens" in talk["stderr"]
   assert special["stdout"].startswith("user")
   _check_refused(refused, refusals)
+  talk, *refused = run_all(
+      "chat.py", [*flags, "--prompt=what is a token?", "--output=talk.txt"],
+      [*flags, "--coordinator=here:1"], ["--prompt=hi"], cwd=tmp_path)
+  assert talk["stdout"] == answers[0] + "\n" and "[12 tokens" in talk["stderr"]
+  assert (tmp_path / "talk.txt").read_text() == (
+      f"user: what is a token?\nassistant: {answers[0]}\n")
+  _check_refused(refused, [
+      (["--coordinator=here:1"], ["--coordinator=here:1", "leave"]),
+      (["--prompt=hi"], ["chat.py", "template"])])
 
 
 def _check_refused(runs, refusals):

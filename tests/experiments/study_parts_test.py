@@ -139,7 +139,7 @@ def test_a_study_says_of_which_vocabulary_its_drafters_are(monkeypatch):
       study.flags.FLAGS(["verification_study.py", *given])
       study._report(study_of, {}, {}, {}, "out")
       study.flags.FLAGS.unparse_flags()
-    monkeypatch.setattr(study.models, "load_models", None)  # or it decodes
+    monkeypatch.setattr(study.drafters_lib, "load", None)  # or it decodes
     assert "--vocabulary_data=mine.txt requires" in _error(
         study, "--vocabulary_data=mine.txt")
   assert [found["draft_vocabulary"] for found in said] == [

@@ -35,8 +35,7 @@ def test_throughput_study(tmp_path, monkeypatch, capsys):
   def study():
     code = 0
     with imported("throughput_study.py") as script:
-      monkeypatch.setattr(script.models, "load_models",
-                          lambda *_, **__: (target, {}, _LETTERS))
+      monkeypatch.setattr(script.drafters_lib.models, "read", lambda *_: target)
       try:
         common.run(script.main, ["throughput_study", *flags])
       except SystemExit as e:

@@ -15,7 +15,6 @@ denotes a language model. In a cascade, a language model must have the target's
 vocabulary.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import os
 from typing import Any
@@ -24,20 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lib import models
 import specjax as sj
-from specjax import drafters
 from specjax import strategies
 from specjax import verifiers
-from specjax.data import datastores
 from specjax.decoding import rounds
-from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
 
 _NODES = 16  # size of draft trees
 _TREE = sj.trees.sequoia_tree([0.5, 0.15, 0.08], nodes=_NODES)
-_FREE = {
+FREE = {  # functions from gamma to a strategy, by name
     "ngram": strategies.prompt_lookup,
     "suffix": strategies.suffix_decoding,
     "sampled_suffix": lambda gamma: strategies.suffix_decoding(
@@ -51,10 +46,7 @@ _FREE = {
 OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
 # Drafters that can use a datastore.
-_LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")
-FREE = tuple(_FREE)
-# Drafters without heads, for error messages.
-NAMES = (*models.DRAFTERS, *FREE, "a+b", "a|b")
+LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")
 HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
         "for b, half as many tokens) or a|b (b drafts if a has no draft)")
 
@@ -95,7 +87,7 @@ class Noise(sj.interfaces.Drafter):
 
 def composes(name: str) -> bool:
   """Returns True if a name is a drafter of this file or a composition."""
-  return name in _FREE or not os.path.exists(name) and bool(
+  return name in FREE or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
 
 
@@ -112,7 +104,7 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} lacks a name before or after + or |; "
                        "give two names, such as ngram+small or ngram|small")
     for stage in stages[1:]:
-      if stage in _FREE:
+      if stage in FREE:
         raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
                          "has no model that a drafter could speed up; put "
                          f"{stage} first")
@@ -122,72 +114,4 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} contains {tree}, which drafts trees, "
                        "and compositions need chains; set "
                        f"--drafter={tree} alone")
-  return [one for one in dict.fromkeys(found) if one not in _FREE]
-
-
-def reads_datastore(name: str) -> bool:
-  """Returns True if a composition has a drafter that can use a datastore."""
-  return composes(name) and not set(_LOOK_UP).isdisjoint(
-      name.replace("|", "+").split("+"))
-
-
-def strategy(name: str, gamma: int, target: Pretrained,
-             loaded: Mapping[str, Pretrained], tail: bool = False,
-             datastore: str | None = None) -> tuple[Strategy, Any]:
-  """Returns the strategy of a drafter or composition, and its parameters.
-
-  Args:
-    name: name of a drafter or composition (see the docstring of the module).
-    gamma: draft length. In a cascade, each stage drafts half as many tokens as
-      the next stage. Trees have 16 nodes.
-    target: target model.
-    loaded: models of `members`, by label.
-    tail: if True, the first drafter of a cascade also drafts tokens after those
-      of the last one (see `drafters.Cascade`).
-    datastore: file from build_datastore.py, or None. `rest` requires it, and
-      the suffix drafters can use it.
-
-  Returns:
-    `(Strategy, params["drafter"])`.
-
-  Raises:
-    ValueError: a model or the datastore does not fit the target.
-  """
-  *others, (found, params) = (
-      _stages(one.split("+"), gamma, target, loaded, datastore, tail)
-      for one in name.split("|"))
-  for first, own in reversed(others):
-    found = strategies.fallback(first.drafter, found.drafter)
-    params = own, params
-  return found, params
-
-
-def _stages(stages: list[str], gamma: int, target: Pretrained,
-            loaded: Mapping[str, Pretrained], datastore: str | None,
-            tail: bool = False):
-  """Returns the strategy and the parameters of a cascade or a single drafter.
-
-  The first of `stages` is the innermost drafter.
-  """
-  *inner, last = stages
-  if last in _FREE:
-    return _FREE[last](gamma), _store(last, datastore, target)
-  member = loaded[models.label(last)]
-  if not inner:
-    chain, params = models.chain(target, member, last)
-    return chain(gamma), params
-  models.check_tokens(target, member, last)
-  found, own = _stages(inner, -(-gamma // 2), target, loaded, datastore)
-  return Strategy(drafters.Cascade(
-      model=member.model, drafter=found.drafter, gamma=gamma, tail=tail),
-      verifiers.Block()), {"target": member.params, "drafter": own}
-
-
-def _store(name: str, datastore: str | None, target: Pretrained):
-  """Returns the loaded datastore of a drafter, or None if it uses none."""
-  if name == "rest" and datastore is None:
-    raise ValueError("--drafter=rest requires --datastore; set it to a file of "
-                     "experiments/build_datastore.py")
-  if datastore is None or name not in _LOOK_UP:
-    return None
-  return jax.device_put(datastores.load(datastore, target.tokenizer))
+  return [one for one in dict.fromkeys(found) if one not in FREE]

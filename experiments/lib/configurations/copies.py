@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from lib import models
 import specjax as sj
 from specjax.models import Pretrained
 
@@ -55,18 +54,3 @@ def drafting(model: Pretrained, name: str | None) -> Pretrained:
     return model
   return dataclasses.replace(model, model=dataclasses.replace(
       model.model, cache=cache("--draft_cache", name)))
-
-
-def check(flags: dict[str, str | None], drafter: str, is_model: bool) -> None:
-  """Raises `ValueError` if a flag for draft models is set without one.
-
-  Args:
-    flags: values of the flags by name. None means that the flag is not set.
-    drafter: value of --drafter.
-    is_model: True if the drafter is a language model.
-  """
-  for name, value in flags.items():
-    if value is not None and not is_model:
-      raise ValueError(f"--{name}={value} requires a draft model, and "
-                       f"--drafter is {drafter}; leave --{name} out, or set a "
-                       f"draft model, such as --drafter={models.ITSELF}")

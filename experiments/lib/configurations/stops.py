@@ -4,7 +4,7 @@ import dataclasses
 
 from absl import flags
 
-from lib.configurations import compositions
+from specjax import interfaces
 from specjax.methods import stop_rules
 from specjax.strategies import Strategy
 
@@ -29,27 +29,14 @@ def flag():
       "rejection. Default: no rule")
 
 
-def check_flags(value: str | None, drafter: str, temperature: float) -> None:
-  """Rejects a stop rule that has no effect.
-
-  The check needs no model, so scripts call it before they load one.
+def check_temperature(value: str | None, temperature: float | None) -> None:
+  """Rejects a stop rule that never ends a draft at the temperature.
 
   Args:
     value: value of --stop, or None.
-    drafter: name of the drafter.
-    temperature: sampling temperature.
-
-  Raises:
-    ValueError: the rule does not exist, or cannot end any draft.
+    temperature: sampling temperature. None means one above 0.
   """
-  if value is None:
-    return
-  rule = named(value)
-  if drafter == "none" or drafter in compositions.FREE:
-    raise ValueError(f"--stop={value} does not support --drafter={drafter}; "
-                     "leave --stop out, or set a draft model or heads that "
-                     "draft chains, such as small")
-  if not rule.has_params and temperature == 0:
+  if value is not None and not named(value).has_params and temperature == 0:
     raise ValueError(f"--stop={value} has no effect at --temperature=0, where "
                      "every drafted token has probability 1; set a higher "
                      "temperature, or --stop=threshold with heads that have a "
@@ -74,32 +61,33 @@ def named(value: str) -> stop_rules.StopRule:
   return _RULES[name](**options)
 
 
+def can_stop(drafter: interfaces.Drafter) -> bool:
+  """Returns whether a drafter supports stop rules."""
+  part = getattr(drafter, "shape", None) or drafter
+  return dataclasses.is_dataclass(part) and any(
+      field.name == "stop" for field in dataclasses.fields(part))
+
+
 def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
   """Returns the strategy with a stop rule.
 
   Args:
-    strategy: strategy of the drafter.
+    strategy: strategy of a drafter that supports stop rules.
     value: value of --stop. None returns the strategy unchanged.
     name: name of the drafter, for error messages.
 
   Raises:
-    ValueError: the drafter does not support stop rules, or lacks the
-      confidence head of this rule.
+    ValueError: the drafter lacks the confidence head of this rule.
   """
   if value is None:
     return strategy
   rule, drafter = named(value), strategy.drafter
   shape = getattr(drafter, "shape", None)
-  stops = drafter if shape is None else shape
-  if "stop" not in {field.name for field in dataclasses.fields(stops)}:
-    raise ValueError(f"--stop={value} does not support --drafter={name} with "
-                     "this --verifier; leave --stop out, or set a drafter of "
-                     "chains, such as small, or eagle3 with --verifier=block")
   heads = getattr(drafter, "heads", None)
   if rule.has_params and getattr(heads, "confidence", "none") == "none":
     raise ValueError(f"--stop={value} requires a confidence head, and "
                      f"--drafter={name} has none; set confidence, adaptive or "
                      "entropy, or block-parallel heads with a confidence head")
-  stops = dataclasses.replace(stops, stop=rule)
-  return strategy._replace(drafter=stops if shape is None else
-                           dataclasses.replace(drafter, shape=stops))
+  return strategy._replace(drafter=dataclasses.replace(
+      drafter, stop=rule) if shape is None else dataclasses.replace(
+          drafter, shape=dataclasses.replace(shape, stop=rule)))

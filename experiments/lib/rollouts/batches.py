@@ -97,6 +97,8 @@ def with_placed_params(batch: Batch | None, target: Any) -> Any:
     batch: result of `settings`.
     target: dataclass with `model` and `params`.
   """
+  if batch is None or batch.placement is None:
+    return target
   params = placed(batch, common.autoregressive(target.model, 1.0),
                   {"target": target.params})
   return dataclasses.replace(target, params=params["target"])

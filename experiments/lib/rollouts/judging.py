@@ -14,13 +14,10 @@ from typing import Any
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from lib import common
-from lib import models
-from lib.configurations import compositions
+from lib import drafters
 from lib.configurations import decoders
-from lib.configurations import loading
 from lib.prompts import reading
 from lib.reports import drafter_evaluation
 from lib.rollouts import batches
@@ -28,12 +25,7 @@ from lib.rollouts import resumable
 from lib.rollouts import statistics
 import specjax as sj
 from specjax import interfaces
-from specjax import methods
-from specjax import strategies
-from specjax.models import Pretrained
 from specjax.strategies import Strategy
-
-_DEPTH = 8  # largest depth of the tree of a draft model (see `_tree`)
 
 
 class Candidate(NamedTuple):
@@ -66,84 +58,39 @@ class Candidate(NamedTuple):
     return "chain" in interfaces.capabilities(self.drafter)
 
 
-def of_loaded(drafter: loading.Loaded) -> Candidate:
+def of_loaded(drafter: drafters.Loaded) -> Candidate:
   """Returns the candidate of a loaded drafter with its default strategy."""
   return Candidate((drafter.strategy,), drafter.params, drafter.model,
                    restarts=drafter.heads is None)
 
 
-def candidates(name: str, target: Pretrained, loaded: Mapping[str, Pretrained],
-               tokenizer: sj.data.Tokenizer, *, gamma: int, nodes: int,
-               datastore: str | None, dtype: str | None,
-               batch: decoders.Batch) -> dict[str, Candidate]:
-  """Returns the candidates with chains and with trees of a drafter, by name.
+def candidates(loaded: Mapping[str, drafters.Loaded]) -> dict[str, Candidate]:
+  """Returns the candidates of drafters for all their kinds of drafts, by name.
 
-  Args:
-    name: name of the drafter.
-    target: target model.
-    loaded: draft models from `loading.load_target`.
-    tokenizer: tokenizer of the target.
-    gamma: draft length of chains.
-    nodes: size of draft trees, including the root.
-    datastore: file from build_datastore.py, or None.
-    dtype: precision of heads. None means the library's default.
-    batch: settings of the rollouts.
+  `loaded` is the result of `drafters.load` with compared=True.
   """
-  [(label, drafter)] = loading.load(
-      [name], target, loaded, tokenizer, gamma=gamma, nodes=nodes,
-      datastore=datastore, dtype=dtype, batch=batch,
-      rule=sj.verifiers.Block()).items()
-  if drafter.heads is not None:
-    found = _compared(drafter.heads, nodes)
-  elif compositions.composes(name) or not isinstance(
-      getattr(drafter.strategy.drafter, "network", None),
-      sj.drafters.LanguageModel):
-    found = {"": (drafter.strategy,)}
-  else:
-    model, parents = drafter.strategy.drafter.network.model, _tree(nodes)
-    found = {
-        "chain": (drafter.strategy,),
-        "sampled tree": (strategies.traversal(model, parents),
-                         strategies.sequoia(model, parents)),
-        "top-k tree": (strategies.top_k_tree(model, parents),)}
   return {", ".join(filter(None, (label, kind))): of_loaded(drafter)._replace(
-      strategies=tuple(some)) for kind, some in found.items()}
+      strategies=some) for label, drafter in loaded.items()
+          for kind, some in drafter.compared.items()}
 
 
-def _compared(heads: models.SelfDrafter, nodes: int
-              ) -> dict[str, tuple[Strategy, ...]]:
-  """Returns the strategies of heads by kind of draft."""
-  return methods.of(heads.heads).compared(
-      heads.heads, lambda: heads.tree(nodes))
-
-
-def sampled_tree(drafter: loading.Loaded, sizes: Sequence[int]
+def sampled_tree(drafter: drafters.Loaded, sizes: Sequence[int]
                  ) -> Candidate | None:
   """Returns the candidate with sampled trees of heads.
 
-  None if the method of the heads drafts no trees.
+  None if the drafter has no heads, or if their method drafts no trees.
 
   Args:
-    drafter: heads.
+    drafter: drafter, loaded with the largest size and compared=True.
     sizes: sizes of the trees in nodes. The largest tree is drafted, and the
       others are `smaller`.
   """
-  found = _compared(drafter.heads, max(sizes)).get("sampled tree")
-  if found is None:
+  found = drafter.compared.get("sampled tree")
+  if drafter.heads is None or found is None:
     return None
   *smaller, largest = sorted(set(map(drafter.heads.tree, sizes)), key=len)
   return of_loaded(drafter)._replace(strategies=found, smaller=tuple(
       statistics.part(largest, tree) for tree in smaller))
-
-
-def _tree(nodes: int) -> tuple[int, ...]:
-  """Returns a tree for a drafter with unknown acceptance rates.
-
-  It is optimal if the acceptance rate of the k-th most likely token is 2^-k at
-  every depth.
-  """
-  return sj.trees.medusa_tree(np.tile(0.5 ** np.arange(1, 11), (_DEPTH, 1)),
-                              nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +191,7 @@ class Judge:
     """Returns a hash of all settings that affect a run (see `resumable`)."""
     return resumable.fingerprint(
         [self.target.params, *(
-            loading.own_params(x.params, self.target.params)
+            drafters.own_params(x.params, self.target.params)
             for x in self.candidates.values())],
         [(name, x.strategies, list(self.observed(name).items()))
          for name, x in self.candidates.items()], self.eos, self.new_tokens)
@@ -291,34 +238,3 @@ def context(judged: Mapping[str, Candidate]) -> tuple[int, str]:
   decoders = [one.strategies[0].decoder(one.model) for one in judged.values()]
   return min((decoder.context_length, decoder.context_owner)
              for decoder in decoders)
-
-
-def load(names: list[str], target: str, dtype: str | None,
-         batch: decoders.Batch, **options: Any
-         ) -> tuple[Pretrained, dict[str, Candidate], sj.data.Tokenizer]:
-  """Loads a target and the candidates of several drafters.
-
-  Args:
-    names: names of the drafters.
-    target: name of the target.
-    dtype: precision of the weights. None means the library's default.
-    batch: settings of the rollouts.
-    **options: arguments gamma, nodes and datastore of `candidates`.
-
-  Returns:
-    The target, the candidates by name, and the target's tokenizer.
-
-  Raises:
-    ValueError: two drafters have the same name, or a drafter does not match
-      the target.
-  """
-  found, loaded, tokenizer = loading.load_target(names, target, dtype, batch)
-  labels = list(map(models.label, names))
-  if len(set(labels)) < len(labels):
-    raise ValueError(f"--drafter is {','.join(names)}, and two drafters have "
-                     "the same name; leave one out, or rename a directory")
-  judged = {}
-  for name in names:
-    judged |= candidates(
-        name, found, loaded, tokenizer, dtype=dtype, batch=batch, **options)
-  return found, judged, tokenizer

@@ -1,13 +1,11 @@
 """Initial heads and training objective of train_drafter.py."""
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
 import sys
 from typing import Any
 from typing import NamedTuple
 
-from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,21 +66,6 @@ class Start:
   draft_vocabulary: int | None
   narrow_head: bool
   seed: int
-
-  def check(self, of_new_heads: Sequence[flags.FlagHolder]) -> None:
-    """Raises `ValueError` for flags that cannot be combined.
-
-    Args:
-      of_new_heads: flags that only apply to new heads.
-    """
-    for flag in of_new_heads:
-      if self.heads_from is not None and flag.present:
-        raise ValueError(f"--{flag.name} is {flag.value} and --heads_from "
-                         "determines the form of the heads; leave one of the "
-                         "two out")
-    if self.narrow_head and self.draft_vocabulary is None:
-      raise ValueError("--narrow_head requires --draft_vocabulary; set it, "
-                       "such as --draft_vocabulary=1024")
 
   def make(self, target: Pretrained, tokenizer: Tokenizer,
            counted: Counted | None) -> Learner:

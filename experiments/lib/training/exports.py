@@ -54,7 +54,7 @@ def copy_training(name: str, directory: pathlib.Path) -> None:
   generate.py builds trees from these accuracies.
 
   Args:
-    name: name of the heads (see `models.load_self_drafter`).
+    name: name of the heads (see `drafters.load`).
     directory: directory of the exported heads.
   """
   path = models.heads_directory(name) / _TRAINING

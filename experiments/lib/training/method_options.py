@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import flags
 
+from lib import flags as shared
 from specjax import methods
 
 # `--help` lists a flag under the script that defines it, not under this file.
@@ -32,12 +33,8 @@ class Options:
   def check(self, method: methods.Method) -> None:
     """Raises `ValueError` if a flag is set that the method does not have."""
     taken = {option.name for option in getattr(method, self._field)}
-    for name, flag in self.flags.items():
-      if name not in taken and flag.present:
-        raise ValueError(
-            f"--{name} is {flag.value!r} and --method={method.name} "
-            f"has no such setting; leave --{name} out (its --help lists the "
-            "methods that have it)")
+    shared.reject_unread((name for name in self.flags if name not in taken),
+                         f"--method={method.name}")
 
   def values(self, method: methods.Method, own_text: bool) -> dict[str, Any]:
     """Returns `{name: value}` of the options of a method.

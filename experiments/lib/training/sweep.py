@@ -9,6 +9,7 @@ from absl import flags
 import jax
 
 from lib import common
+from lib import flags as shared
 from lib.training import drafter_report
 from specjax.analysis import estimate
 from specjax.training import evaluation
@@ -56,6 +57,7 @@ def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
     flag = all_flags[name]
     flag.parse(value)
     flag.present += 1
+    shared.check_requirements()
     directory = base / f"{name}={value}"
     all_flags["output_dir"].value = str(directory)
     print(f"--{name}={value}", flush=True)
