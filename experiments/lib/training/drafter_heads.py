@@ -46,10 +46,10 @@ class Start:
 
   Attributes:
     method: training method.
-    num_heads: number of tokens that new heads predict after the next token.
+    heads: number of tokens that new heads predict after the next token.
     head_options: keyword arguments of new heads (see `method_options`).
     options: keyword arguments of the objective (see `method_options`).
-    keeps_features: True if the target's hidden states are stored in memory.
+    keep_features: True if the target's hidden states are stored in memory.
     heads_from: directory or name of the heads at which training starts. None
       creates new heads.
     draft_vocabulary: number of different tokens that the heads can draft. None
@@ -60,10 +60,10 @@ class Start:
   """
 
   method: Method
-  num_heads: int
+  heads: int
   head_options: dict[str, Any]
   options: dict[str, Any]
-  keeps_features: bool
+  keep_features: bool
   heads_from: str | None
   draft_vocabulary: int | None
   narrow_head: bool
@@ -101,7 +101,7 @@ class Start:
     make = self._new if self.heads_from is None else self._loaded
     heads, params = make(target, tokenizer, counted)
     objective = self.method.objective(target.model, heads, **self.options)
-    if self.keeps_features and not hasattr(objective, "read"):
+    if self.keep_features and not hasattr(objective, "read"):
       raise ValueError(
           f"--keep_features is set and --method={self.method.name} does not "
           "train on stored hidden states; leave --keep_features out, or set "
@@ -132,7 +132,7 @@ class Start:
            counted: Counted | None) -> tuple[Heads, Params]:
     """Returns new heads and their parameters."""
     heads = self.method.heads.for_target(
-        target.model, self.num_heads, **self.head_options)
+        target.model, self.heads, **self.head_options)
     if self.draft_vocabulary is not None:
       heads = dataclasses.replace(
           heads, **self._narrowed(heads),
