@@ -70,7 +70,11 @@ def read(path: str | os.PathLike[str]
   if file.is_file():
     backend = _parsed(file)
     own = own_conventions(backend)
-    if own and not (_is_published(directory) and file.name == _MAIN):
+    config = directory / "config.json"
+    is_published = file.name == _MAIN and (
+        any((directory / name).exists() for name in (_CONFIG, *_BESIDE))
+        or config.is_file() and "model_type" in read_json(config, _FIX))
+    if own and not is_published:
       return backend, own
   if file.name != _MAIN:
     raise ValueError(f"{file} is the tokenizer of a published model; rename it "
@@ -82,13 +86,6 @@ def read(path: str | os.PathLike[str]
       else:
         read_text(directory / name)
   return _published(directory)
-
-
-def _is_published(directory: pathlib.Path) -> bool:
-  """Returns True if a directory has files in the format of transformers."""
-  config = directory / "config.json"
-  return (any((directory / name).exists() for name in (_CONFIG, *_BESIDE))
-          or config.is_file() and "model_type" in read_json(config, _FIX))
 
 
 def _parsed(file: pathlib.Path) -> tokenizers.Tokenizer:
@@ -147,7 +144,11 @@ def _published(directory: pathlib.Path
   backend.no_truncation()
   backend.no_padding()
   _check_ids(directory, backend)
-  before, after = _template_tokens(backend)
+  # Special tokens that the tokenizer adds before and after a text.
+  found, plain = (backend.encode("a", add_special_tokens=marks).ids
+                  for marks in (True, False))
+  before = found[0] if found[:1] != plain[:1] else None
+  after = found[-1] if found[-1:] != plain[-1:] else None
   _report(directory, loaded, backend, after)
   template = loaded.chat_template
   if isinstance(template, Mapping):  # several templates with names
@@ -233,18 +234,6 @@ def _report(directory: pathlib.Path, loaded: Any,
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
   return read_json(path, _FIX) if path.is_file() else {}
-
-
-def _template_tokens(backend: tokenizers.Tokenizer
-                     ) -> tuple[int | None, int | None]:
-  """Returns the special tokens that the tokenizer adds before and after a text.
-
-  Each of them is None if the tokenizer does not add it.
-  """
-  found, plain = (backend.encode("a", add_special_tokens=marks).ids
-                  for marks in (True, False))
-  return (found[0] if found[:1] != plain[:1] else None,
-          found[-1] if found[-1:] != plain[-1:] else None)
 
 
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
