@@ -305,24 +305,6 @@ def _rate(method: methods.Method, target: Pretrained) -> float:
   return rate
 
 
-def _schedule(peak: float, lengths: Sequence[int]) -> optax.Schedule:
-  if _SCHEDULE.value == "cosine":
-    return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
-  return runs.trapezoid(
-      lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
-
-
-def _optimizer(rate: float, tuned: bool, lengths: Sequence[int]
-               ) -> optax.GradientTransformation:
-  schedule = lambda peak: _schedule(peak, lengths)
-  own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
-         else optimizers.adamw(schedule(rate), weight_decay=0.0))
-  by_name = {"drafter": own}
-  if tuned:
-    by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
-  return optimizers.by_name(by_name)
-
-
 def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
            source: drafter_rows.Source, text: drafter_rows.Text,
            row_tokens: int, given: tuple[Params, Params], rate: float,
@@ -356,13 +338,24 @@ def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
              rate: float, tuned: bool, data: drafter_rows.Data,
              **more: object) -> loop.Trainer:
   """Returns a trainer whose batches contain the progress of the run."""
+  def schedule(peak: float) -> optax.Schedule:
+    if _SCHEDULE.value == "cosine":
+      return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
+    return runs.trapezoid(
+        lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
+
+  by_name = {"drafter": optimizers.muon(schedule(rate))
+             if _OPTIMIZER.value == "muon"
+             else optimizers.adamw(schedule(rate), weight_decay=0.0)}
+  if tuned:
+    by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
       loss=f"weighted sum over {learner.heads.num_forecasts} heads",
-      learning_rate=_schedule(rate, lengths), wandb=_WANDB.value,
+      learning_rate=schedule(rate), wandb=_WANDB.value,
       steps_per_epoch=data.num_rows / _BATCH_SIZE.value)
   return loop.Trainer(
-      objective=learner.objective, optimizer=_optimizer(rate, tuned, lengths),
+      objective=learner.objective, optimizer=optimizers.by_name(by_name),
       batch=lambda step: {**data.batch(step), "progress": share(step)}, log=log,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,

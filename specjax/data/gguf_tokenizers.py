@@ -18,7 +18,8 @@ from tokenizers import decoders
 from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
-from tokenizers import processors
+
+from specjax.data import tokenizer_files
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _UNUSED = 5
@@ -106,10 +107,7 @@ def read(metadata: Mapping[str, Any]
   bos, eos = data.get("bos_token_id", bos), data.get("eos_token_id", eos)
   adds_bos = bool(data.get("add_bos_token", adds_bos)) and bos is not None
   if adds_bos:  # so that other readers of saved files also add it
-    text = tokens[bos]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[text, "$A"], pair=[text, "$A", "$B"],
-        special_tokens=[(text, bos)])
+    backend.post_processor = tokenizer_files.bos_processor(backend, bos)
   template = metadata.get("tokenizer.chat_template")
   _mark_those_of_template(backend, tokens, template or "")
   named = {key: data.get(f"{key}_token_id") for key in _NAMES} | {

@@ -14,6 +14,7 @@ from typing import Any
 from typing import TYPE_CHECKING
 
 import tokenizers
+from tokenizers import processors
 
 from specjax.utils.files import atomically
 from specjax.utils.files import parse_json
@@ -251,6 +252,16 @@ def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
   return {"bos": end, "eos": end, "adds_bos": True, "chat_template": None}
 
 
+def bos_processor(backend: tokenizers.Tokenizer, bos: int
+                  ) -> processors.TemplateProcessing:
+  """Returns a post-processor that adds `bos` before every text."""
+  text = backend.id_to_token(bos)
+  name = text.replace(":", "_").replace("$", "_")  # syntax of templates
+  return processors.TemplateProcessing(
+      single=[name, "$A"], pair=[name, "$A", "$B"],
+      special_tokens=[{"id": name, "ids": [bos], "tokens": [text]}])
+
+
 def check_alone(directory: pathlib.Path) -> None:
   """Checks that a directory has no files of another tokenizer.
 
@@ -273,21 +284,15 @@ def write(path: pathlib.Path, tokenizer: "Tokenizer", **keys: Any) -> None:
     tokenizer: a `specjax.data.Tokenizer`.
     **keys: values of further keys in the `tokenizer_config.json`.
   """
-  spec = json.loads(tokenizer.backend.to_str())
-  if tokenizer.adds_bos and spec.get("post_processor") is None:
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  if tokenizer.adds_bos and backend.post_processor is None:
     # specjax adds bos before a text without a post-processor. transformers
     # requires a post-processor of the tokenizer to add bos.
-    bos = tokenizer.backend.id_to_token(tokenizer.bos)
-    special = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
-    spec["post_processor"] = {
-        "type": "TemplateProcessing", "single": [special, text("A")],
-        "pair": [special, text("A"), text("B")], "special_tokens": {
-            bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}
+    backend.post_processor = bos_processor(backend, tokenizer.bos)
   config = {"tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False, **tokenizer.names, **keys}
   if tokenizer.chat_template is not None:
     config["chat_template"] = tokenizer.chat_template
   write_json(path.with_name(_CONFIG), config, indent=2)
   with atomically(path) as f:
-    f.write(json.dumps(spec, ensure_ascii=False, indent=2).encode())
+    f.write(backend.to_str(pretty=True).encode())

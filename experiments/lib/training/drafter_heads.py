@@ -134,9 +134,21 @@ class Start:
     heads = self.method.heads.for_target(
         target.model, self.heads, **self.head_options)
     if self.draft_vocabulary is not None:
+      fields = {}
+      if self.narrow_head:
+        if not hasattr(heads, "narrow_head"):
+          raise ValueError(
+              f"--narrow_head is set and --method={self.method.name} has no "
+              "such head; leave --narrow_head out, or set --method=eagle1 or "
+              "eagle3")
+        fields = {"own_head": False, "narrow_head": True}
+      elif not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
+        raise ValueError(
+            f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
+            f"--method={self.method.name} draft with the target's LM head; "
+            "leave --draft_vocabulary out, or set --method=eagle3 or parallel")
       heads = dataclasses.replace(
-          heads, **self._narrowed(heads),
-          ids=self._frequent(target, tokenizer, counted))
+          heads, ids=self._frequent(target, tokenizer, counted), **fields)
     return heads, heads.init(jax.random.key(self.seed), target.params)
 
   def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
@@ -154,21 +166,6 @@ class Start:
           f"{self.method.name} trains {self.method.heads.__name__}; set "
           f"--method={' or --method='.join(fitting)}, or give other heads")
     return heads, params
-
-  def _narrowed(self, heads: Heads) -> dict[str, bool]:
-    """Returns fields of the heads that a draft vocabulary changes."""
-    if self.narrow_head:
-      if not hasattr(heads, "narrow_head"):
-        raise ValueError(
-            f"--narrow_head is set and --method={self.method.name} has no such "
-            "head; leave --narrow_head out, or set --method=eagle1 or eagle3")
-      return {"own_head": False, "narrow_head": True}
-    if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
-      raise ValueError(
-          f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
-          f"--method={self.method.name} draft with the target's LM head; leave "
-          "--draft_vocabulary out, or set --method=eagle3 or parallel")
-    return {}
 
   def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
                 counted: Counted | None) -> tuple[int, ...]:
