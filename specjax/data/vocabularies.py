@@ -265,7 +265,10 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   for draft_id, target_id in special_pairs(drafter, target):
     to_target[draft_id], spellings[target_id] = target_id, [draft_id]
 
-  twins = _twins(to_target, spellings)
+  twins = np.full(target.size, drafter.size, np.int32)
+  for i, spelling in enumerate(spellings):
+    if len(spelling) == 1 and to_target[spelling[0]] == i:
+      twins[i] = spelling[0]
   has_twin = np.append(twins < drafter.size, False)
   to_target = np.where(has_twin[to_target], to_target, target.size)
   if not has_twin.any():
@@ -284,17 +287,3 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
       first=ids([NO_TOKEN if vocabulary.bos is None else vocabulary.bos
                  for vocabulary in (target, drafter)]),
       longest=max(counts))
-
-
-def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
-  """Returns `VocabularyMap.twins`, one draft id for every target id.
-
-  Args:
-    to_target: target id of every draft id (see `VocabularyMap`).
-    spellings: draft ids that spell each target token.
-  """
-  twins = np.full(len(spellings), len(to_target), np.int32)
-  for i, spelling in enumerate(spellings):
-    if len(spelling) == 1 and to_target[spelling[0]] == i:
-      twins[i] = spelling[0]
-  return twins

@@ -98,8 +98,18 @@ class Start:
     Raises:
       ValueError: the heads do not match the method, the target or the flags.
     """
-    make = self._new if self.heads_from is None else self._loaded
-    heads, params = make(target, tokenizer, counted)
+    if self.heads_from is None:
+      heads, params = self._new(target, tokenizer, counted)
+    else:
+      heads, params = methods.load_heads(
+          self.heads_from, target.model, jnp.float32, target.params)
+      if heads.kind != self.method.heads.kind:
+        fitting = [m.name for m in methods.METHODS
+                   if m.heads.kind == heads.kind]
+        raise ValueError(
+            f"--heads_from contains {type(heads).__name__} and --method="
+            f"{self.method.name} trains {self.method.heads.__name__}; set "
+            f"--method={' or --method='.join(fitting)}, or give other heads")
     objective = self.method.objective(target.model, heads, **self.options)
     if self.keep_features and not hasattr(objective, "read"):
       raise ValueError(
@@ -150,22 +160,6 @@ class Start:
       heads = dataclasses.replace(
           heads, ids=self._frequent(target, tokenizer, counted), **fields)
     return heads, heads.init(jax.random.key(self.seed), target.params)
-
-  def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
-    """Returns the heads of `heads_from` and their parameters.
-
-    Raises:
-      ValueError: the heads do not match the method.
-    """
-    heads, params = methods.load_heads(
-        self.heads_from, target.model, jnp.float32, target.params)
-    if heads.kind != self.method.heads.kind:
-      fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
-      raise ValueError(
-          f"--heads_from contains {type(heads).__name__} and --method="
-          f"{self.method.name} trains {self.method.heads.__name__}; set "
-          f"--method={' or --method='.join(fitting)}, or give other heads")
-    return heads, params
 
   def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
                 counted: Counted | None) -> tuple[int, ...]:
