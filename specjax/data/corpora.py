@@ -48,7 +48,8 @@ class Document:
     return int.from_bytes(digest[:4], "big")
 
 
-def stdlib_documents(include_tests: bool = True) -> list[Document]:
+def stdlib_documents(include_tests: bool = True, only_held_out: bool = False
+                     ) -> list[Document]:
   """Returns the modules of the running Python's standard library, sorted by
   path.
 
@@ -57,11 +58,13 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
   Args:
     include_tests: if True, includes the library's test suites. Some
       distributions of Python do not contain them.
+    only_held_out: if True, reads and returns only the held-out modules.
   """
   documents = []
   for name, path in _module_files(include_tests):
-    with contextlib.suppress(UnicodeDecodeError):
-      documents.append(Document(name, path.read_text("utf-8")))
+    if Document(name, "").held_out or not only_held_out:
+      with contextlib.suppress(UnicodeDecodeError):
+        documents.append(Document(name, path.read_text("utf-8")))
   return [d for d in documents if d.text.strip()]
 
 

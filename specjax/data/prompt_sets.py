@@ -215,7 +215,7 @@ def _documents(name):
 @functools.cache
 def _held_out_modules():
   """Returns the held-out modules, cached for studies with several sets."""
-  return [d for d in corpora.stdlib_documents() if d.held_out]
+  return corpora.stdlib_documents(only_held_out=True)
 
 
 def _docstrings(document):

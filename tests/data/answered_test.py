@@ -29,14 +29,14 @@ class _Letters:
 
   def chat(self, messages, add_generation_prompt=True):
     ids = [i for m in messages for i in (1, *self.encode(m["content"]))]
-    return ids + [self.end if add_generation_prompt else 2]
+    return ids + [self.end if add_generation_prompt else self.stop]
 
   def with_variables(self, variables):
     found = _Letters()
-    found.end = variables.get("end", 1)
+    found.end, found.stop = variables.get("end", 1), variables.get("stop", 2)
     return found
 
-  end = 1
+  end, stop = 1, 2
 
   def chat_answers(self, messages):
     ids = self.chat(messages, add_generation_prompt=False)
@@ -77,7 +77,8 @@ def test_messages_are_asked_with_the_rest_of_their_record():
 
 
 def test_conversations_follow_each_other(tmp_path):
-  # Broken: tokens are lost between conversations, or a bad line is dropped.
+  # Broken: tokens are lost between conversations, a bad line is dropped, or the
+  # template does not see a record's variables.
   path = tmp_path / "given.jsonl"
   turns = lambda *texts: json.dumps({"conversations": [
       {"from": who, "value": text} for who, text in zip(
@@ -100,6 +101,9 @@ def test_conversations_follow_each_other(tmp_path):
   path.write_text(turns("ab", "c") + turns("d", None))
   with pytest.raises(ValueError, match="line 2: turn 2: 'value' is None"):
     answered.read(str(path), _Letters())
+  path.write_text(turns("a", "c")[:-2]
+                  + ', "chat_template_kwargs": {"stop": 7}}\n')
+  assert answered.read(str(path), _Letters())[0][0] == [1, 97, 1, 99, 7]
   path.write_text('{"prompt": "ab", "answer": "c"}\n')
   with pytest.raises(ValueError, match="no conversations, .*'messages' or"):
     answered.read(str(path), _Letters())
