@@ -82,7 +82,6 @@ checkpoint at or before this step: for example, --steps=400 writes the heads of
 checkpoint 400 of a longer run.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import pathlib
 import sys
@@ -92,7 +91,6 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
-import jax
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -251,38 +249,37 @@ _SEED = shared.seed("Random seed for initial weights, shuffling and sampling")
 _MESH = shared.mesh()
 
 
-def _source() -> drafter_rows.Source:
-  """Returns the source of the training and evaluation rows."""
-  if _BATCH_SIZE.value % _ACCUMULATE.value:
-    raise ValueError(f"--accumulate is {_ACCUMULATE.value} and does not divide "
-                     f"--batch_size={_BATCH_SIZE.value}; set a divisor")
-  return drafter_rows.Source(
-      data=_DATA.value, field=_FIELD.value, batch_size=_BATCH_SIZE.value,
-      pass_rows=_BATCH_SIZE.value // _ACCUMULATE.value,
-      held_out_rows=_HELD_OUT_ROWS.value, self_rows=_SELF_ROWS.value,
-      prompt_tokens=_SELF_PROMPT_TOKENS.value,
-      temperature=_SELF_TEMPERATURE.value, self_chat=_SELF_CHAT.value,
-      seed=_SEED.value, last_turn=_LAST_TURN.value, pack=_PACK.value,
-      rows_per_file=_SELF_ROWS_PER_FILE.value,
-      keeps_features=_KEEP_FEATURES.value, answers_only=_ANSWERS_ONLY.value,
-      directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"))
+def _values(*of: flags.FlagHolder) -> dict[str, Any]:
+  """Returns the values of flags by name."""
+  return {flag.name: flag.value for flag in of}
 
 
-def _start(method: methods.Method, source: drafter_rows.Source
-           ) -> drafter_heads.Start:
-  """Returns the `Start`, which creates or loads the initial heads."""
+def _settings(method: methods.Method, tokenizer: Tokenizer
+              ) -> tuple[drafter_rows.Source, drafter_heads.Start]:
+  """Returns the source of the rows and the settings of the heads.
+
+  Raises `ValueError` for flags that have no effect or cannot be combined.
+  """
+  source = drafter_rows.Source(
+      directory=pathlib.Path(_SELF_DIR.value or f"{_OUTPUT_DIR.value}/self"),
+      **_values(_DATA, _FIELD, _BATCH_SIZE, _ACCUMULATE, _HELD_OUT_ROWS,
+                _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _SELF_CHAT,
+                _SELF_ROWS_PER_FILE, _KEEP_FEATURES, _ANSWERS_ONLY, _LAST_TURN,
+                _PACK, _SEED))
   own_text = source.own is not None
   start = drafter_heads.Start(
-      method=method, num_heads=_HEADS.value,
-      head_options=_HEAD_OPTIONS.values(method, own_text),
+      method=method, head_options=_HEAD_OPTIONS.values(method, own_text),
       options=_OPTIONS.values(method, own_text),
-      keeps_features=_KEEP_FEATURES.value, heads_from=_HEADS_FROM.value,
-      draft_vocabulary=_DRAFT_VOCABULARY.value, narrow_head=_NARROW_HEAD.value,
-      seed=_SEED.value)
+      **_values(_HEADS, _KEEP_FEATURES, _HEADS_FROM, _DRAFT_VOCABULARY,
+                _NARROW_HEAD, _SEED))
   if _HEADS_FROM.value is not None:  # determines the form of the heads
     shared.reject_unread(("heads", "draft_vocabulary", *_HEAD_OPTIONS.flags),
                          f"--heads_from={_HEADS_FROM.value}")
-  return start
+  _check_rates(start.trains_target)
+  source.check(tokenizer, [flag.name for flag in (
+      _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
+      _SELF_ROWS_PER_FILE) if flag.present])
+  return source, start
 
 
 def _check_rates(tuned: bool) -> None:
@@ -305,24 +302,6 @@ def _rate(method: methods.Method, target: Pretrained) -> float:
   return rate
 
 
-def _schedule(peak: float, lengths: Sequence[int]) -> optax.Schedule:
-  if _SCHEDULE.value == "cosine":
-    return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
-  return runs.trapezoid(
-      lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
-
-
-def _optimizer(rate: float, tuned: bool, lengths: Sequence[int]
-               ) -> optax.GradientTransformation:
-  schedule = lambda peak: _schedule(peak, lengths)
-  own = (optimizers.muon(schedule(rate)) if _OPTIMIZER.value == "muon"
-         else optimizers.adamw(schedule(rate), weight_decay=0.0))
-  by_name = {"drafter": own}
-  if tuned:
-    by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
-  return optimizers.by_name(by_name)
-
-
 def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
            source: drafter_rows.Source, text: drafter_rows.Text,
            row_tokens: int, given: tuple[Params, Params], rate: float,
@@ -342,57 +321,38 @@ def _claim(output_dir: pathlib.Path, objective: DrafterObjective,
       "tokens": text.tokens, "row_tokens": row_tokens,
       "parameters": fingerprint(given), "learning_rate": rate,
       "self": source.own is not None, "dtype": dtype,
-      **{flag.name: flag.value for flag in (
+      **_values(
           _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE, _HELD_OUT_ROWS,
-          _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _RATE_RATIO,
-          _SCHEDULE, _WARMUP_FRACTION, _DECAY_FRACTION, _SEED)},
+          _OPTIMIZER, _KEEP_FEATURES, _BATCH_SIZE, _RATE_RATIO, _SCHEDULE,
+          _WARMUP_FRACTION, _DECAY_FRACTION, _SEED),
       **({_ANSWERS_ONLY.name: True} if source.weighs else {}),
       # Runs of versions without --pack joined conversations.
       **({_PACK.name: False} if source.has_conversations and not source.pack
          else {})}, _STEPS.value)
 
 
-def _prepare(start: drafter_heads.Start, source: drafter_rows.Source,
-             target: Pretrained, tokenizer: Tokenizer,
-             mesh: jax.sharding.Mesh | None
-             ) -> tuple[
-    pathlib.Path, drafter_rows.Text, drafter_heads.Learner, int,
-    Callable[[], drafter_rows.Data]]:
-  """Reads the training text and creates the heads.
-
-  With --self_chat, the target answers the messages of the text, which can take
-  hours. So all flags are checked before.
-
-  Returns:
-    `(output directory, text, learner, row length, rows)`, where `rows` is the
-    result of `source.rows`.
-  """
-  progress.say("reading the text")
-  text = source.text(tokenizer)
-  learner = start.make(target, tokenizer, source.counted(text))
-  row_tokens = source.row_length(_ROW_TOKENS.value, target.model, learner.heads)
-  if not source.chat:
-    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
-  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
-  runs.check_claimable(output_dir)
-  if source.chat:
-    text = source.answered(target, tokenizer, text, row_tokens, mesh)
-    learner = start.make(target, tokenizer, source.counted(text))
-    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
-  return output_dir, text, learner, row_tokens, rows
-
-
 def _trainer(learner: drafter_heads.Learner, lengths: Sequence[int],
              rate: float, tuned: bool, data: drafter_rows.Data,
              **more: object) -> loop.Trainer:
   """Returns a trainer whose batches contain the progress of the run."""
+  def schedule(peak: float) -> optax.Schedule:
+    if _SCHEDULE.value == "cosine":
+      return runs.cosine(lengths, peak, _WARMUP_FRACTION.value)
+    return runs.trapezoid(
+        lengths, peak, _WARMUP_FRACTION.value, _DECAY_FRACTION.value)
+
+  by_name = {"drafter": optimizers.muon(schedule(rate))
+             if _OPTIMIZER.value == "muon"
+             else optimizers.adamw(schedule(rate), weight_decay=0.0)}
+  if tuned:
+    by_name["target"] = optimizers.adamw(schedule(rate / _RATE_RATIO.value))
   share = lambda step: np.float32(step / runs.part_length(lengths, step))
   log = Log(
       loss=f"weighted sum over {learner.heads.num_forecasts} heads",
-      learning_rate=_schedule(rate, lengths), wandb=_WANDB.value,
+      learning_rate=schedule(rate), wandb=_WANDB.value,
       steps_per_epoch=data.num_rows / _BATCH_SIZE.value)
   return loop.Trainer(
-      objective=learner.objective, optimizer=_optimizer(rate, tuned, lengths),
+      objective=learner.objective, optimizer=optimizers.by_name(by_name),
       batch=lambda step: {**data.batch(step), "progress": share(step)}, log=log,
       evaluate_every=_EVALUATE_EVERY.value,
       checkpoint_every=_CHECKPOINT_EVERY.value,
@@ -410,14 +370,21 @@ def main() -> None:
   dtype = common.dtype_of(_DTYPE)
   target, tokenizer = models.load_target(_TARGET.value, dtype)
   specs = meshes.specs(mesh, {"target": target.model, "teacher": target.model})
-  source = _source()
-  start = _start(method, source)
-  _check_rates(start.trains_target)
-  source.check(tokenizer, [flag.name for flag in (
-      _SELF_DIR, _SELF_ROWS, _SELF_PROMPT_TOKENS, _SELF_TEMPERATURE,
-      _SELF_ROWS_PER_FILE) if flag.present])
-  output_dir, text, learner, row_tokens, rows = _prepare(
-      start, source, target, tokenizer, mesh)
+  source, start = _settings(method, tokenizer)
+  # All flags are checked before the target answers messages (--self_chat),
+  # which can take hours.
+  progress.say("reading the text")
+  text = source.text(tokenizer)
+  learner = start.make(target, tokenizer, source.counted(text))
+  row_tokens = source.row_length(_ROW_TOKENS.value, target.model, learner.heads)
+  if not source.chat:
+    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "run")
+  runs.check_claimable(output_dir)
+  if source.chat:
+    text = source.answered(target, tokenizer, text, row_tokens, mesh)
+    learner = start.make(target, tokenizer, source.counted(text))
+    rows = source.rows(target, learner.objective, text, row_tokens, mesh)
   if _PREVIEW.value:
     return source.preview(tokenizer, rows().batch, _PREVIEW.value)
   heads, params, objective = learner
@@ -436,25 +403,27 @@ def main() -> None:
       method, target, heads, params, objective, data.held_out), list(trainable))
   measure = lambda trained: evaluate({**frozen, **loop.cast(trained, dtype)})
   before = measure(trainable)
+  tokens_per_step = round(_BATCH_SIZE.value * data.tokens_per_row)
+  taken = lambda steps: {
+      "data": _DATA.value, "corpus": text.corpus, "steps": steps,
+      **drafter_report.spent(output_dir, tokens_per_step, before[
+          drafter_report.CURVE], _HEADS_FROM.value, steps)}
   saves = drafter_saves.Saves(
       directory=output_dir, method=method, heads=heads, target=target,
-      tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, data=_DATA.value,
-      corpus=text.corpus,
-      tokens_per_step=round(_BATCH_SIZE.value * data.tokens_per_row),
-      heads_from=_HEADS_FROM.value, untrained=before)
+      tokenizer=tokenizer, dtype=_SAVE_DTYPE.value, taken=taken)
   trainer = _trainer(
       learner, lengths, rate, start.trains_target, data, steps=steps,
       directory=output_dir,
       evaluate=lambda params: drafter_report.scalars(evaluate(params)),
       saved_dtype=_SAVE_DTYPE.value, evaluated=saves.evaluated, mesh=mesh,
-      tokens_per_step=saves.tokens_per_step, compute_dtype=dtype,
+      tokens_per_step=tokens_per_step, compute_dtype=dtype,
       param_shardings=specs and {name: tree for name, tree in specs.items()
                                  if name in {**trainable, **frozen}})
   saved = saves.write(processes.gathered(trainer.run(trainable, frozen)))
 
   drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
   saves.print_best()
-  drafter_report.write(output_dir, method, saves.taken(steps), added, before,
+  drafter_report.write(output_dir, method, taken(steps), added, before,
                        measure(saved))
   print(exports.advice(output_dir, heads, target.model, _TARGET.value),
         file=sys.stderr)

@@ -5,10 +5,12 @@ the user's cache directory, so that later runs only trace their programs.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent import futures
 import os
 import pathlib
+import shutil
 import sys
 from typing import Any
 
@@ -31,7 +33,7 @@ def keep(enabled: bool) -> None:
   try:
     directory = cache_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    _shrink(directory)
+    shrink(directory.glob("*-cache"), _LARGEST)
   except OSError as e:
     print(f"compiled code is not stored: {e}", file=sys.stderr)
     return
@@ -54,22 +56,29 @@ def cache_directory() -> pathlib.Path:
   return pathlib.Path(home) / "specjax"
 
 
-def _shrink(directory: pathlib.Path, largest: int = _LARGEST):
-  """Deletes the least recently used files until the cache fits.
+def shrink(paths: Iterable[pathlib.Path], largest: int) -> None:
+  """Deletes the least recently used entries of a cache until the rest fits.
 
   Args:
-    directory: directory of the cache.
-    largest: largest size of the cache in bytes.
+    paths: entries of the cache: files, or directories of files.
+    largest: largest total size of the entries in bytes.
   """
   entries = []
-  for path in directory.glob("*-cache"):
-    stat = path.stat()
-    entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+  for path in paths:
+    try:
+      stats = [x.stat() for x in (path.iterdir() if path.is_dir() else [path])]
+    except OSError:  # another process is deleting this entry
+      continue
+    times = [max(x.st_atime, x.st_mtime) for x in stats]
+    entries.append((max(times, default=0), sum(x.st_size for x in stats), path))
   total = sum(size for _, size, _ in entries)
   for _, size, path in sorted(entries):
     if total <= largest:
       break
-    path.unlink(missing_ok=True)
+    if path.is_dir():
+      shutil.rmtree(path, ignore_errors=True)
+    else:
+      path.unlink(missing_ok=True)
     total -= size
 
 

@@ -42,7 +42,8 @@ CACHES = (sj.caches.QuantizedKV(bits=8), sj.caches.QuantizedKV(bits=4),
 
 def windows(tokenizer: Tokenizer, characters: int):
   """Returns `[n, WINDOW + 1]` tokens, and the number of bytes per token."""
-  text = "".join(x.text for x in corpora.held_out_modules())[:characters]
+  modules = corpora.stdlib_documents(only_held_out=True)
+  text = "".join(x.text for x in modules)[:characters]
   tokens = np.asarray(tokenizer.encode(text, bos=False), np.int32)
   count = (len(tokens) - 1) // (WINDOW * BATCH) * BATCH
   at = np.arange(count)[:, None] * WINDOW + np.arange(WINDOW + 1)

@@ -99,15 +99,26 @@ def _by_contents(tokenizer, messages, text):
   if not all(_has_text(m) for m in messages if m["role"] == "assistant"):
     return None
   marked, marks = _marked(tokenizer, messages)
-  try:
-    written = chat.writer(tokenizer, marked, False)(str)
-  except ValueError:
+  written = _written(tokenizer, marked, False)
+  if written is None:
     return None
   plain, found = _offsets(written, marks)
   closed = [found.get((i, 1)) for i, m in enumerate(messages) if _has_text(m)]
   if plain != text or None in closed or closed != sorted(closed):
     return None
   return _around(tokenizer, messages, text, found)
+
+
+def _written(tokenizer, messages, add_generation_prompt):
+  """Returns the text of a conversation, or None if the template raises.
+
+  Some templates raise for two answers in a row, or for a first message of an
+  assistant.
+  """
+  try:
+    return chat.writer(tokenizer, messages, add_generation_prompt)(str)
+  except ValueError:
+    return None
 
 
 def _has_text(message):
@@ -160,8 +171,13 @@ def _around(tokenizer, messages, text, found):
     found: offsets by place. The place `(i, 0)` is the beginning of message i's
       content and may be missing. `(i, 1)` is its end.
   """
-  header = _header(tokenizer, messages, text)
-  end_of_turn = _end_of_turn(tokenizer, text[found[len(messages) - 1, 1]:])
+  longer = _written(tokenizer, messages, True) or ""
+  header = longer[len(text):] if longer.startswith(text) else ""
+  # The end of a turn reaches to the first special token, because generation
+  # stops there.
+  tail = text[found[len(messages) - 1, 1]:]
+  match = chat.special_pattern(tokenizer).search(tail)
+  end_of_turn = (tail[:match.end()] if match else tail).strip()
   spans, low = [], 0
   for i, message in enumerate(messages):
     begin, end = found.get((i, 0)), found.get((i, 1))
@@ -175,49 +191,23 @@ def _around(tokenizer, messages, text, found):
       if at < 0 and begin is None:
         return None
       head, tail = _spaces(message["content"])
-      start = (at + len(header) if at >= 0 else _end_of_prompt(
-          tokenizer, messages[:i], text, low, begin) or (
-              begin - len(head) * text.endswith(head, low, begin)))
-      end = _end(text, end, tail, end_of_turn)
+      if at >= 0:
+        start = at + len(header)
+      else:
+        # The model generates all text after the prompt, such as the space after
+        # Llama 2's `[/INST]`.
+        prompt = _written(tokenizer, messages[:i], True) or ""
+        inside = low <= len(prompt) <= begin and text.startswith(prompt)
+        start = len(prompt) if prompt and inside else (
+            begin - len(head) * text.endswith(head, low, begin))
+      space = len(text[end:]) - len(text[end:].lstrip())
+      if end_of_turn and text.startswith(end_of_turn, end + space):
+        end += space + len(end_of_turn)
+      else:
+        end += len(tail) * text.startswith(tail, end)
       spans.append((start, end))
     low = end or low
   return spans
-
-
-def _end_of_prompt(tokenizer, messages, text, low, begin):
-  """Returns the offset at which an answer without a header begins, or None.
-
-  The model generates all text after the prompt, such as the space after Llama
-  2's `[/INST]`.
-
-  Args:
-    tokenizer: tokenizer with the template.
-    messages: messages before the answer.
-    text: text of the conversation.
-    low: end of the previous content.
-    begin: beginning of the answer's content.
-  """
-  try:
-    prompt = chat.writer(tokenizer, messages, True)(str)
-  except ValueError:  # some templates raise for a first message of this role
-    return None
-  inside = low <= len(prompt) <= begin and text.startswith(prompt)
-  return len(prompt) if inside else None
-
-
-def _end(text, end, tail, end_of_turn):
-  """Returns the offset of an answer's end, including the end of the turn.
-
-  Args:
-    text: text of the conversation.
-    end: offset of the content's end, without trailing whitespace.
-    tail: trailing whitespace of the content.
-    end_of_turn: text that ends a turn (see `_end_of_turn`).
-  """
-  space = len(text[end:]) - len(text[end:].lstrip())
-  if end_of_turn and text.startswith(end_of_turn, end + space):
-    return end + space + len(end_of_turn)
-  return end + len(tail) * text.startswith(tail, end)
 
 
 def _spaces(content):
@@ -226,37 +216,16 @@ def _spaces(content):
           content[len(content.rstrip()):])
 
 
-def _header(tokenizer, messages, text):
-  """Returns the header of an answer (the generation prompt), or ""."""
-  try:
-    longer = chat.writer(tokenizer, messages, True)(str)
-  except ValueError:  # some templates raise for two answers in a row
-    return ""
-  return longer[len(text):] if longer.startswith(text) else ""
-
-
-def _end_of_turn(tokenizer, tail):
-  """Returns the text that ends a turn.
-
-  It reaches to the first special token in `tail`, because generation stops
-  there. `tail` is the text after the last answer's content.
-  """
-  match = chat.special_pattern(tokenizer).search(tail)
-  return (tail[:match.end()] if match else tail).strip()
-
-
 def _by_beginnings(tokenizer, messages, text):
   """Returns the offsets of the answers by the third method, or None."""
   spans = []
   for i, message in enumerate(messages):
     if message["role"] != "assistant":
       continue
-    try:
-      asked = chat.writer(tokenizer, messages[:i], True)(str)
-      answered = chat.writer(tokenizer, messages[:i + 1], False)(str)
-    except ValueError:
-      return None
-    if not (text.startswith(answered) and answered.startswith(asked)):
+    asked = _written(tokenizer, messages[:i], True)
+    answered = _written(tokenizer, messages[:i + 1], False)
+    if None in (asked, answered) or not (
+        text.startswith(answered) and answered.startswith(asked)):
       return None
     tail = answered[len(asked):]
     control = [x for x in tokenizer.control_tokens.values()

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
 from specjax.data import corpora
 from specjax.data import record_files
@@ -64,33 +63,23 @@ class Conversation:
   variables: dict[str, Any]
 
 
-class _Turn(NamedTuple):
-  """Turn of a conversation.
-
-  Attributes:
-    speaker: name of the speaker in lower case, or None.
-    key: key of the content in the file, or "" if the turn is a string.
-    content: content of the turn, or None.
-    others: other entries, such as tool calls.
-  """
-
-  speaker: str | None
-  key: str
-  content: Any
-  others: dict[str, Any]
-
-
-def _turns(place: str, turns: Sequence[Any]) -> list[_Turn]:
+def _turns(place: str, turns: Sequence[Any]
+           ) -> list[tuple[str | None, str, Any, dict[str, Any]]]:
   """Returns the turns of a conversation.
 
+  Returns for every turn: the name of the speaker in lower case, or None; the
+  key of the content, or "" if the turn is a string; the content, or None; and
+  other entries, such as tool calls.
+
   Raises:
-    ValueError: a turn has neither pair of keys, a speaker is not a string, or
-      some turns name a speaker and others do not.
+    ValueError: a turn has neither pair of keys, a speaker is not a string, some
+      turns name a speaker and others do not, or a key that decides whether a
+      turn is trained is neither 0 nor 1.
   """
   found = []
   for number, turn in enumerate(turns, 1):
     if isinstance(turn, str):
-      found.append(_Turn(None, "", turn, {}))
+      found.append((None, "", turn, {}))
       continue
     values = ({k: x for k, x in turn.items() if x is not None}
               if isinstance(turn, dict) else {})
@@ -111,32 +100,60 @@ def _turns(place: str, turns: Sequence[Any]) -> list[_Turn]:
     # tokenised corpus contains them and `Tokenizer.chat` ignores them.
     others = {} if is_sharegpt else {
         k: x for k, x in turn.items() if k not in (*_TURN, *_WEIGHTS)}
-    if not _is_trained(f"{place}: turn {number}", values):
+    weights = {k: values[k] for k in _WEIGHTS if k in values}
+    for k, x in weights.items():
+      if x not in (0, 1):
+        raise ValueError(f"{place}: turn {number} has {x!r} for {k!r}; a turn "
+                         "is trained (1) or not (0)")
+    if not all(weights.values()):
       others["weight"] = 0
-    found.append(_Turn(name.lower() if name else None, key, values.get(key),
-                       others))
-  if None in (speakers := [x.speaker for x in found]) and any(speakers):
+    found.append((name.lower() if name else None, key, values.get(key), others))
+  if None in (speakers := [x[0] for x in found]) and any(speakers):
     raise ValueError(f"{place}: turn {1 + speakers.index(None)} has no "
                      "speaker, but other turns have one; add its 'role'")
   return found
 
 
-def _role(place: str, number: int, turn: _Turn) -> str:
+def _role(place: str, number: int, speaker: str | None) -> str:
   """Returns the role of a turn's speaker in chat templates."""
-  if turn.speaker is None:
+  if speaker is None:
     raise ValueError(f"{place}: turn {number} has no speaker; add its 'role'")
-  if turn.speaker not in ROLES:
+  if speaker not in ROLES:
     raise ValueError(f"{place}: turn {number} has the unknown speaker "
-                     f"{turn.speaker!r}; use one of {', '.join(ROLES)}")
-  return ROLES[turn.speaker]
+                     f"{speaker!r}; use one of {', '.join(ROLES)}")
+  return ROLES[speaker]
 
 
-def prompt_of(place: str, record: Any, fields: Sequence[str]) -> str:
+def prompt_of(place: str, record: Any, fields: Sequence[str]
+              ) -> tuple[list[Any], str]:
   """Returns the prompt of a record: its text, or the user's first turn.
 
   See `beginning_of` for arguments and errors.
+
+  Returns:
+    The system turns before the prompt, and the prompt.
   """
-  return _beginning(place, record, fields)[1]
+  field, value = record_files.value_of(place, record, fields)
+  system = []
+  if isinstance(value, list):
+    turns = _turns(place, value)
+    for (speaker, key, content, _), raw in zip(turns, value):
+      role = "user" if speaker is None else ROLES.get(speaker)
+      if role == "user":
+        field, value = f"{field}.{key}" if key else field, content
+        break
+      if role == "system":
+        system.append(raw)
+    else:
+      for number, (speaker, *_) in enumerate(turns, 1):
+        _role(place, number, speaker)
+      # ShareGPT files split a long conversation into several records. So a
+      # record may contain only turns of the model.
+      raise record_files.LeftOut("without a user's turn")
+  text = record_files.text_of(place, field, value)
+  if not text.strip():
+    raise record_files.LeftOut("blank")
+  return system, text
 
 
 def beginning_of(place: str, record: Any, fields: Sequence[str]
@@ -157,47 +174,9 @@ def beginning_of(place: str, record: Any, fields: Sequence[str]
     ValueError: the fields are missing, the turns are invalid, or the prompt is
       not a text.
   """
-  system, text = _beginning(place, record, fields)
-  if not text.strip():
-    raise record_files.LeftOut("blank")
-  return Conversation(
-      name=text, place=place, variables=_variables(place, record),
-      messages=_with_system(place, record, [
-          *messages(place, system), {"role": "user", "content": text}]))
-
-
-def _beginning(place: str, record: Any, fields: Sequence[str]
-               ) -> tuple[list[Any], str]:
-  """Returns the system turns before the user's first turn, and its text."""
-  field, value = record_files.value_of(place, record, fields)
-  if not isinstance(value, list):
-    return [], record_files.text_of(place, field, value)
-  turns, system = _turns(place, value), []
-  for turn, raw in zip(turns, value):
-    role = "user" if turn.speaker is None else ROLES.get(turn.speaker)
-    if role == "user":
-      return system, record_files.text_of(
-          place, f"{field}.{turn.key}" if turn.key else field, turn.content)
-    if role == "system":
-      system.append(raw)
-  for number, turn in enumerate(turns, 1):
-    _role(place, number, turn)
-  # ShareGPT files split a long conversation into several records. So a record
-  # may contain only turns of the model.
-  raise record_files.LeftOut("without a user's turn")
-
-
-def _is_trained(place: str, turn: dict[str, Any]) -> bool:
-  """Returns False if a key of the turn excludes it from training.
-
-  Raises:
-    ValueError: the value of such a key is neither 0 nor 1.
-  """
-  for key in _WEIGHTS:
-    if turn.get(key) not in (None, 0, 1):
-      raise ValueError(f"{place} has {turn[key]!r} for {key!r}; a turn is "
-                       "trained (1) or not (0)")
-  return all(turn.get(key) in (None, 1) for key in _WEIGHTS)
+  system, text = prompt_of(place, record, fields)
+  return _conversation(place, record, [
+      *messages(place, system), {"role": "user", "content": text}])
 
 
 def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
@@ -212,12 +191,13 @@ def messages(place: str, turns: Sequence[Any]) -> list[dict[str, Any]]:
     ValueError: a turn has no speaker, an unknown speaker, or no content.
   """
   found = []
-  for number, turn in enumerate(_turns(place, turns), 1):
-    role, content = _role(place, number, turn), turn.content
+  for number, (speaker, key, content, others) in enumerate(
+      _turns(place, turns), 1):
+    role = _role(place, number, speaker)
     if not (isinstance(content, list)
-            or content is None and turn.others.get("tool_calls")):
-      record_files.text_of(f"{place}: turn {number}", turn.key, content)
-    found.append({"role": role, "content": content, **turn.others})
+            or content is None and others.get("tool_calls")):
+      record_files.text_of(f"{place}: turn {number}", key, content)
+    found.append({"role": role, "content": content, **others})
   return found
 
 
@@ -227,7 +207,7 @@ def _answer_field(record: dict[str, Any], question: str) -> str | None:
                if record.get(question) and record.get(x) is not None), None)
 
 
-def _pair(place: str, record: dict[str, Any], question: str, answer: str
+def _pair(place: str, record: dict[str, Any], question: str
           ) -> list[dict[str, Any]]:
   """Returns the messages of a record with a question and its answer."""
   found = []
@@ -235,7 +215,8 @@ def _pair(place: str, record: dict[str, Any], question: str, answer: str
     found += [{"role": role, "content": record_files.text_of(
         place, "history", text)} for role, text in zip(
             ("user", "assistant"), old, strict=True)]
-  for field, role in ((question, "user"), (answer, "assistant")):
+  for field, role in ((question, "user"),
+                      (_answer_field(record, question), "assistant")):
     value = record[field]
     if isinstance(value, list):  # messages before and after, in TRL's format
       found += messages(place, value)
@@ -295,48 +276,37 @@ def read(source: str, field: str) -> Iterator[Conversation]:
                     None)
     has_turns = any(isinstance(keys.get(x), list) and keys[x] for x in fields)
     if question and (field in PAIRS or not has_turns):
-      found = _pair(place, record, question, _answer_field(record, question))
+      found = _pair(place, record, question)
     else:
       name, turns = record_files.value_of(place, record, fields)
       if not isinstance(turns, list):
         raise ValueError(f"{place}: {name!r} is a JSON {type(turns).__name__}; "
                          "it must be a list of turns")
       found = messages(place, turns)
-    found = _with_system(place, record, found)
     unused.update(_UNUSED.intersection(
         key for part in (record, *found) for key, x in part.items() if x))
-    return found, _variables(place, record)
+    return _conversation(place, record, found)
 
-  for _, place, (found, variables) in record_files.extract(
+  for *_, chat in record_files.extract(
       source, "conversation", records(source), convert):
-    name = next((m["content"] for m in found if m["role"] == "user"), place)
-    yield Conversation(name=name if isinstance(name, str) else repr(name),
-                       place=place, messages=found, variables=variables)
+    yield chat
   if unused:
     record_files.print_once(f"{source}: not used: " + ", ".join(
         f"{key!r} of {count:,} records" for key, count in unused.items()))
 
 
-def _with_system(place: str, record: dict[str, Any],
-                 found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns messages that begin with the "system" of a record.
-
-  Messages that have a system message are not changed.
-  """
-  system = record.get("system")
-  if not system or any(m["role"] == "system" for m in found):
-    return found
-  return [{"role": "system", "content": record_files.text_of(
-      place, "system", system)}, *found]
-
-
-def _variables(place: str, record: dict[str, Any]) -> dict[str, Any]:
-  """Returns the variables of the chat template in a record.
+def _conversation(place: str, record: dict[str, Any],
+                  found: list[dict[str, Any]]) -> Conversation:
+  """Returns messages with the "system" and the variables of their record.
 
   Raises:
-    ValueError: the value of a key has another type.
+    ValueError: the value of one of these keys has another type.
   """
-  found = {}
+  system = record.get("system")
+  if system and not any(m["role"] == "system" for m in found):
+    found = [{"role": "system", "content": record_files.text_of(
+        place, "system", system)}, *found]
+  variables = {}
   for key, kind in (("tools", list), ("chat_template_kwargs", dict)):
     value = record.get(key)
     if isinstance(value, str) and value:  # some files contain JSON as a string
@@ -345,8 +315,10 @@ def _variables(place: str, record: dict[str, Any]) -> dict[str, Any]:
       raise ValueError(f"{place}: {key!r} is a JSON {type(value).__name__}; it "
                        f"must be a {kind.__name__}")
     if value:
-      found |= {"tools": value} if kind is list else value
-  return found
+      variables |= {"tools": value} if kind is list else value
+  name = next((m["content"] for m in found if m["role"] == "user"), place)
+  return Conversation(name=name if isinstance(name, str) else repr(name),
+                      place=place, messages=found, variables=variables)
 
 
 def is_answer(message: dict[str, Any]) -> bool:

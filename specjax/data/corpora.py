@@ -5,10 +5,10 @@ document's name decides whether it is held out of training. So the split is the
 same in every Python version.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -48,7 +48,8 @@ class Document:
     return int.from_bytes(digest[:4], "big")
 
 
-def stdlib_documents(include_tests: bool = True) -> list[Document]:
+def stdlib_documents(include_tests: bool = True, only_held_out: bool = False
+                     ) -> list[Document]:
   """Returns the modules of the running Python's standard library, sorted by
   path.
 
@@ -57,28 +58,14 @@ def stdlib_documents(include_tests: bool = True) -> list[Document]:
   Args:
     include_tests: if True, includes the library's test suites. Some
       distributions of Python do not contain them.
+    only_held_out: if True, reads and returns only the held-out modules.
   """
-  return list(_modules(include_tests))
-
-
-def held_out_modules() -> list[Document]:
-  """Returns the held-out modules of `stdlib_documents`; reads only their files.
-  """
-  return list(_modules(read=lambda name: Document(name, "").held_out))
-
-
-def _modules(include_tests: bool = True,
-             read: Callable[[str], bool] = lambda name: True
-             ) -> Iterator[Document]:
+  documents = []
   for name, path in _module_files(include_tests):
-    if not read(name):
-      continue
-    try:
-      text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-      continue
-    if text.strip():
-      yield Document(name, text)
+    if Document(name, "").held_out or not only_held_out:
+      with contextlib.suppress(UnicodeDecodeError):
+        documents.append(Document(name, path.read_text("utf-8")))
+  return [d for d in documents if d.text.strip()]
 
 
 def _module_files(include_tests):
@@ -172,7 +159,7 @@ def _texts(source, field):
   """Returns `(name, place, record)` of texts, which are in `field`."""
   if source in STDLIB:
     return ((d.name, d.name, {field: d.text})
-            for d in _modules(include_tests=STDLIB[source]))
+            for d in stdlib_documents(STDLIB[source]))
   path = existing(source)
   if path.is_dir():
     return ((name, f"{source} file {name}", {field: read_text(file)})

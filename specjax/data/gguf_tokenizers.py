@@ -8,7 +8,6 @@ published `tokenizer.json` with NFC normalisation (Qwen, GPT-NeoX).
 """
 
 from collections.abc import Mapping
-import dataclasses
 import sys
 from typing import Any
 import unicodedata
@@ -19,7 +18,8 @@ from tokenizers import decoders
 from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
-from tokenizers import processors
+
+from specjax.data import tokenizer_files
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _UNUSED = 5
@@ -37,7 +37,6 @@ _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST)
-_LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
 # Template of patterns in which an upper-case letter after lower-case letters
 # begins a new word. The models were trained with these patterns. llama.cpp only
 # approximates them, because its engine lacks some character classes.
@@ -48,41 +47,22 @@ _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
           r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _REST)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rules:
-  """Rules of a pre-tokenizer.
-
-  Attributes:
-    patterns: regular expressions, applied in order. Each one splits the text at
-      its matches.
-    whole_words: if True, a word in the vocabulary is encoded as one token, even
-      if merges would not form it.
-    adds_bos: default of `add_bos_token`, used if the file does not contain it.
-  """
-
-  patterns: tuple[str, ...]
-  whole_words: bool = False
-  adds_bos: bool = False
-
-
-_DEFAULT = _Rules(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+",
-                            "[0-9][0-9][0-9]"))
-_BY_NAME = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"),
-                    _Rules(patterns=(_GPT2,))),
-    **dict.fromkeys(("smollm", "starcoder"),
-                    _Rules(patterns=(r"\p{N}", _GPT2))),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Rules(
-        patterns=(_LLAMA3,), whole_words=True, adds_bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Rules(patterns=(_LLAMA3,))),
+# Regular expressions by the name of a pre-tokenizer. They are applied in order,
+# and each one splits the text at its matches.
+_PATTERNS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"),
+                    (_WORDS % "{1,3}",)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"),
-                    _Rules(patterns=(_QWEN2,))),
-    "tekken": _Rules(patterns=(_CASED % ("", "", ""),), whole_words=True,
-                     adds_bos=True),
-    "gpt-4o": _Rules(patterns=(
-        _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)),
+                    (_WORDS % "",)),
+    "tekken": (_CASED % ("", "", ""),),
+    "gpt-4o": (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),),
 }
+# Pre-tokenizers with which a word in the vocabulary is encoded as one token,
+# even if merges would not form it. By default, they also add bos.
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 
 
 def read(metadata: Mapping[str, Any]
@@ -110,7 +90,12 @@ def read(metadata: Mapping[str, Any]
         "(SentencePiece BPE): give the model as safetensors with a "
         "tokenizer.json")
   _check(data, tokens)
-  types = _types(data, len(tokens))
+  # Tokens that end a sequence get the type of control tokens, whatever type the
+  # file has for them. So plain text never contains them.
+  types = list(data.get("token_type", [_NORMAL] * len(tokens)))
+  for name in _ENDS:
+    if f"{name}_token_id" in data:
+      types[data[f"{name}_token_id"]] = _CONTROL
   build, bos, eos = ((_byte_level, None, None) if kind == "gpt2"
                      else (_sentence_piece, 1, 2))
   backend, adds_bos = build(data, tokens, types)
@@ -122,10 +107,7 @@ def read(metadata: Mapping[str, Any]
   bos, eos = data.get("bos_token_id", bos), data.get("eos_token_id", eos)
   adds_bos = bool(data.get("add_bos_token", adds_bos)) and bos is not None
   if adds_bos:  # so that other readers of saved files also add it
-    text = tokens[bos]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[text, "$A"], pair=[text, "$A", "$B"],
-        special_tokens=[(text, bos)])
+    backend.post_processor = tokenizer_files.bos_processor(backend, bos)
   template = metadata.get("tokenizer.chat_template")
   _mark_those_of_template(backend, tokens, template or "")
   named = {key: data.get(f"{key}_token_id") for key in _NAMES} | {
@@ -180,19 +162,6 @@ def _mark_those_of_template(backend: tokenizers.Tokenizer, tokens: list[str],
           "the same", file=sys.stderr)
 
 
-def _types(data, count) -> list[int]:
-  """Returns the types of `count` tokens.
-
-  Tokens that end a sequence get the type of control tokens, whatever type the
-  file has for them. So plain text never contains them.
-  """
-  types = list(data.get("token_type", [_NORMAL] * count))
-  for name in _ENDS:
-    if f"{name}_token_id" in data:
-      types[data[f"{name}_token_id"]] = _CONTROL
-  return types
-
-
 def _check(data, tokens) -> None:
   """Raises `ValueError` if the metadata is inconsistent."""
   twice = len(tokens) - len(set(tokens))
@@ -215,11 +184,10 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
   """Returns byte-level BPE with the rules of the named pre-tokenizer."""
   del types
   name = data.get("pre")
-  if name not in _BY_NAME:
+  if name not in _PATTERNS:
     raise ValueError(f"the GGUF file's pre-tokenizer is {name!r}; specjax "
-                     f"supports {', '.join(_BY_NAME)}: give the model as "
+                     f"supports {', '.join(_PATTERNS)}: give the model as "
                      "safetensors with a tokenizer.json")
-  rules = _BY_NAME[name]
   if "merges" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.merges, which "
                      "byte-level BPE needs; convert the model again")
@@ -227,18 +195,18 @@ def _byte_level(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
   vocabulary = {token: i for i, token in enumerate(tokens)}
   try:
     model = models.BPE(vocab=vocabulary, merges=merges,
-                       ignore_merges=rules.whole_words)
+                       ignore_merges=name in _WHOLE_WORDS)
   except Exception as e:  # the library raises bare Exception
     raise ValueError(f"the GGUF file's merges do not fit its tokens ({e}); "
                      "convert the model again") from None
   backend = tokenizers.Tokenizer(model)
   cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-          for pattern in rules.patterns]
+          for pattern in _PATTERNS[name]]
   backend.pre_tokenizer = pre_tokenizers.Sequence([
       *cuts, pre_tokenizers.ByteLevel(add_prefix_space=False,
                                       use_regex=False)])
   backend.decoder = decoders.ByteLevel()
-  return backend, rules.adds_bos
+  return backend, name in _WHOLE_WORDS
 
 
 def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
@@ -252,10 +220,18 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
   if "scores" not in data:
     raise ValueError("the GGUF file has no tokenizer.ggml.scores, which "
                      "SentencePiece's BPE needs; convert the model again")
+  # Merges never form control tokens or byte tokens, so the merges omit these.
+  order = sorted((i for i, kind in enumerate(types)
+                  if kind in (_NORMAL, _UNUSED)),
+                 key=lambda i: -data["scores"][i])
+  best_first = [tokens[i] for i in order]
+  pieces = set(best_first)
+  merges = [(token[:cut], token[cut:]) for token in best_first
+            for cut in range(1, len(token))
+            if token[:cut] in pieces and token[cut:] in pieces]
   unknown = [token for token, kind in zip(tokens, types) if kind == _UNKNOWN]
   backend = tokenizers.Tokenizer(models.BPE(
-      vocab={token: i for i, token in enumerate(tokens)},
-      merges=_merges(tokens, types, data["scores"]),
+      vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
       unk_token=unknown[0] if unknown else None, fuse_unk=True,
       byte_fallback=True))
   replaced = normalizers.Replace(" ", _SPACE)
@@ -269,18 +245,6 @@ def _sentence_piece(data, tokens, types) -> tuple[tokenizers.Tokenizer, bool]:
     backend.normalizer = replaced
   backend.decoder = decoders.Sequence(decoded)
   return backend, True
-
-
-def _merges(tokens, types, scores) -> list[tuple[str, str]]:
-  """Returns all pairs of pieces that form a piece, best score first."""
-  # Merges never form control tokens or byte tokens, so the loop omits these.
-  order = sorted((i for i, kind in enumerate(types)
-                  if kind in (_NORMAL, _UNUSED)), key=lambda i: -scores[i])
-  best_first = [tokens[i] for i in order]
-  pieces = set(best_first)
-  return [(token[:cut], token[cut:]) for token in best_first
-          for cut in range(1, len(token))
-          if token[:cut] in pieces and token[cut:] in pieces]
 
 
 def _add(backend, tokens, types, strips) -> None:

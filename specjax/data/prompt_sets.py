@@ -168,7 +168,7 @@ def embedded(name: str, count: int, characters: int, seed: int = 0
                      f"{', '.join(EMBEDDED)}")
   documents = _documents(name)
   try:
-    found = prompts_lib.named_excerpts(documents, count, characters, seed)
+    found = prompts_lib.excerpts(documents, count, characters, seed)
   except ValueError as e:
     raise ValueError(f"{name!r} needs {_SOURCES[name]}, and this Python "
                      f"has too few: {e}") from None
@@ -215,7 +215,7 @@ def _documents(name):
 @functools.cache
 def _held_out_modules():
   """Returns the held-out modules, cached for studies with several sets."""
-  return corpora.held_out_modules()
+  return corpora.stdlib_documents(only_held_out=True)
 
 
 def _docstrings(document):

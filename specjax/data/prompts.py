@@ -14,8 +14,10 @@ from specjax.data import record_files
 
 
 def excerpts(documents: Sequence[corpora.Document], count: int,
-             characters: int, seed: int = 0) -> list[str]:
+             characters: int, seed: int = 0) -> list[tuple[str, str]]:
   """Returns excerpts of documents, such as held-out modules, as prompts.
+
+  Returns pairs `(name of the document, text)`.
 
   Args:
     documents: source documents.
@@ -27,13 +29,6 @@ def excerpts(documents: Sequence[corpora.Document], count: int,
   Raises:
     ValueError: no document is long enough.
   """
-  return [text for _, text in named_excerpts(documents, count, characters,
-                                             seed)]
-
-
-def named_excerpts(documents: Sequence[corpora.Document], count: int,
-                   characters: int, seed: int = 0) -> list[tuple[str, str]]:
-  """Returns `excerpts` as pairs `(name of the document, text)`."""
   documents = [d for d in documents if len(d.text) > 2 * characters]
   if not documents:
     raise ValueError(f"no document is longer than {2 * characters} "
@@ -89,7 +84,7 @@ def of_records(source: str | os.PathLike[str],
   Raises:
     ValueError: a record is invalid, or no record has a prompt.
   """
-  prompts = [text for _, _, text in record_files.extract(
+  prompts = [text for _, _, (_, text) in record_files.extract(
       source, "prompt", records,
       functools.partial(conversations.prompt_of, fields=fields))]
   if not prompts:

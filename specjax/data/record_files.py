@@ -128,8 +128,12 @@ def value_of(place: str, record: Any, fields: Sequence[str]
                      "JSON object")
   values = {}
   for field in fields:
+    value = record
     with contextlib.suppress(KeyError):
-      values[field] = _follow(record, field)
+      for key in [field] if field in record else field.split("."):
+        if value is not None:
+          value = (value if isinstance(value, dict) else {})[key]
+      values[field] = value
   if not values:
     raise ValueError(f"{place} has no field {' or '.join(map(repr, fields))}; "
                      f"it has {', '.join(map(repr, record)) or 'none'}: add "
@@ -139,15 +143,6 @@ def value_of(place: str, record: Any, fields: Sequence[str]
     raise LeftOut("null")
   is_prompt = lambda x: isinstance(x, (str, list)) and x != []
   return max(values.items(), key=lambda item: is_prompt(item[1]))
-
-
-def _follow(record, field):
-  """Returns the value at a dotted path. Raises `KeyError` if it is missing."""
-  value = record
-  for key in [field] if field in record else field.split("."):
-    if value is not None:
-      value = (value if isinstance(value, dict) else {})[key]
-  return value
 
 
 def alternatives(field: str) -> tuple[str, ...]:

@@ -46,7 +46,12 @@ def reduced(tokenizer: Tokenizer, counts: ArrayLike, size: int) -> Tokenizer:
       size)
   old = vocab | added
   new = {token: i for i, token in enumerate(sorted(kept, key=old.get))}
-  _restrict(spec, merges, new)
+  vocab = {token: i for token, i in new.items() if token in vocab}
+  spec["model"] |= {"vocab": vocab, "merges": [
+      merge for merge in merges if {*merge, "".join(merge)} <= vocab.keys()]}
+  for token in spec["added_tokens"]:
+    token["id"] = new[token["content"]]
+  _renumber(spec.get("post_processor"), new)
   again = lambda token: None if token is None else (
       new[tokenizer.backend.id_to_token(token)])
   return Tokenizer(
@@ -75,38 +80,15 @@ def _most_frequent(tokens, parts, required, size):
                      "at least this size")
   kept = set(required)
   for token in tokens:
-    needed = _with_parts(token, parts, kept)
+    needed, open_ = set(), [token]  # tokens that the merges of `token` need
+    while open_:
+      part = open_.pop()
+      if part not in kept and part not in needed:
+        needed.add(part)
+        open_ += parts.get(part, ())
     if len(kept) + len(needed) <= size:
       kept |= needed
   return kept
-
-
-def _with_parts(token, parts, kept):
-  """Returns the token and all tokens that its merges need, without `kept`."""
-  needed, open_ = set(), [token]
-  while open_:
-    token = open_.pop()
-    if token not in kept and token not in needed:
-      needed.add(token)
-      open_ += parts.get(token, ())
-  return needed
-
-
-def _restrict(spec, merges, new) -> None:
-  """Reduces the contents of a `tokenizer.json` to the tokens in `new`.
-
-  Args:
-    spec: contents of the file, changed in place.
-    merges: pairs of tokens that are merged.
-    new: new id of every remaining token.
-  """
-  vocab = {t: i for t, i in new.items() if t in spec["model"]["vocab"]}
-  merges = [merge for merge in merges
-            if {*merge, "".join(merge)} <= vocab.keys()]
-  spec["model"] |= {"vocab": vocab, "merges": merges}
-  for token in spec["added_tokens"]:
-    token["id"] = new[token["content"]]
-  _renumber(spec.get("post_processor"), new)
 
 
 def _renumber(node: Any, new) -> None:

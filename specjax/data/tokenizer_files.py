@@ -14,6 +14,7 @@ from typing import Any
 from typing import TYPE_CHECKING
 
 import tokenizers
+from tokenizers import processors
 
 from specjax.utils.files import atomically
 from specjax.utils.files import parse_json
@@ -70,7 +71,11 @@ def read(path: str | os.PathLike[str]
   if file.is_file():
     backend = _parsed(file)
     own = own_conventions(backend)
-    if own and not (_is_published(directory) and file.name == _MAIN):
+    config = directory / "config.json"
+    is_published = file.name == _MAIN and (
+        any((directory / name).exists() for name in (_CONFIG, *_BESIDE))
+        or config.is_file() and "model_type" in read_json(config, _FIX))
+    if own and not is_published:
       return backend, own
   if file.name != _MAIN:
     raise ValueError(f"{file} is the tokenizer of a published model; rename it "
@@ -82,13 +87,6 @@ def read(path: str | os.PathLike[str]
       else:
         read_text(directory / name)
   return _published(directory)
-
-
-def _is_published(directory: pathlib.Path) -> bool:
-  """Returns True if a directory has files in the format of transformers."""
-  config = directory / "config.json"
-  return (any((directory / name).exists() for name in (_CONFIG, *_BESIDE))
-          or config.is_file() and "model_type" in read_json(config, _FIX))
 
 
 def _parsed(file: pathlib.Path) -> tokenizers.Tokenizer:
@@ -147,7 +145,11 @@ def _published(directory: pathlib.Path
   backend.no_truncation()
   backend.no_padding()
   _check_ids(directory, backend)
-  before, after = _template_tokens(backend)
+  # Special tokens that the tokenizer adds before and after a text.
+  found, plain = (backend.encode("a", add_special_tokens=marks).ids
+                  for marks in (True, False))
+  before = found[0] if found[:1] != plain[:1] else None
+  after = found[-1] if found[-1:] != plain[-1:] else None
   _report(directory, loaded, backend, after)
   template = loaded.chat_template
   if isinstance(template, Mapping):  # several templates with names
@@ -235,18 +237,6 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
   return read_json(path, _FIX) if path.is_file() else {}
 
 
-def _template_tokens(backend: tokenizers.Tokenizer
-                     ) -> tuple[int | None, int | None]:
-  """Returns the special tokens that the tokenizer adds before and after a text.
-
-  Each of them is None if the tokenizer does not add it.
-  """
-  found, plain = (backend.encode("a", add_special_tokens=marks).ids
-                  for marks in (True, False))
-  return (found[0] if found[:1] != plain[:1] else None,
-          found[-1] if found[-1:] != plain[-1:] else None)
-
-
 def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
   """Returns the arguments of `Tokenizer` for a tokenizer of `tokenizers.train`.
 
@@ -260,6 +250,16 @@ def own_conventions(backend: tokenizers.Tokenizer) -> dict[str, Any]:
   if special != [end] or backend.post_processor is not None:
     return {}
   return {"bos": end, "eos": end, "adds_bos": True, "chat_template": None}
+
+
+def bos_processor(backend: tokenizers.Tokenizer, bos: int
+                  ) -> processors.TemplateProcessing:
+  """Returns a post-processor that adds `bos` before every text."""
+  text = backend.id_to_token(bos)
+  name = text.replace(":", "_").replace("$", "_")  # syntax of templates
+  return processors.TemplateProcessing(
+      single=[name, "$A"], pair=[name, "$A", "$B"],
+      special_tokens=[{"id": name, "ids": [bos], "tokens": [text]}])
 
 
 def check_alone(directory: pathlib.Path) -> None:
@@ -284,21 +284,15 @@ def write(path: pathlib.Path, tokenizer: "Tokenizer", **keys: Any) -> None:
     tokenizer: a `specjax.data.Tokenizer`.
     **keys: values of further keys in the `tokenizer_config.json`.
   """
-  spec = json.loads(tokenizer.backend.to_str())
-  if tokenizer.adds_bos and spec.get("post_processor") is None:
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  if tokenizer.adds_bos and backend.post_processor is None:
     # specjax adds bos before a text without a post-processor. transformers
     # requires a post-processor of the tokenizer to add bos.
-    bos = tokenizer.backend.id_to_token(tokenizer.bos)
-    special = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text = lambda place: {"Sequence": {"id": place, "type_id": 0}}
-    spec["post_processor"] = {
-        "type": "TemplateProcessing", "single": [special, text("A")],
-        "pair": [special, text("A"), text("B")], "special_tokens": {
-            bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}
+    backend.post_processor = bos_processor(backend, tokenizer.bos)
   config = {"tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False, **tokenizer.names, **keys}
   if tokenizer.chat_template is not None:
     config["chat_template"] = tokenizer.chat_template
   write_json(path.with_name(_CONFIG), config, indent=2)
   with atomically(path) as f:
-    f.write(json.dumps(spec, ensure_ascii=False, indent=2).encode())
+    f.write(backend.to_str(pretty=True).encode())

@@ -86,31 +86,6 @@ def whole_characters(data: bytes) -> tuple[bytes, str | None, bytes]:
   return data[:len(data) - len(rest)], text, decoder.getstate()[0]
 
 
-def _names_and_bytes(tokenizer: ReadsText, count: int
-                     ) -> tuple[list[str | None], list[bytes]]:
-  """Returns the names and the bytes of the first `count` tokens.
-
-  If the tokenizer has no `backend`, all names are None. With a `backend`, the
-  names of unused ids are None.
-  """
-  backend = getattr(tokenizer, "backend", None)
-  names = [backend.id_to_token(i) if backend else None for i in range(count)]
-  return names, [b"" if backend and name is None else tokenizer.token_bytes(i)
-                 for i, name in enumerate(names)]
-
-
-def _ids_by_bytes(texts: list[bytes], names: list[str | None]
-                  ) -> dict[bytes, int]:
-  """Returns `Vocabulary.ids` for tokens with bytes `texts` and names `names`.
-  """
-  ids, fallbacks = {}, {}
-  for i, (text, name) in enumerate(zip(texts, names)):
-    is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(name or "")
-    if text:
-      (fallbacks if is_byte else ids).setdefault(text, i)
-  return fallbacks | ids
-
-
 class Vocabulary:
   """Tokens of a tokenizer by their bytes.
 
@@ -134,11 +109,20 @@ class Vocabulary:
     """
     self._tokenizer = tokenizer
     self.size = tokenizer.vocab_size if size is None else size
-    names, self.texts = _names_and_bytes(
-        tokenizer, min(self.size, tokenizer.vocab_size))
+    # Only tokenizers with a `backend` have names. Unused ids have none.
+    backend = getattr(tokenizer, "backend", None)
+    names = [backend.id_to_token(i) if backend else None
+             for i in range(min(self.size, tokenizer.vocab_size))]
+    self.texts = [b"" if backend and name is None else tokenizer.token_bytes(i)
+                  for i, name in enumerate(names)]
     self.specials = {name: i for i, name in enumerate(names)
                      if name and not self.texts[i]}
-    self.ids = _ids_by_bytes(self.texts, names)
+    ids, byte_tokens = {}, {}
+    for i, (text, name) in enumerate(zip(self.texts, names)):
+      is_byte = len(text) == 1 and token_bytes.BYTE.fullmatch(name or "")
+      if text:
+        (byte_tokens if is_byte else ids).setdefault(text, i)
+    self.ids = byte_tokens | ids
     self._longest = max(map(len, self.ids), default=0)
     self.texts += [b""] * (self.size - len(self.texts))
     within = lambda token: token if (token or 0) < self.size else None
@@ -276,11 +260,15 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
   target = Vocabulary(target, target_size)
   to_target = np.array([target.ids.get(text, target.size)
                         for text in drafter.texts], np.int32)
-  spellings = [_spelling(drafter, text) for text in target.texts]
+  spellings = [[drafter.ids[text]] if text in drafter.ids
+               else drafter.spelled(text) or [] for text in target.texts]
   for draft_id, target_id in special_pairs(drafter, target):
     to_target[draft_id], spellings[target_id] = target_id, [draft_id]
 
-  twins = _twins(to_target, spellings)
+  twins = np.full(target.size, drafter.size, np.int32)
+  for i, spelling in enumerate(spellings):
+    if len(spelling) == 1 and to_target[spelling[0]] == i:
+      twins[i] = spelling[0]
   has_twin = np.append(twins < drafter.size, False)
   to_target = np.where(has_twin[to_target], to_target, target.size)
   if not has_twin.any():
@@ -299,23 +287,3 @@ def map_vocabularies(drafter: ReadsText, target: ReadsText,
       first=ids([NO_TOKEN if vocabulary.bos is None else vocabulary.bos
                  for vocabulary in (target, drafter)]),
       longest=max(counts))
-
-
-def _twins(to_target: np.ndarray, spellings: list[list[int]]) -> np.ndarray:
-  """Returns `VocabularyMap.twins`, one draft id for every target id.
-
-  Args:
-    to_target: target id of every draft id (see `VocabularyMap`).
-    spellings: draft ids that spell each target token.
-  """
-  twins = np.full(len(spellings), len(to_target), np.int32)
-  for i, spelling in enumerate(spellings):
-    if len(spelling) == 1 and to_target[spelling[0]] == i:
-      twins[i] = spelling[0]
-  return twins
-
-
-def _spelling(drafter: Vocabulary, text: bytes) -> list[int]:
-  """Returns draft ids that spell a target token, or [] if none do."""
-  alone = drafter.ids.get(text)
-  return [alone] if alone is not None else drafter.spelled(text) or []

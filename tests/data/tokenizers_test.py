@@ -398,6 +398,15 @@ def test_gguf_byte_level():
       "abc") == [token["a"], token["b"], token["c"]]
 
 
+def test_a_beginning_with_the_syntax_of_templates():
+  # Broken: a post-processor's template cannot be made of such a token's text.
+  metadata = _gguf(pre="llama-bpe")
+  metadata["tokenizer.ggml.tokens"][0] = "<$a:1>"
+  backend = tokenizers.Tokenizer.from_gguf(metadata).backend
+  assert backend.encode("ab").ids[0] == 0
+  assert backend.encode("ab").tokens[0] == "<$a:1>"
+
+
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])
 def test_gguf_tokens_that_end_a_turn(name):
   # Broken: a user's text has the token that ends a turn, for the file calls it

@@ -31,10 +31,10 @@ _CHAT = tokenizers.Tokenizer(_BYTES.backend, eos=_BYTES.eos, chat_template=(
 
 
 _SOURCE = drafter_rows.Source(
-    data="self:texts", field=None, batch_size=2, pass_rows=1, held_out_rows=2,
-    self_rows=4, prompt_tokens=3, temperature=1.0, self_chat=False,
-    rows_per_file=None, directory=pathlib.Path("self"),
-    keeps_features=False, answers_only=None, last_turn=False, pack=False,
+    data="self:texts", field=None, batch_size=2, accumulate=2, held_out_rows=2,
+    self_rows=4, self_prompt_tokens=3, self_temperature=1.0, self_chat=False,
+    self_rows_per_file=None, directory=pathlib.Path("self"),
+    keep_features=False, answers_only=None, last_turn=False, pack=False,
     seed=0)
 _TARGET = types.SimpleNamespace(
     model=types.SimpleNamespace(context_length=60))
@@ -42,7 +42,8 @@ _TARGET = types.SimpleNamespace(
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data="stdlib", self_chat=True), "--self_chat requires"),
-    (dict(data="stdlib", keeps_features=True), "--keep_features requires"),
+    (dict(data="stdlib", keep_features=True), "--keep_features requires"),
+    (dict(accumulate=3), "--accumulate is 3 and does not divide --batch_size"),
     (dict(answers_only=True), "--answers_only requires conversations"),
     (dict(data="stdlib", answers_only=True), "--answers_only requires conv"),
     (dict(data="stdlib", pack=True), "--pack requires conversations"),
@@ -64,7 +65,7 @@ def test_rows_of_texts_as_they_are(tmp_path):
   assert source.own is None
   assert dataclasses.replace(source, data="self").own == "stdlib"
   text = source.text(_BYTES)
-  learned, held_out = map(_BYTES.decode, text.streams)
+  learned, held_out = map(_BYTES.decode, text.files.tokens)
   assert len(text.files.documents) == 2 and text.files.documents[0] > 30
   batch, rows, *_ = source.rows(None, None, text, 7, None)()
   assert rows.tokens.shape == (2, 7) and rows.counted.all()
@@ -107,7 +108,7 @@ def test_joined_conversations(tmp_path, only):
   with pytest.raises(ValueError, match="which holds conv.* needs a chat temp"):
     source.check(_BYTES)
   text = source.text(_CHAT)
-  assert text.is_chat and sum(text.files.documents) == 60
+  assert sum(text.files.documents) == 60
   data = source.rows(None, None, text, 8, None)()
   held_out = data.held_out
   assert len(held_out.tokens) == 2 and held_out.tokens.dtype == np.int32
@@ -206,7 +207,7 @@ def test_short_and_useless_conversations(tmp_path, capsys):
           f"{path} line 5: it has no answer") in capsys.readouterr().err
   batch, held_out, *_ = source.rows(None, None, text, 30, None)()
   assert batch(0)["tokens"].shape == (2, 30)
-  assert held_out.tokens.shape == (1, len(text.streams[1]))
+  assert held_out.tokens.shape == (1, len(text.files.tokens[1]))
   with pytest.raises(ValueError, match="--row_tokens is 300"):
     source.rows(None, None, text, 300, None)
   with pytest.raises(ValueError, match="--row_tokens is 9, and no row of so"):
@@ -281,8 +282,9 @@ def test_tokens_of_answers_alone():
   # Broken: a weight is that of another row or of the token before.
   tokens = np.arange(6 * 5)
   rows = tokens.reshape(6, 5)
-  chats = answered.Rows.packed(tokens, tokens % 3 == 0, 5), batches.HeldOutRows(
-      rows[:2], np.arange(2), rows[:2] % 3 == 0)
+  chats = answered.Rows.of(answered.Stream(
+      tokens, tokens % 3 == 0, tokens[::5]), 5), batches.HeldOutRows(
+          rows[:2], np.arange(2), rows[:2] % 3 == 0)
   source = dataclasses.replace(_SOURCE, self_chat=True, answers_only=True)
   text = drafter_rows.Text(corpus="", chats=chats)
   batch, held_out, *_ = source.rows(None, None, text, 5, None)()

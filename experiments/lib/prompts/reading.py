@@ -100,10 +100,17 @@ def read(tokenizer: Tokenizer, items: Sequence[str], *, field: str, count: int,
     encode = functools.partial(_encode, tokenizer, item, tokens, chat)
     sets[name], further = list(map(encode, texts)), list(map(encode, more))
     others += further
-    if chat and name not in prompt_sets.EMBEDDED:
-      _tell_of_cuts(tokenizer, name, texts, tokens)
+    cut = chat and name not in prompt_sets.EMBEDDED and sum(
+        len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
+    if cut:  # the messages may lack instructions
+      print(f"{cut} of {len(texts)} messages of {name} lost their beginning, "
+            f"because --prompt_tokens={tokens} keeps only so many tokens",
+            file=sys.stderr)
     sources[name] = where
-    named = where.get("documents") or map(_document, texts + more)
+    # The shipped sets "summarise" and "questions" share their documents.
+    named = where.get("documents") or [
+        next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
+        for text in texts + more]
     documents |= {
         fingerprint(row): document
         for row, document in zip(sets[name] + further, named) if document}
@@ -184,32 +191,6 @@ def check_room(longest: int, new_tokens: int, context: int,
                      "--prompt_tokens")
 
 
-def _document(text: str):
-  """Returns the document of a shipped prompt, or None for other prompts.
-
-  The sets "summarise" and "questions" share their documents.
-  """
-  return next((piece for piece in text.split("\n\n") if piece in _TEXTS), None)
-
-
-def _report_missing(name: str, count: int, asked: int):
-  """Prints a warning if a set has fewer prompts than --num_prompts."""
-  if count < asked:
-    print(f"{name} has {count:,} prompts of this length, and --num_prompts is "
-          f"{asked:,}", file=sys.stderr)
-
-
-def _tell_of_cuts(tokenizer: Tokenizer, name: str, texts: list[str],
-                  tokens: int):
-  """Prints a warning if messages were cut, because they may lack instructions.
-  """
-  cut = sum(len(tokenizer.encode(text, bos=False)) > tokens for text in texts)
-  if cut:
-    print(f"{cut} of {len(texts)} messages of {name} lost their beginning, "
-          f"because --prompt_tokens={tokens} keeps only so many tokens",
-          file=sys.stderr)
-
-
 def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
            seed: int, needs_extra: bool):
   """Returns the name, the prompts, the extra prompts and the source of a set.
@@ -217,9 +198,11 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
   name, _, path = item.partition("=")
   if not path and name in prompt_sets.EMBEDDED:
     texts, source = prompt_sets.embedded(name, count + extra, 4 * tokens, seed)
-    asked, count = count, min(count, max(2, len(texts) - extra))
-    _report_missing(name, count, asked)
-    return name, texts[:count], texts[count:], source
+    found = min(count, max(2, len(texts) - extra))
+    if found < count:
+      print(f"{name} has {found:,} prompts of this length, and --num_prompts "
+            f"is {count:,}", file=sys.stderr)
+    return name, texts[:found], texts[found:], source
   if path or name in prompt_sets.PROMPT_SETS:
     texts = prompt_sets.load(name, path or None)
   else:
@@ -230,31 +213,15 @@ def _texts(item: str, field: str | None, count: int, extra: int, tokens: int,
                        f"{', '.join(prompt_sets.EMBEDDED)}, or give a file")
     texts = prompts_lib.read_prompts(item, field)
     name = file.stem
-  count, further = _shares(path or item, len(texts), count, extra, needs_extra)
-  kept = random.Random(seed).sample(range(len(texts)), count + further)
-  pick = lambda places: [texts[i] for i in sorted(places)]
-  return name, pick(kept[:count]), pick(kept[count:]), {
-      "prompts": pathlib.PurePath(path or item).name}
-
-
-def _shares(place: str, total: int, count: int, extra: int, needs_extra: bool
-            ) -> tuple[int, int]:
-  """Returns the number of measured prompts and of extra prompts of a file.
-
-  The two groups of prompts are disjoint.
-
-  Args:
-    place: name of the file for error messages.
-    total: number of prompts in the file.
-    count: requested number of measured prompts.
-    extra: requested number of extra prompts.
-    needs_extra: see `read`.
-  """
+  total = len(texts)
   further = min(extra, total // 3 if needs_extra else max(total - count, 0))
   count = min(count, total - further)
   needs = bool(needs_extra and extra)
   if count < 2 or needs and not further:
-    raise ValueError(f"{place} holds {total} prompt{'s' * (total != 1)}; a "
-                     "study needs at least 2"
+    raise ValueError(f"{path or item} holds {total} prompt{'s' * (total != 1)};"
+                     " a study needs at least 2"
                      + ", and one more for measurements before it" * needs)
-  return count, further
+  kept = random.Random(seed).sample(range(len(texts)), count + further)
+  pick = lambda places: [texts[i] for i in sorted(places)]
+  return name, pick(kept[:count]), pick(kept[count:]), {
+      "prompts": pathlib.PurePath(path or item).name}

@@ -98,16 +98,6 @@ class Answer:
   drafted: int = 0
   seconds: float = 0.0
 
-  def add(self, tokens: list[int], drafted: int, rounds: int, seconds: float):
-    """Adds the tokens and the time of one round.
-
-    `rounds` is 0 if the sequence was already finished.
-    """
-    self.tokens += tokens
-    self.drafted += drafted
-    self.rounds += rounds
-    self.seconds += seconds
-
   def __str__(self):
     total = len(self.tokens)
     return (f"{total} tokens in {self.rounds} rounds: "
@@ -178,7 +168,10 @@ class Writer:
         printer.round(new, drafted)
         # Count tokens after printing. So tokens that `| head` cuts off are not
         # counted.
-        answer.add(new, int(drafted), int(active), passed * active)
+        answer.tokens += new
+        answer.drafted += int(drafted)
+        answer.rounds += int(active)  # 0 if the sequence was already finished
+        answer.seconds += passed * active
         length += emitted
     printer.end()
 

@@ -44,10 +44,10 @@ class Start:
 
   Attributes:
     method: training method.
-    num_heads: number of tokens that new heads predict after the next token.
+    heads: number of tokens that new heads predict after the next token.
     head_options: keyword arguments of new heads (see `method_options`).
     options: keyword arguments of the objective (see `method_options`).
-    keeps_features: True if the target's hidden states are stored in memory.
+    keep_features: True if the target's hidden states are stored in memory.
     heads_from: directory or name of the heads at which training starts. None
       creates new heads.
     draft_vocabulary: number of different tokens that the heads can draft. None
@@ -58,10 +58,10 @@ class Start:
   """
 
   method: Method
-  num_heads: int
+  heads: int
   head_options: dict[str, Any]
   options: dict[str, Any]
-  keeps_features: bool
+  keep_features: bool
   heads_from: str | None
   draft_vocabulary: int | None
   narrow_head: bool
@@ -81,10 +81,20 @@ class Start:
     Raises:
       ValueError: the heads do not match the method, the target or the flags.
     """
-    make = self._new if self.heads_from is None else self._loaded
-    heads, params = make(target, tokenizer, counted)
+    if self.heads_from is None:
+      heads, params = self._new(target, tokenizer, counted)
+    else:
+      heads, params = methods.load_heads(
+          self.heads_from, target.model, jnp.float32, target.params)
+      if heads.kind != self.method.heads.kind:
+        fitting = [m.name for m in methods.METHODS
+                   if m.heads.kind == heads.kind]
+        raise ValueError(
+            f"--heads_from contains {type(heads).__name__} and --method="
+            f"{self.method.name} trains {self.method.heads.__name__}; set "
+            f"--method={' or --method='.join(fitting)}, or give other heads")
     objective = self.method.objective(target.model, heads, **self.options)
-    if self.keeps_features and not hasattr(objective, "read"):
+    if self.keep_features and not hasattr(objective, "read"):
       raise ValueError(
           f"--keep_features is set and --method={self.method.name} does not "
           "train on stored hidden states; leave --keep_features out, or set "
@@ -115,43 +125,24 @@ class Start:
            counted: Counted | None) -> tuple[Heads, Params]:
     """Returns new heads and their parameters."""
     heads = self.method.heads.for_target(
-        target.model, self.num_heads, **self.head_options)
+        target.model, self.heads, **self.head_options)
     if self.draft_vocabulary is not None:
-      heads = dataclasses.replace(
-          heads, **self._narrowed(heads),
-          ids=self._frequent(target, tokenizer, counted))
-    return heads, heads.init(jax.random.key(self.seed), target.params)
-
-  def _loaded(self, target: Pretrained, *_: object) -> tuple[Heads, Params]:
-    """Returns the heads of `heads_from` and their parameters.
-
-    Raises:
-      ValueError: the heads do not match the method.
-    """
-    heads, params = methods.load_heads(
-        self.heads_from, target.model, jnp.float32, target.params)
-    if heads.kind != self.method.heads.kind:
-      fitting = [m.name for m in methods.METHODS if m.heads.kind == heads.kind]
-      raise ValueError(
-          f"--heads_from contains {type(heads).__name__} and --method="
-          f"{self.method.name} trains {self.method.heads.__name__}; set "
-          f"--method={' or --method='.join(fitting)}, or give other heads")
-    return heads, params
-
-  def _narrowed(self, heads: Heads) -> dict[str, bool]:
-    """Returns fields of the heads that a draft vocabulary changes."""
-    if self.narrow_head:
-      if not hasattr(heads, "narrow_head"):
+      fields = {}
+      if self.narrow_head:
+        if not hasattr(heads, "narrow_head"):
+          raise ValueError(
+              f"--narrow_head is set and --method={self.method.name} has no "
+              "such head; leave --narrow_head out, or set --method=eagle1 or "
+              "eagle3")
+        fields = {"own_head": False, "narrow_head": True}
+      elif not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
         raise ValueError(
-            f"--narrow_head is set and --method={self.method.name} has no such "
-            "head; leave --narrow_head out, or set --method=eagle1 or eagle3")
-      return {"own_head": False, "narrow_head": True}
-    if not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
-      raise ValueError(
-          f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
-          f"--method={self.method.name} draft with the target's LM head; leave "
-          "--draft_vocabulary out, or set --method=eagle3 or parallel")
-    return {}
+            f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
+            f"--method={self.method.name} draft with the target's LM head; "
+            "leave --draft_vocabulary out, or set --method=eagle3 or parallel")
+      heads = dataclasses.replace(
+          heads, ids=self._frequent(target, tokenizer, counted), **fields)
+    return heads, heads.init(jax.random.key(self.seed), target.params)
 
   def _frequent(self, target: Pretrained, tokenizer: Tokenizer,
                 counted: Counted | None) -> tuple[int, ...]:

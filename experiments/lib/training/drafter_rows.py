@@ -18,6 +18,7 @@ import numpy as np
 
 from lib import common
 from lib import meshes
+from lib import models
 from lib.prompts import reading as prompts_lib
 from lib.training import answered
 from lib.training import token_cache
@@ -65,16 +66,6 @@ class Text:
   chats: tuple[Rows, HeldOutRows] | None = None
 
   @property
-  def streams(self) -> tuple[np.ndarray, np.ndarray]:
-    """Training tokens and held-out tokens, each an array `[T]`."""
-    return self.files.tokens
-
-  @property
-  def is_chat(self) -> bool:
-    """True if the documents are complete conversations."""
-    return self.files is not None and self.files.answered is not None
-
-  @property
   def tokens(self) -> str:
     """Fingerprint of the training tokens, or of all rows with answers."""
     if self.chats is None:
@@ -108,43 +99,47 @@ class Source:
       the target generates the text.
     field: field of a record that contains the text or turns, or None.
     batch_size: number of rows per step.
-    pass_rows: number of rows per pass of the target. With --accumulate, a step
-      has several passes.
+    accumulate: number of passes of the target per step.
     held_out_rows: number of rows for evaluation.
     self_rows: number of training rows that the target generates.
-    prompt_tokens: number of tokens of the source at the start of a generated
-      row.
-    temperature: sampling temperature of generated rows.
+    self_prompt_tokens: number of tokens of the source at the start of a
+      generated row.
+    self_temperature: sampling temperature of generated rows.
     self_chat: True if the target answers the documents as messages. None means
       True if and only if the source has conversations.
-    rows_per_file: number of rows or answers that are generated together. None
-      means the default of `training.distillation`.
+    self_rows_per_file: number of rows or answers that are generated together.
+      None means the default of `training.distillation`.
     directory: directory of generated rows.
     answers_only: True if the loss only includes tokens of answers. None means
       True if and only if the rows contain answers.
     last_turn: if True, only the last answer of a conversation is trained.
     pack: if True, conversations are joined and cut into rows. Otherwise each
       row is one conversation.
-    keeps_features: True if the target's hidden states are stored in memory.
+    keep_features: True if the target's hidden states are stored in memory.
     seed: seed for the shuffle, the choice of documents and the sampling.
   """
 
   data: str
   field: str | None
   batch_size: int
-  pass_rows: int
+  accumulate: int
   held_out_rows: int
   self_rows: int
-  prompt_tokens: int
-  temperature: float
+  self_prompt_tokens: int
+  self_temperature: float
   self_chat: bool | None
-  rows_per_file: int | None
+  self_rows_per_file: int | None
   directory: pathlib.Path
   answers_only: bool | None
   last_turn: bool
   pack: bool
-  keeps_features: bool
+  keep_features: bool
   seed: int
+
+  @property
+  def pass_rows(self) -> int:
+    """Number of rows per pass of the target."""
+    return self.batch_size // self.accumulate
 
   @property
   def own(self) -> str | None:
@@ -189,8 +184,15 @@ class Source:
       names: names of those flags on the command line that only apply to
         generated rows.
     """
-    if self.own is None:
-      self._check_text(names)
+    if self.batch_size % self.accumulate:
+      raise ValueError(f"--accumulate is {self.accumulate} and does not divide "
+                       f"--batch_size={self.batch_size}; set a divisor")
+    for name, value in (("self_chat", self.self_chat),
+                        ("keep_features", self.keep_features),
+                        *((name, True) for name in names)):
+      if value and self.own is None:
+        raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
+                         "applies to rows that the target generates")
     if self.complete is not None and not self.chat:
       raise ValueError(f"--data={self.data} adds the conversations of "
                        f"{self.complete}, which requires --self_chat")
@@ -206,15 +208,6 @@ class Source:
     if given:
       prompts_lib.check_chat(
           tokenizer, True, f"--data={self.data}, which holds conversations,")
-
-  def _check_text(self, names: Sequence[str]) -> None:
-    """Raises `ValueError` if a setting requires generated rows."""
-    for name, value in (("self_chat", self.self_chat),
-                        ("keep_features", self.keeps_features),
-                        *((name, True) for name in names)):
-      if value:
-        raise ValueError(f"--{name} requires --data=self:SOURCE, because it "
-                         "applies to rows that the target generates")
 
   def row_length(self, row_tokens: int | None, target: Transformer,
                  heads: Heads) -> int:
@@ -301,9 +294,9 @@ class Source:
 
   @property
   def _files(self) -> dict[str, int]:
-    """Keyword arguments for `training.distillation` from `rows_per_file`."""
-    return {} if self.rows_per_file is None else {
-        "rows_per_file": self.rows_per_file}
+    """Keyword arguments for `training.distillation`."""
+    return {} if self.self_rows_per_file is None else {
+        "rows_per_file": self.self_rows_per_file}
 
   def answered(self, target: Pretrained, tokenizer: Tokenizer, text: Text,
                row_tokens: int, mesh: jax.sharding.Mesh | None) -> Text:
@@ -316,19 +309,27 @@ class Source:
       row_tokens: length of a row.
       mesh: mesh of devices, or None.
     """
-    chats = answered.Conversations(
-        target=target, tokenizer=tokenizer, row_tokens=row_tokens,
-        temperature=self.temperature, seed=self.seed,
-        prompt_tokens=self.prompt_tokens, placement=meshes.placement(mesh),
-        files=self._files)
-    complete = [] if self.complete is None else chats.read(self.complete)
-    prompts = [chats.prompts(side, count)
+    complete = (answered.read(self.complete, tokenizer) if self.complete
+                else [])
+    prompts = [answered.prompts(
+        side, tokenizer, count=count, prompt_tokens=self.self_prompt_tokens,
+        row_tokens=row_tokens, seed=self.seed)
                for side, (_, count, _) in zip(text.sides, self._written)]
-    for side in prompts:
-      chats.check_room(side)
-    training, held_out = (
-        chats.answer(some, self.directory / name, seed)
-        for some, (name, _, seed) in zip(prompts, self._written))
+    decoder = dataclasses.replace(
+        common.autoregressive(target.model, self.self_temperature),
+        eos=models.ends(target, tokenizer))
+    sides = []
+    for asked, (name, _, seed) in zip(prompts, self._written):
+      answers = distillation.write_answers(
+          decoder, {"target": target.params}, asked,
+          max_new_tokens=row_tokens - max(map(len, asked)), top=0,
+          directory=self.directory / name, seed=seed,
+          placement=meshes.placement(mesh), **self._files)
+      texts = [row[:n] for part in answers
+               for row, n in zip(part.tokens, part.lengths)]
+      sides.append([(row, np.arange(len(row)) >= len(prompt))
+                    for row, prompt in zip(texts, asked, strict=True)])
+    training, held_out = sides
     return dataclasses.replace(text, chats=self._conversations(
         answered.join([*training, *complete]), answered.join(held_out),
         row_tokens, target))
@@ -343,14 +344,13 @@ class Source:
 
     Args:
       target: target model.
-      objective: objective of the run. It must have `read` if `keeps_features`.
+      objective: objective of the run. It must have `read` if `keep_features`.
       text: text of the run, with answers if `chat`.
       row_tokens: length of a row.
       mesh: mesh of devices, or None.
     """
-    chats = text.chats
-    if text.is_chat:
-      files = text.files
+    chats, files = text.chats, text.files
+    if files and files.answered:  # complete conversations
       chats = self._conversations(
           *map(Stream, files.tokens, files.answered, files.starts), row_tokens,
           target)
@@ -358,24 +358,27 @@ class Source:
       data = self._data(*chats, objective, target)
       self._report(data.held_out.clusters, row_tokens)
       return lambda: data
+    training, held_out = files.tokens
     if self.own is None:
-      training, held_out = text.streams
       windows = batches.TokenWindows(
           training, self.batch_size, row_tokens - 1, self.seed)
       held_out = batches.held_out_rows(
-          held_out, text.files.starts[1], self.held_out_rows, row_tokens)
+          held_out, files.starts[1], self.held_out_rows, row_tokens)
       self._report(held_out.clusters, row_tokens)
       return lambda: Data(
           lambda step: {"tokens": windows.batch(step)}, held_out,
           len(training) // (row_tokens - 1), row_tokens - 1)
-    prompts = self._beginnings(text.streams, row_tokens)
+    size = self.self_prompt_tokens
+    if size >= row_tokens:
+      raise ValueError(f"--self_prompt_tokens is {size} and a row has "
+                       f"{row_tokens} tokens; set a smaller value")
+    prompts = [distillation.cut_prompts(tokens, count, size, self.seed)
+               for tokens, (_, count, _) in zip(files.tokens, self._written)]
     # A generated row belongs to the document in which its prompt begins.
-    clusters = np.searchsorted(
-        text.files.starts[1], distillation.prompt_starts(
-            len(text.streams[1]), self.held_out_rows, self.prompt_tokens,
-            self.seed), "right")
+    clusters = np.searchsorted(files.starts[1], distillation.prompt_starts(
+        len(held_out), self.held_out_rows, size, self.seed), "right")
     self._report(clusters, row_tokens)
-    decoder = common.autoregressive(target.model, self.temperature)
+    decoder = common.autoregressive(target.model, self.self_temperature)
 
     def sample() -> Data:
       training, held_out = (
@@ -384,11 +387,11 @@ class Source:
               directory=self.directory / name, seed=seed,
               placement=meshes.placement(mesh), **self._files)
           for some, (name, _, seed) in zip(prompts, self._written))
-      tokens = training.ravel()
+      stream = answered.join(zip(training, np.ones(training.shape, bool)))
+      counted = np.ones(held_out.shape, bool)
       return self._data(
-          Rows.packed(tokens, np.broadcast_to(True, len(tokens)), row_tokens),
-          HeldOutRows(held_out, clusters, np.ones(held_out.shape, bool)),
-          objective, target)
+          Rows.of(stream, row_tokens),
+          HeldOutRows(held_out, clusters, counted), objective, target)
 
     return sample
 
@@ -428,37 +431,34 @@ class Source:
     With `pack`, a held-out row is shorter than `row_tokens` if all held-out
     conversations together have fewer tokens.
     """
-    parts = [(x.tokens, x.answered if self.weighs
-              else np.broadcast_to(True, len(x.tokens)), x.starts)
-             for x in (training, held_out)]
+    if not self.weighs:
+      training, held_out = (
+          x._replace(answered=np.broadcast_to(True, len(x.tokens)))
+          for x in (training, held_out))
     if self.pack:
-      tokens, counted, starts = parts[1]
-      return Rows.packed(*parts[0][:2], row_tokens), batches.held_out_rows(
+      tokens, counted, starts = held_out
+      rows = Rows.of(answered.cut(training, row_tokens), row_tokens)
+      return rows, batches.held_out_rows(
           tokens, starts, self.held_out_rows, min(row_tokens, len(tokens)),
           counted)
-    _report_cuts(np.diff(training.starts, append=len(training.tokens)),
-                 row_tokens, target.model.context_length)
-    rows, others = (Rows.of_conversations(*x, row_tokens) for x in parts)
+    lengths = np.diff(training.starts, append=len(training.tokens))
+    longest = target.model.context_length
+    cut, rest = np.sum(lengths > row_tokens), np.sum(lengths > longest)
+    if cut:
+      advice = (f"--row_tokens={min(lengths.max(), longest)} keeps all"
+                + f" except {rest:,}" * bool(rest) if row_tokens < longest else
+                "the target's context length allows no longer rows")
+      print(f"{cut:,} of {len(lengths):,} conversations lose their ends, "
+            f"because they are longer than --row_tokens={row_tokens}; {advice}",
+            file=sys.stderr)
+    rows, others = (Rows.of(x, row_tokens) for x in (training, held_out))
     chosen = batches.spread(len(others), self.held_out_rows)
     tokens, counted = others.take(chosen)
     return rows, HeldOutRows(tokens, chosen, counted)
 
-  def _beginnings(self, streams: Sequence[np.ndarray], row_tokens: int
-                  ) -> list[np.ndarray]:
-    """Returns the prompts of the generated training rows and held-out rows.
-
-    The prompts are cut from the documents.
-    """
-    if self.prompt_tokens >= row_tokens:
-      raise ValueError(f"--self_prompt_tokens is {self.prompt_tokens} and a "
-                       f"row has {row_tokens} tokens; set a smaller value")
-    return [
-        distillation.cut_prompts(tokens, count, self.prompt_tokens, self.seed)
-        for tokens, (_, count, _) in zip(streams, self._written)]
-
   def _data(self, rows: Rows, held_out: HeldOutRows,
             objective: Objective | None, target: Pretrained | None) -> Data:
-    """Returns batches of rows, with features if `keeps_features`."""
+    """Returns batches of rows, with features if `keep_features`."""
     order = distillation.RowBatches(
         np.arange(len(rows)), self.batch_size, self.seed)
 
@@ -467,28 +467,10 @@ class Source:
       return {"tokens": tokens, "weights": trained[:, 1:].astype(np.float32)}
 
     batch = lambda step: arrays(order.batch(step))
-    if self.keeps_features:
+    if self.keep_features:
       read = jax.jit(objective.read)
       batch = kept_features.KeptFeatures(
           order, arrays, pass_rows=self.pass_rows, read=lambda tokens: read(
               {"target": target.params, "drafter": {}}, tokens)).batch
     return Data(batch, held_out, len(rows),
                 float(np.mean(rows.ends - rows.begins - 1)))
-
-
-def _report_cuts(lengths: np.ndarray, row_tokens: int, longest: int) -> None:
-  """Prints the number of conversations that are longer than a row.
-
-  Args:
-    lengths: numbers of tokens of the conversations.
-    row_tokens: length of a row.
-    longest: largest possible length of a row.
-  """
-  cut, rest = np.sum(lengths > row_tokens), np.sum(lengths > longest)
-  if cut:
-    advice = (f"--row_tokens={min(lengths.max(), longest)} keeps all"
-              + f" except {rest:,}" * bool(rest) if row_tokens < longest else
-              "the target's context length allows no longer rows")
-    print(f"{cut:,} of {len(lengths):,} conversations lose their ends, because "
-          f"they are longer than --row_tokens={row_tokens}; {advice}",
-          file=sys.stderr)

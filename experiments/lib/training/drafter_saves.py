@@ -1,5 +1,6 @@
 """Checkpoints of the heads at the last and at the best evaluation."""
 
+from collections.abc import Callable
 import dataclasses
 import pathlib
 from typing import Any
@@ -32,11 +33,8 @@ class Saves:
     target: target model of the heads.
     tokenizer: tokenizer of the target.
     dtype: name of the dtype on disk.
-    data: value of --data.
-    corpus: fingerprint of the documents.
-    tokens_per_step: number of tokens per training step.
-    heads_from: directory of the initial heads, or None.
-    untrained: evaluation before the first step.
+    taken: function that returns the entries of training.json after a number of
+      training steps.
   """
 
   directory: pathlib.Path
@@ -45,18 +43,7 @@ class Saves:
   target: Pretrained
   tokenizer: Tokenizer
   dtype: str
-  data: str
-  corpus: str
-  tokens_per_step: int
-  heads_from: str | None
-  untrained: dict[str, float]
-
-  def taken(self, steps: int) -> dict[str, Any]:
-    """Returns the entries of training.json after `steps` training steps."""
-    return {"data": self.data, "corpus": self.corpus, "steps": steps,
-            **drafter_report.spent(
-                self.directory, self.tokens_per_step,
-                self.untrained[drafter_report.CURVE], self.heads_from, steps)}
+  taken: Callable[[int], dict[str, Any]]
 
   def write(self, trained: dict[str, Any], directory: pathlib.Path | None = None
             ) -> dict[str, Any]:

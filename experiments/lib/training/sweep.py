@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import math
-import pathlib
 from typing import Any
 
 from absl import flags
@@ -61,7 +60,13 @@ def run(sweep: flags.FlagHolder, output_dir: str, train: Callable[[], None]
     directory = base / f"{name}={value}"
     all_flags["output_dir"].value = str(directory)
     print(f"--{name}={value}", flush=True)
-    rows.append({"value": value, **_trained(train, directory)})
+    try:
+      train()
+      found = read_json(directory / "train_drafter.json", "train again")
+    except FloatingPointError as e:
+      print(f"stopped: {e}", flush=True)
+      found = {"failed": str(e)}
+    rows.append({"value": value, **found})
     jax.clear_caches()  # compiled programs of many runs would fill the memory
   rows.sort(key=lambda row: -row.get(drafter_report.CURVE, -math.inf))
   _print(name, rows)
@@ -91,16 +96,6 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     raise ValueError("--sweep is incompatible with --coordinator, because it "
                      "runs in one process; leave one of the two out")
   return name, values
-
-
-def _trained(train: Callable[[], None], directory: pathlib.Path) -> Row:
-  """Trains and returns the results, or `{"failed": reason}`."""
-  try:
-    train()
-  except FloatingPointError as e:
-    print(f"stopped: {e}", flush=True)
-    return {"failed": str(e)}
-  return read_json(directory / "train_drafter.json", "train again")
 
 
 def _print(name: str, rows: list[Row]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import itertools
 import os
 import pathlib
-import shutil
 import sys
 import tempfile
 
@@ -40,13 +39,20 @@ def read(source: str, field: str, tokenizer: Tokenizer, chat: bool = False,
   tokens = token_files.read(
       source, field, tokenizer, directory, chat=chat, last_turn=last_turn,
       say=progress.say)
-  _shrink(directory, tokens.path)
+  # A run that has a deleted corpus mapped into memory can still read it.
+  compilation.shrink((x for x in directory.glob("*-tokens*")
+                      if x != tokens.path), _LARGEST - tokens.size)
   kind = f"conversations ({field!r})" if chat else "documents"
   copies = f" ({tokens.copies:,} copies)" * bool(tokens.copies)
   print(f"{tokens.documents[0]:,} {kind}, {len(tokens.tokens[0]):,} tokens to "
         f"train on; {tokens.documents[1]:,} held out{copies}; tokens are in "
         f"{tokens.path} ({tokens.size / 1e6:,.1f} MB)", file=sys.stderr)
-  print(f"first trained text: {_first(tokenizer, tokens)}", file=sys.stderr)
+  trained = (np.ones(len(tokens.tokens[0]), bool) if tokens.answered is None
+             else tokens.answered[0])
+  start = max(0, int(np.argmax(trained)) - 8)
+  part = slice(start, start + 64)
+  first = marked(tokenizer, tokens.tokens[0][part], trained[part])[:80]
+  print(f"first trained text: {first}", file=sys.stderr)
   if tokens.note:
     print(tokens.note, file=sys.stderr)
   return tokens
@@ -66,15 +72,6 @@ def marked(tokenizer: Tokenizer, tokens: Sequence[int],
   return repr("".join(pieces))[1:-1]
 
 
-def _first(tokenizer: Tokenizer, tokens: token_files.TokenFiles) -> str:
-  """Returns 80 characters around the beginning of the first trained text."""
-  trained = (np.ones(len(tokens.tokens[0]), bool) if tokens.answered is None
-             else tokens.answered[0])
-  start = max(0, int(np.argmax(trained)) - 8)
-  part = slice(start, start + 64)
-  return marked(tokenizer, tokens.tokens[0][part], trained[part])[:80]
-
-
 def _directory() -> pathlib.Path:
   """Returns the cache directory, or a temporary one if it is not writable."""
   try:
@@ -87,31 +84,3 @@ def _directory() -> pathlib.Path:
           f"variable {DIRECTORY} to another directory", file=sys.stderr)
     return common.temporary_directory()
   return directory
-
-
-def _shrink(directory: pathlib.Path, used: pathlib.Path,
-            largest: int = _LARGEST) -> None:
-  """Deletes the least recently used corpora until the rest fits.
-
-  A run that has a deleted corpus mapped into memory can still read it.
-
-  Args:
-    directory: cache directory.
-    used: path of a corpus that is not deleted.
-    largest: largest total size, in bytes.
-  """
-  entries = []
-  for path in directory.glob("*-tokens*"):
-    try:
-      stats = [x.stat() for x in path.iterdir()]
-    except OSError:  # another process is deleting this corpus
-      continue
-    entries.append((max((x.st_mtime for x in stats), default=0),
-                    sum(x.st_size for x in stats), path))
-  total = sum(size for _, size, _ in entries)
-  for _, size, path in sorted(entries):
-    if total <= largest:
-      break
-    if path != used:
-      shutil.rmtree(path, ignore_errors=True)
-      total -= size
