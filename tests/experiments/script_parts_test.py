@@ -19,10 +19,12 @@ from tiny_llama import write_llama
 
 import specjax as sj
 from specjax import interfaces
+from specjax import methods
 from specjax import strategies
 from specjax import testing
 from specjax.methods.stop_rules import Confidence
 from specjax.methods.stop_rules import Entropy
+from specjax.methods.stop_rules import Threshold
 from specjax.utils.fingerprints import fingerprint
 
 sys.path.append(str(ROOT / "experiments"))
@@ -621,6 +623,13 @@ def test_a_stop_rule_by_its_flag():
     got = stops.stopped(small, value, "small")
     assert got == strategies.early_stopping(
         testing.MarkovModel(4), gamma=3, stop=rule)
+  heads = methods.ParallelHeads(
+      width=8, vocab_size=4, layers=1, heads=1, kv_heads=1, head_dim=8,
+      mlp_width=8, context_length=64, block_size=3, taps=(1,),
+      confidence="hidden")
+  assert stops.stopped(
+      strategies.parallel(heads), "threshold:0.6", "parallel"
+  ) == strategies.parallel(heads, stop=Threshold(threshold=0.6))
   with pytest.raises(ValueError, match="not support --drafter=ngram with"):
     stops.stopped(strategies.prompt_lookup(3), "entropy", "ngram")
   with pytest.raises(ValueError, match="a confidence head.*small has none"):

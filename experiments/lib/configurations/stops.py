@@ -95,8 +95,8 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
     raise ValueError(f"--stop={value} does not support --drafter={name} with "
                      "this --verifier; leave --stop out, or set a drafter of "
                      "chains, such as small, or eagle3 with --verifier=block")
-  heads = getattr(drafter, "heads", None)
-  if rule.has_params and getattr(heads, "confidence", "none") == "none":
+  network = getattr(drafter, "network", None)
+  if rule.has_params and not getattr(network, "has_confidence", False):
     raise ValueError(f"--stop={value} requires a confidence head, and "
                      f"--drafter={name} has none; set confidence, adaptive or "
                      "entropy, or block-parallel heads with a confidence head")
