@@ -225,6 +225,10 @@ class NetworkDrafter(Drafter):
     return self.shape.num_nodes
 
   @property
+  def depth(self) -> int:
+    return self.shape.depth
+
+  @property
   def num_uniforms(self) -> int:
     return self.shape.num_uniforms
 

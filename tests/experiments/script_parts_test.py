@@ -17,10 +17,12 @@ from scripts import ROOT
 from tiny_llama import write_llama
 
 import specjax as sj
+from specjax import methods
 from specjax import strategies
 from specjax import testing
 from specjax.methods.stop_rules import Confidence
 from specjax.methods.stop_rules import Entropy
+from specjax.methods.stop_rules import Threshold
 from specjax.utils.fingerprints import fingerprint
 
 sys.path.append(str(ROOT / "experiments"))
@@ -647,6 +649,13 @@ def test_a_stop_rule_by_its_flag():
         testing.MarkovModel(4), gamma=3, stop=rule)
   assert stops.can_stop(small.drafter)
   assert not stops.can_stop(strategies.prompt_lookup(3).drafter)
+  heads = methods.ParallelHeads(
+      width=8, vocab_size=4, layers=1, heads=1, kv_heads=1, head_dim=8,
+      mlp_width=8, context_length=64, block_size=3, taps=(1,),
+      confidence="hidden")
+  assert stops.stopped(
+      strategies.parallel(heads), "threshold:0.6", "parallel"
+  ) == strategies.parallel(heads, stop=Threshold(threshold=0.6))
   with pytest.raises(ValueError, match="a confidence head.*small has none"):
     stops.stopped(small, "threshold:0.5", "small")
   for value, temperature, message in (

@@ -270,6 +270,8 @@ def test_unsound_pairs_are_refused(drafter, rule, need):
     (lambda: _decoder(_medusa(), width=8), "width.* 16 .* 8"),
     (lambda: _decoder(_medusa(), vocab_size=9), "vocab_size.* 5 .* 9"),
     (lambda: _decoder(_medusa(), features=(0,)), "features"),
+    (lambda: _decoder(_medusa(), context_length=3),
+     "Medusa with Tree drafts 3 tokens in a row"),
     (lambda: _decoder(_medusa("iid", (*_CHAIN, 3))),
      "4 tokens deep.*predicts 3"),
     (lambda: _decoder(_medusa("top_k", sj.trees.full_tree((6,)))),

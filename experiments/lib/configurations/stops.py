@@ -4,6 +4,7 @@ import dataclasses
 
 from absl import flags
 
+from specjax import drafters
 from specjax import interfaces
 from specjax.methods import stop_rules
 from specjax.strategies import Strategy
@@ -63,9 +64,7 @@ def named(value: str) -> stop_rules.StopRule:
 
 def can_stop(drafter: interfaces.Drafter) -> bool:
   """Returns whether a drafter supports stop rules."""
-  part = getattr(drafter, "shape", None) or drafter
-  return dataclasses.is_dataclass(part) and any(
-      field.name == "stop" for field in dataclasses.fields(part))
+  return isinstance(getattr(drafter, "shape", None), drafters.Chain)
 
 
 def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
@@ -82,12 +81,9 @@ def stopped(strategy: Strategy, value: str | None, name: str) -> Strategy:
   if value is None:
     return strategy
   rule, drafter = named(value), strategy.drafter
-  shape = getattr(drafter, "shape", None)
-  heads = getattr(drafter, "heads", None)
-  if rule.has_params and getattr(heads, "confidence", "none") == "none":
+  if rule.has_params and not drafter.network.has_confidence:
     raise ValueError(f"--stop={value} requires a confidence head, and "
                      f"--drafter={name} has none; set confidence, adaptive or "
                      "entropy, or block-parallel heads with a confidence head")
   return strategy._replace(drafter=dataclasses.replace(
-      drafter, stop=rule) if shape is None else dataclasses.replace(
-          drafter, shape=dataclasses.replace(shape, stop=rule)))
+      drafter, shape=dataclasses.replace(drafter.shape, stop=rule)))
