@@ -4,14 +4,17 @@ from specjax.methods.heads import blockwise
 from specjax.methods.heads import hydra
 from specjax.methods.heads import medusa
 from specjax.methods.heads import pass_lookahead
+from specjax.methods.heads import two_layer
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(hydra.Hydra, medusa.Medusa, pass_lookahead.PaSS),
+    drafters=(hydra.Hydra, medusa.Medusa, pass_lookahead.PaSS,
+              two_layer.TwoLayer),
     strategies=(blockwise.blockwise, hydra.hydra, medusa.medusa,
-        medusa.sampled_medusa, pass_lookahead.pass_lookahead),
+        medusa.sampled_medusa, pass_lookahead.pass_lookahead,
+        two_layer.two_layer),
     objectives=(blockwise.BlockwiseObjective, hydra.HydraObjective,
         medusa.MedusaObjective, medusa.MedusaJointObjective,
-        pass_lookahead.PaSSObjective),
+        pass_lookahead.PaSSObjective, two_layer.TwoLayerObjective),
     methods=(pass_lookahead.PASS, blockwise.BLOCKWISE, medusa.MEDUSA,
-        medusa.MEDUSA_2, hydra.HYDRA))
+        medusa.MEDUSA_2, hydra.HYDRA, two_layer.TWO_LAYER))
