@@ -4,17 +4,14 @@ from specjax.methods.heads import blockwise
 from specjax.methods.heads import hydra
 from specjax.methods.heads import medusa
 from specjax.methods.heads import pass_lookahead
-from specjax.methods.heads import two_layer
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(hydra.Hydra, medusa.Medusa, pass_lookahead.PaSS,
-              two_layer.TwoLayer),
+    drafters=(hydra.Hydra, medusa.Medusa, pass_lookahead.PaSS),
     strategies=(blockwise.blockwise, hydra.hydra, medusa.medusa,
-        medusa.sampled_medusa, pass_lookahead.pass_lookahead,
-        two_layer.two_layer),
+        medusa.sampled_medusa, pass_lookahead.pass_lookahead),
     objectives=(blockwise.BlockwiseObjective, hydra.HydraObjective,
         medusa.MedusaObjective, medusa.MedusaJointObjective,
-        pass_lookahead.PaSSObjective, two_layer.TwoLayerObjective),
+        pass_lookahead.PaSSObjective),
     methods=(pass_lookahead.PASS, blockwise.BLOCKWISE, medusa.MEDUSA,
-        medusa.MEDUSA_2, hydra.HYDRA, two_layer.TWO_LAYER))
+        medusa.MEDUSA_2, hydra.HYDRA))
