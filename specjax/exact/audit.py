@@ -171,6 +171,7 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
   terms = []
   for batch, stop, next_token, _ in run.laws(drafts):
     rows, tokens = drafts.rows[batch], drafts.tokens[batch]
+    means = functions.means(rows, next_token, stop > 0)
     for draft in range(len(rows)):
       total = np.zeros((2, nodes, len(_GROUPS), functions.count))
       for node in range(1, nodes):
@@ -182,8 +183,7 @@ def sample_dense(compiled: Compiled, parents: Sequence[int], vocab_size: int,
       for node in np.flatnonzero(stop[draft] > 0):
         row = rows[draft, node]
         total[:, node] += after[:, node, None] * np.stack([
-            functions.mean(row, next_token[draft, node]),
-            functions.variances[row]])[:, None]
+            means[draft, node], functions.variances[row]])[:, None]
       terms.append(np.einsum("n,sngf->sgf", stop[draft], total))
   value, known = np.moveaxis(np.array(terms), 1, 0)
   # An error of some drafts is clearest in their own mean.
@@ -261,13 +261,23 @@ class Functions:
     """
     return self._centred[row, :, token]
 
-  def mean(self, row: int, law: np.ndarray) -> np.ndarray:
-    """Returns the means `[F]` of the functions under the distribution `law`.
+  def means(self, rows: np.ndarray, laws: np.ndarray, some: np.ndarray
+            ) -> np.ndarray:
+    """Returns the means `[n, N, F]` of the functions under distributions.
 
-    `law [V]` is the distribution of a token, and `row` is the index in the pool
-    of p after the token's context.
+    Nodes with equal rows are computed together, because each product reads all
+    values of the functions.
+
+    Args:
+      rows: `[n, N]` indices in the pool of p after the tokens' contexts.
+      laws: `[n, N, V]` distributions of a token.
+      some: `[n, N]`, False for nodes that are left out. Their means are 0.
     """
-    return self._centred[row] @ law
+    means = np.zeros((*rows.shape, self.count))
+    for row in np.unique(rows[some]):
+      here = some & (rows == row)
+      means[here] = laws[here] @ self._centred[row].T
+    return means
 
 
 class _Evaluation:

@@ -31,7 +31,6 @@ from specjax.types import Verdict
 _LEVEL = "xla_backend_optimization_level"
 _SMALL, _LARGE, _PRODUCTION = 4, 300, 128_259  # vocabularies in the properties
 _TINY = 1e-30
-_FEW = 8  # at most chunk / 8 drafts are evaluated with chunks of chunk / 8
 NOT_FINITE, NEGATIVE = "a law is not finite", "a law is negative"
 SURVIVAL = "survival is not P(tau >= i)"
 _EXPECTED = "the first of `figures` is not E[tau | draft]"
@@ -140,8 +139,6 @@ def _in_chunks(function: Callable, arguments: tuple, chunk: int, dtype: str
   arguments = (tokens.astype(np.int32), parents.astype(np.int32),
                q.astype(dtype, copy=False), p.astype(dtype, copy=False), *rest)
   count = len(tokens)
-  if count <= chunk // _FEW:  # most enumerations are small
-    chunk //= _FEW
 
   def rows(start: int) -> tuple:
     """Returns one chunk. The last chunk is padded with copies of row 0."""

@@ -25,8 +25,9 @@ from specjax.interfaces import Verifier
 from specjax.types import Verdict
 from specjax.utils import fields
 
-CHUNK = 1024  # laws per call; one size, so one compilation per (V, gamma)
-TREE_CHUNK = 256  # laws per call for trees; most trees have few drafts
+# Laws per call of the compiled rule. Compiling a second size for many drafts
+# takes longer than its calls save.
+_CHUNK = 128
 _STARTS = 1024  # starts of rounds that are expanded together; limits memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # tolerated total variation
@@ -147,7 +148,7 @@ def enumerate_trees(verifier: Verifier | Compiled, pair: Pair,
   drafting = lambda q, contexts: schemes.draw(
       scheme, parents, q, contexts).padded(nodes)
   return enumerate_drafts(
-      verifier, pair, drafting, nodes, longest, rounds, dtype, TREE_CHUNK)
+      verifier, pair, drafting, nodes, longest, rounds, dtype)
 
 
 def chain_scheme(gamma: int, drafting: str, nodes: int, ended
@@ -164,8 +165,8 @@ def chain_scheme(gamma: int, drafting: str, nodes: int, ended
 
 def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
                      scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts],
-                     nodes: int, longest: int, rounds: int, dtype: str,
-                     chunk: int = CHUNK) -> Outcome:
+                     nodes: int, longest: int, rounds: int, dtype: str
+                     ) -> Outcome:
   """Returns the exact output distribution for drafts of any shape.
 
   Args:
@@ -176,10 +177,9 @@ def enumerate_drafts(verifier: Verifier | Compiled, pair: Pair,
     longest: number of tokens on the longest path, without the root.
     rounds: number of rounds, see `enumerate_chains`, where gamma is `longest`.
     dtype: dtype of the law's inputs.
-    chunk: number of laws per call of the compiled rule.
   """
   plan = Plan(Compiled.of(verifier), pair, scheme, nodes, longest, rounds,
-              dtype, chunk)
+              dtype)
   run, starts, expected = plan.run()
   horizon = plan.horizon
 
@@ -203,7 +203,6 @@ class Plan(NamedTuple):
   longest: int
   rounds: int
   dtype: str
-  chunk: int = CHUNK
 
   @property
   def horizon(self) -> int:
@@ -228,7 +227,7 @@ class Plan(NamedTuple):
       raise ValueError(f"the models are {self.pair.depth} deep; {self.rounds} "
                        f"rounds of gamma {self.longest} need {depth}")
     run = Run(self.compiled, self.pair, self.scheme, self.nodes, self.dtype,
-              self.chunk, watch)
+              watch)
     return run, *run.rounds(self.rounds, self.horizon)
 
 
@@ -267,7 +266,7 @@ def expected_tokens(verifier: Verifier | Compiled, pair: Pair, gamma: int,
   pairs.check_pair(pair)
   check_size(pair.vocab_size, gamma, gamma + 1)
   scheme = lambda q, contexts: drafts.chains(q, contexts, gamma)
-  run = Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64", CHUNK)
+  run = Run(Compiled.of(verifier), pair, scheme, gamma + 1, "float64")
   starts, totals = {0: run.first()}, []
   for _ in range(rounds):
     starts = merged([run.round(*start) for start in starts.items()],
@@ -292,9 +291,9 @@ class Run:
   """
 
   def __init__(self, compiled: Compiled, pair, scheme, nodes: int, dtype: str,
-               chunk: int, watch: int | None = None):
+               watch: int | None = None):
     self._compiled, self._scheme, self._nodes = compiled, scheme, nodes
-    self._vocab, self._dtype, self._chunk = pair.vocab_size, dtype, chunk
+    self._vocab, self._dtype = pair.vocab_size, dtype
     self._p, self._q = pair.tables()
     # Number of the first context of every length; see `Drafts`.
     self._offsets = first_contexts(pair.vocab_size, pair.depth)
@@ -399,7 +398,7 @@ class Run:
       nodes with `stop` 0.
     """
     raw_stop, raw_next, figures = self._compiled.laws(
-        arguments, self._chunk, self._dtype)
+        arguments, _CHUNK, self._dtype)
     show = lambda row: example_of(
         arguments, raw_stop, raw_next, row)
     self.laws += len(raw_stop)
@@ -431,4 +430,4 @@ class Run:
     verdict = Verdict(
         path=path, num_accepted=np.full(len(node), tau, np.int32),
         next_token=extra.astype(np.int32))
-    return self._compiled.commits(arguments, verdict, self._chunk, self._dtype)
+    return self._compiled.commits(arguments, verdict, _CHUNK, self._dtype)

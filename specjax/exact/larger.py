@@ -25,7 +25,6 @@ from specjax.exact.pairs import Pair
 from specjax.interfaces import Verifier
 
 _ROWS = 211  # rows of a model, selected by a hash of the context
-CHUNK = 128  # laws per call of the compiled rule
 
 
 class SparseOutcome(NamedTuple):
@@ -141,7 +140,7 @@ def enumerate_sparse(verifier: Verifier | Compiled, pair: SparsePair,
                      ) -> SparseOutcome:
   """Enumerates a `SparsePair`, with the arguments of `enumerate_drafts`."""
   plan = enumeration.Plan(Compiled.of(verifier), pair, scheme, nodes, longest,
-                          rounds, dtype, CHUNK)
+                          rounds, dtype)
   run, starts, _ = plan.run()
   return SparseOutcome(deviation(starts, pair).total_variation,
                        run.defects, run.laws)

@@ -115,13 +115,11 @@ def _found(trial: str, outcome: audit.Audited | larger.SparseOutcome
 def _enumerated(trial: str, compiled: Compiled, pair: Pair | larger.SparsePair,
                 scheme: Callable[[np.ndarray, np.ndarray], drafts.Drafts],
                 nodes: int, longest: int, rounds: int, dtype: str,
-                witness: dict[str, Any], tree: int = 0,
-                chunk: int = enumeration.CHUNK) -> Found:
-  plan = enumeration.Plan(compiled, pair, scheme, nodes, longest, rounds, dtype,
-                          chunk)
+                witness: dict[str, Any], tree: int = 0) -> Found:
+  plan = enumeration.Plan(compiled, pair, scheme, nodes, longest, rounds, dtype)
   enumerate_drafts = (enumeration.enumerate_drafts
                       if not isinstance(pair, larger.SparsePair)
-                      else lambda *plan: larger.enumerate_sparse(*plan[:-1]))
+                      else larger.enumerate_sparse)
   return _found(trial, enumerate_drafts(*plan), dtype, witness,
                 (longest, pair.vocab_size, tree), plan)
 
@@ -242,7 +240,7 @@ def mostly_padding(compiled: Compiled, seeds: Sequence[int], dtype: str
           most, 1, own, dict(
               kind="sparse", vocab_size=vocab_size, seed=seed, rounds=1,
               gamma=gamma, real=real,
-              padding="any" if token is None else token), chunk=larger.CHUNK)
+              padding="any" if token is None else token))
 
 
 def _single(rule: Verifier, share: float | None) -> float | None:
@@ -300,7 +298,7 @@ def on_trees(compiled: Compiled, vocab_size: int,
     yield _enumerated(
         f"trees of up to {largest} {what}, V = {vocab_size}, {dtype}", compiled,
         _pair(compiled.rule, kind, vocab_size, depth, seed), draw, largest,
-        longest, times, dtype, witness, len(parents), enumeration.TREE_CHUNK)
+        longest, times, dtype, witness, len(parents))
 
 
 def _drawn_tree(scheme: schemes_lib.Scheme, parents: Sequence[int], nodes: int,
@@ -354,7 +352,6 @@ def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
   Long chains are enumerated in float32, the precision of decoding. In float64,
   a fifth of their sizes shows smaller errors.
   """
-  functions = tuple(map(schemes_lib.named, schemes))
   chains = (_LARGER_WITH_STATE if compiled.rule.remembers
             else _LARGER_CHAINS[::2 if schemes else 1])
   for seed in seeds:
@@ -369,7 +366,7 @@ def on_larger_models(compiled: Compiled, seeds: Sequence[int], dtype: str,
       for size in sizes:
         yield chain(*size)
     if not compiled.rule.remembers:
-      yield from _larger_trees(compiled, dtype, functions, seed)
+      yield from on_larger_trees(compiled, dtype, schemes, seed)
 
 
 def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
@@ -393,10 +390,11 @@ def _larger_chain(compiled: Compiled, dtype: str, has_trees: bool, trial: str,
                     dict(gamma=gamma), rounds, has_trees)
 
 
-def _larger_trees(compiled: Compiled, dtype: str,
-                  schemes: Sequence[schemes_lib.Scheme], seed: int
-                  ) -> Iterator[Found]:
+def on_larger_trees(compiled: Compiled, dtype: str,
+                    schemes: Sequence[str | schemes_lib.Scheme], seed: int
+                    ) -> Iterator[Found]:
   """Enumerates trees of 10 nodes and trees of up to 17 nodes."""
+  schemes = tuple(map(schemes_lib.named, schemes))
   # After each context q has at most two tokens. After these, drawing without
   # replacement draws from all V tokens. The largest trees would then have too
   # many drafts.
@@ -430,7 +428,7 @@ def _on_sparse(trial: str, compiled: Compiled, pair: larger.SparsePair,
       f"{trial}, {dtype}", compiled, pair, draw, nodes,
       schemes_lib.height(parents), rounds, dtype, dict(
           kind="sparse", vocab_size=pair.vocab_size, seed=seed, rounds=rounds,
-          **witness), len(parents) if has_trees else 0, larger.CHUNK)
+          **witness), len(parents) if has_trees else 0)
 
 
 def audits(compiled: Compiled, is_tree: bool, seeds: Sequence[int]
