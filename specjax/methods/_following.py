@@ -93,7 +93,9 @@ def followed(drafter: Drafter, target: Model, transform: LogitsTransform
     raise ValueError(
         f"{name} begins the verifying pass, and a combination verifies other "
         f"drafts as well; give the network shares_pass=False")
-  return Following(drafter=bound) if "follows" in bound.provides else bound
+  if "follows" not in bound.provides or isinstance(bound, Following):
+    return bound
+  return Following(drafter=bound)
 
 
 def check_follows(drafter: Drafter, state: chex.ArrayTree) -> None:
@@ -167,6 +169,10 @@ class Following(Drafter):
   def with_gamma(self, gamma: int) -> "Following | None":
     drafter = self.drafter.with_gamma(gamma)
     return drafter and dataclasses.replace(self, drafter=drafter)
+
+  def bind(self, target: Model, transform: LogitsTransform) -> "Following":
+    return dataclasses.replace(
+        self, drafter=interfaces.bind(self.drafter, target, transform))
 
   def init(self, params: chex.ArrayTree, prompt: Prompt,
            prefill_output: ModelOutput) -> Followed:

@@ -6,7 +6,6 @@ drafts, one by one, and what they cost.
 
 import dataclasses
 import sys
-import types
 
 from contributed import VOCAB
 from first_drafts import first_draft
@@ -28,6 +27,7 @@ from specjax.drafters import Merge
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import drafters  # noqa: E402
 from lib.configurations import compositions  # noqa: E402
 
 _GAMMA, _COLUMNS = 3, 64
@@ -292,22 +292,24 @@ def test_wrong_parameters_and_states_are_refused(drafter, own, message):
 
 def test_what_a_flag_composes():
   # Broken: a stage drafts for the wrong one, or gets another's parameters.
-  model = types.SimpleNamespace(model=_MARKOV, tokenizer=None, params="s")
-  loaded = {"small": model,
-            "tiny": types.SimpleNamespace(**{**vars(model), "params": "t"})}
   name = "ngram|tiny|ngram+tiny+small"
   assert compositions.composes(name) and compositions.composes("ngram")
   assert not compositions.composes("small")
   assert compositions.members(name) == ["tiny", "small"]
-  strategy, params = compositions.strategy(name, 7, model, loaded, tail=True)
-  assert params == (None, ("t", {"target": "s", "drafter": {
-      "target": "t", "drafter": None}}))
+  target, loaded, _ = drafters.load(
+      "bundled", [name], drafters.Options(gamma=7, tail=True))
+  [found] = loaded.values()
+  strategy = found.strategy
+  nothing, (tiny, stage) = found.params["drafter"]
+  assert nothing is stage["drafter"]["drafter"] is None
+  assert stage["drafter"]["target"] is tiny
+  assert stage["target"] is not tiny
   assert strategy.verifier == sj.verifiers.Block()
   stages = strategy.drafter.second.second
   assert [stages.gamma, stages.drafter.gamma,
           stages.drafter.drafter.gamma] == [7, 4, 2]
   assert (stages.tail, stages.drafter.tail) == (True, False)
-  assert isinstance(_decoder(strategy.drafter), sj.Decoder)
+  assert isinstance(strategy.decoder(target.model), sj.Decoder)
   for bad, message in (("tiny+ngram", "put ngram first"),
                        ("ngram|", "lacks a name"), ("+tiny", "lacks a name"),
                        ("recycling|tiny", "set --drafter=recycling alone")):
