@@ -26,13 +26,17 @@ _each_rule = pytest.mark.parametrize(
 @_each_rule
 def test_rule_is_lossless(rule):
   # Broken: the emitted text no longer follows the target's law, for some
-  # tree, order of its nodes, and way to draw it; or padding changes a law.
+  # tree, order of its nodes, and way to draw it; or padding changes a law; or
+  # the report omits trials.
   found = testing.assert_lossless(
       rule, vocab_sizes=(3,), gammas=(1,), kinds=("dense", "zeros", "mixed"))
   assert found.total_variation <= 1e-12
   # All 33 trees of 2 to 5 nodes and 12 larger ones; two rounds on 9 of them.
   assert found.trees == 45 * len(exact.schemes.sound_for(rule)) * 3
-  assert f"{found.trees:,} with trees" in str(found)
+  for words in (f"{found.trees:,} with trees", "on these models",
+                "end in padding", "product chains", "float32", "V = 11",
+                "trees of 10 nodes", "trees of up to 7 nodes"):
+    assert words in str(found), words
 
 
 @pytest.mark.parametrize("dtype,vocab_size", [("float64", 4), ("float32", 3)])
