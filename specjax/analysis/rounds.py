@@ -112,8 +112,7 @@ def rounds_distribution(rule: Verifier | Compiled, pair: Pair, gamma: int,
   """
   check(pair, gamma, length, eos, length + gamma)
   scheme = lambda q, contexts: _chains(q, contexts, gamma, ended)
-  run = enumeration.Run(Compiled.of(rule), pair, scheme, gamma + 1, "float64",
-                        enumeration.CHUNK)
+  run = enumeration.Run(Compiled.of(rule), pair, scheme, gamma + 1, "float64")
   complete = complete_contexts(pair.vocab_size, length, eos)
   offsets = enumeration.first_contexts(pair.vocab_size, length + 1)
   alive, probs = {0: [run.first()]}, [0.0]

@@ -27,7 +27,7 @@ from specjax.utils import fields
 
 # Laws per call of the compiled rule. Compiling a second size for many drafts
 # takes longer than its calls save.
-_CHUNK = 128
+CHUNK = 128
 _STARTS = 1024  # starts of rounds that are expanded together; limits memory
 DRAFTING = ("autoregressive", "product")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # tolerated total variation
@@ -398,7 +398,7 @@ class Run:
       nodes with `stop` 0.
     """
     raw_stop, raw_next, figures = self._compiled.laws(
-        arguments, _CHUNK, self._dtype)
+        arguments, CHUNK, self._dtype)
     show = lambda row: example_of(
         arguments, raw_stop, raw_next, row)
     self.laws += len(raw_stop)
@@ -430,4 +430,4 @@ class Run:
     verdict = Verdict(
         path=path, num_accepted=np.full(len(node), tau, np.int32),
         next_token=extra.astype(np.int32))
-    return self._compiled.commits(arguments, verdict, _CHUNK, self._dtype)
+    return self._compiled.commits(arguments, verdict, CHUNK, self._dtype)
