@@ -235,10 +235,10 @@ def _decoder(drafter, **config):
         shape=Chain(1))), "drafters.FeatureLayer"),
     (lambda: _decoder(sj.strategies.mtp(heads_of(
         MTPHeads, taps="final"), gamma=4).drafter),
-     "4 tokens deep and there are 3 heads"),
+     "4 tokens deep, but the network predicts 3"),
     (lambda: _decoder(sj.strategies.mtp(heads_of(
         MTPHeads, 2, taps="final"), parents=_CHAIN).drafter),
-     "3 tokens deep and there are 2 heads"),
+     "3 tokens deep, but the network predicts 2"),
     (lambda: _decoder(NetworkDrafter(
         network=FeatureLayer(heads=heads_of(
         Eagle3Heads, taps=("final",), ids=(0, 1))),
