@@ -192,7 +192,7 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
     for a, b in zip(jax.tree.leaves((whole.cache.k, whole.cache.v)),
                     jax.tree.leaves((pieces.cache.k, pieces.cache.v))):
       np.testing.assert_allclose(a[row, :, :n], b[row, :, :n], atol=1e-5)
-  assert whole.cache.lengths[-1] >= 296
+  assert whole.cache.lengths[-1] >= 295
   np.testing.assert_array_equal(whole.cache.lengths, pieces.cache.lengths)
   np.testing.assert_allclose(whole.hidden, pieces.hidden, atol=1e-5)
 
