@@ -28,6 +28,7 @@ from specjax.drafters import Merge
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import drafters  # noqa: E402
 from lib.configurations import compositions  # noqa: E402
 
 _GAMMA, _COLUMNS = 3, 64
@@ -289,7 +290,7 @@ def test_wrong_parameters_and_states_are_refused(drafter, own, message):
                               jax.random.key(0), limits=9)
 
 
-def test_what_a_flag_composes():
+def test_what_a_flag_composes(monkeypatch):
   # Broken: a stage drafts for the wrong one, or gets another's parameters.
   model = types.SimpleNamespace(model=_MARKOV, tokenizer=None, params="s")
   loaded = {"small": model,
@@ -298,9 +299,13 @@ def test_what_a_flag_composes():
   assert compositions.composes(name) and compositions.composes("ngram")
   assert not compositions.composes("small")
   assert compositions.members(name) == ["tiny", "small"]
-  strategy, params = compositions.strategy(name, 7, model, loaded, tail=True)
-  assert params == (None, ("t", {"target": "s", "drafter": {
-      "target": "t", "drafter": None}}))
+  monkeypatch.setattr(drafters.models, "read", lambda place, _: loaded[
+      {sj.zoo.model_path(x): x for x in loaded}[place]])
+  _, found, _ = drafters.load(
+      model, [name], drafters.Options(gamma=7, tail=True))
+  [(_, strategy, params, *_)] = found.values()
+  assert params == {"target": "s", "drafter": (None, ("t", {
+      "target": "s", "drafter": {"target": "t", "drafter": None}}))}
   assert strategy.verifier == sj.verifiers.Block()
   stages = strategy.drafter.second.second
   assert [stages.gamma, stages.drafter.gamma,
