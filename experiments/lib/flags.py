@@ -171,7 +171,7 @@ def chat(help_: str = "Format each prompt as a user message in the target's "
 
 
 def template_variables():
-  """Defines --chat_template_kwargs, read by `models.load_models`."""
+  """Defines --chat_template_kwargs, read by `models.load_target`."""
   return flags.DEFINE_string(
       "chat_template_kwargs", None, "JSON object with variables of the "
       "target's chat template, such as '{\"enable_thinking\": false}'. "

@@ -192,7 +192,7 @@ def test_train_lm_goes_on_from_a_model(tmp_path):
   assert tokenizers.Tokenizer.load(tmp_path / "out" / "tokenizer.json"
                                    ).same_tokens(tokenizer)
   for found, words in ((long, "--context_length is 17 and first reads 16"),
-                       (shape, "--width is 8 and --initial first"),
+                       (shape, "--width=8 has no effect with --initial=first"),
                        (other, "context_length is 16 there and 8 here")):
     assert words in str(found["code"])
   assert not (tmp_path / "more").exists()

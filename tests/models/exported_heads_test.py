@@ -215,7 +215,7 @@ def test_scripts_export_and_import_heads(tmp_path):
       ["--model=out", "--layout=vllm", "--output_dir=vllm"],
       ["--model=eagle3", "--layout=medusa", "--output_dir=none"],
       ["--model=tiny", "--layout=medusa", "--output_dir=none"], cwd=tmp_path)
-  from lib import models  # pylint: disable=g-import-not-at-top
+  from lib import drafters  # pylint: disable=g-import-not-at-top
   assert exported["code"] == 0, exported
   assert "3.2 times the size of the heads" in exported["stdout"]
   assert json.loads(exported["stdout"].splitlines()[-1])["layout"] == "medusa"
@@ -224,11 +224,9 @@ def test_scripts_export_and_import_heads(tmp_path):
   assert "use one of eagle3 of speculators" in refused["code"]
   assert "--layout=medusa requires heads, and --model=tiny" in model["code"]
   assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vllm"]
-  target, _, tokenizer = models.load_models("bundled", [])
-  own, *others = (
-      models.load_self_drafter(str(name), target, tokenizer).speculation(
-          None, 4, 16)[2].drafter.shape
-      for name in ("medusa", tmp_path / "out", tmp_path / "vllm"))
+  _, found, _ = drafters.load("bundled", [
+      "medusa", str(tmp_path / "out"), str(tmp_path / "vllm")])
+  own, *others = (one.strategy.drafter.shape for one in found.values())
   assert others == [own, own]
   [wrong, missing] = scripts.run_all(
       "train_drafter.py",

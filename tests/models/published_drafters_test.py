@@ -27,6 +27,7 @@ from specjax.methods.published import layouts_for
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import drafters  # noqa: E402
 from lib import models  # noqa: E402
 
 _DRAFTERS = GOLDEN / "drafters"
@@ -570,6 +571,7 @@ def test_scripts_take_the_directory_of_a_drafter():
   assert not itself(GOLDEN / "llama") and not itself(GOLDEN / "missing")
   target = sj.models.Pretrained(_TARGET, _of_target(_expected("eagle3")), None,
                                 None)
-  own = models.load_self_drafter(str(_DRAFTERS / "eagle3"), target, None)
+  _, found, _ = drafters.load(target, [str(_DRAFTERS / "eagle3")])
+  own = found["eagle3"].heads
   assert own.heads == _loaded("eagle3")[0]
   assert own.recorded is None and len(own.tree(16)) == 16
