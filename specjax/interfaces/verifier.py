@@ -31,7 +31,7 @@ class Verifier:
   Attributes:
     lossless: True if the output follows the target's distribution.
     requires: names in `specjax.interfaces.CAPABILITIES` that the drafter must
-      declare. `()` is for a rule that allows any tree and does not read q.
+      provide. `()` is for a rule that allows any tree and does not read q.
 
   Example: a rule that rejects every draft.
 
@@ -196,7 +196,7 @@ def check_verifier(verifier: Verifier) -> None:
 
 def check_pair(verifier: Verifier, drafter: Drafter | str,
                declared: Iterable[str] | None = None) -> None:
-  """Checks that a drafter declares every capability that a rule requires.
+  """Checks that a drafter provides every capability that a rule requires.
 
   Args:
     verifier: the rule.
