@@ -88,7 +88,7 @@ def test_stored_seconds_are_those_of_the_dtype(tmp_path, monkeypatch):
 def _arena(path):
   flags = ["--drafter=ngram", "--prompts=code", "--num_prompts=2",
            "--gamma=1,2,4", "--temperature=1", "--max_new_tokens=8",
-           "--prompt_tokens=16", "--nodes=6", "--output_dir=arena"]
+           "--prompt_tokens=16", "--output_dir=arena"]
   [done] = run_all("arena.py", flags, cwd=path)
   return last_line(done)["rows"]
 
