@@ -265,7 +265,8 @@ class NetworkDrafter(Drafter):
 
   def _split(self, params: chex.ArrayTree) -> tuple[Any, Any]:
     """Returns the parameters without those of the stop rule, and these."""
-    own = params.get("drafter")
+    # A stateless network, such as an early exit, may have no parameters.
+    own = params.get("drafter") if self.network.stateless else params["drafter"]
     if self._separate_rule:
       own, rule = stop_rules.split_params(self.stop, own)
       return {**params, "drafter": own}, rule
