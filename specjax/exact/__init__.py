@@ -26,6 +26,7 @@ from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import iid_pair
 from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
+from specjax.exact.samplers import audit_sampler
 from specjax.exact.schemes import all_trees
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Outcome",
     "Pair",
     "all_trees",
+    "audit_sampler",
     "certify",
     "ended_by",
     "enumerate_chains",
