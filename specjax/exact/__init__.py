@@ -10,6 +10,8 @@ probability of x under the draft model. The sum over all drafts,
 sum_x q(x) * stop * next_token, is the joint distribution of all emitted tokens.
 A rule is lossless on these models iff this sum equals the target's
 distribution. `Certificate` describes the consequences for other models.
+
+`audit_sampler` tests a sampler of any framework, of which no law is known.
 """
 
 from specjax.exact import schemes
