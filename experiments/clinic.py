@@ -182,25 +182,34 @@ def _target_only(row, children, u, node, single=1.0):
   return None, _only(row, seen)
 
 
-def _k_seq(row, children, u, node):
-  """K-SEQ at one node, with the least rho from bisection."""
-  del node
-  if not children:
-    return None, row
-  q, count = children[0][2], len(children)
+def _share(q, p, count, rho):
+  beta = np.minimum(q, p / rho).sum()
+  return (1 - max(1 - beta, 0)**count) / beta if beta > 0 else count
 
-  def share(rho):
-    beta = np.minimum(q, row / rho).sum()
-    return (1 - max(1 - beta, 0)**count) / beta if beta > 0 else count
 
+@functools.cache
+def _rho(q, p, count):
+  """Returns the least rho of K-SEQ, from bisection."""
+  share = functools.partial(_share, np.array(q), np.array(p), count)
   low, high = 1.0, 1.0 if share(1.0) <= 1 else float(count)
   for _ in range(60):
     middle = (low + high) / 2
     low, high = (low, middle) if share(middle) <= middle else (middle, high)
+  return high
+
+
+def _k_seq(row, children, u, node):
+  """K-SEQ at one node."""
+  del node
+  if not children:
+    return None, row
+  q, count = children[0][2], len(children)
+  rho = _rho(tuple(q), tuple(row), count)
   for child, x, _ in children:
-    if u[child - 1] * high * q[x] < row[x]:
+    if u[child - 1] * rho * q[x] < row[x]:
       return child, None
-  rest = np.maximum(row - share(high) * np.minimum(q, row / high), 0)
+  rest = np.maximum(
+      row - _share(q, row, count, rho) * np.minimum(q, row / rho), 0)
   return None, rest if rest.sum() > 1e-12 else row
 
 
