@@ -130,7 +130,8 @@ def audit_sampler(sampler: Sampler, *, coins: int | None = None,
     seed: seed of all random numbers of the audit.
 
   Returns:
-    A `Certificate`. `tried` describes the trials. `total_variation` is exact
+    A `Certificate`. `tried` describes the trials, and `laws` counts calls of
+    the sampler, one per draft. `total_variation` is exact
     with `coins`. For sampled trials it is measured if the trial failed, and 0
     otherwise. `example` has a draft, p, q, and the expected and obtained
     distributions of the emitted token.
@@ -153,7 +154,7 @@ def audit_sampler(sampler: Sampler, *, coins: int | None = None,
     >>> found = audit_sampler(biased, coins=1, gammas=(1,), vocab_sizes=(3,),
     ...                       kinds=("dense",), padding=False, large=0)
     >>> found.lossless, round(found.total_variation, 3)
-    (False, 0.059)
+    (False, 0.062)
   """
   if vocab_sizes is None:
     vocab_sizes = (3,) if coins is None else (3, 4)
