@@ -10,6 +10,8 @@ probability of x under the draft model. The sum over all drafts,
 sum_x q(x) * stop * next_token, is the joint distribution of all emitted tokens.
 A rule is lossless on these models iff this sum equals the target's
 distribution. `Certificate` describes the consequences for other models.
+
+`audit_sampler` tests a sampler of any framework, of which no law is known.
 """
 
 from specjax.exact import schemes
@@ -26,6 +28,7 @@ from specjax.exact.pairs import full_information_optimum
 from specjax.exact.pairs import iid_pair
 from specjax.exact.pairs import Pair
 from specjax.exact.pairs import random_pair
+from specjax.exact.samplers import audit_sampler
 from specjax.exact.schemes import all_trees
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "Outcome",
     "Pair",
     "all_trees",
+    "audit_sampler",
     "certify",
     "ended_by",
     "enumerate_chains",
