@@ -126,7 +126,3 @@ def test_flags_make_copies_and_caches():
   for bad in ("int2", "int8:4", "streaming:4", "streaming:a:b", ""):
     with pytest.raises(ValueError, match="is not a cache"):
       copies.cache("--draft_cache", bad)
-  copies.check({"quantize": None}, "none", False)
-  copies.check({"quantize": "int8"}, "small", True)
-  with pytest.raises(ValueError, match="--quantize=int8 requires a draft"):
-    copies.check({"quantize": "int8"}, "none", False)
