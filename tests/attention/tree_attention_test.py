@@ -97,8 +97,7 @@ class _HiddenTruth(testing.OracleDrafter):
   Every row and round has parents of its own.
   """
 
-  chain = False
-
+  provides = ("iid", "conditional", "autoregressive", "deterministic")
   num_uniforms = None  # it takes keys
 
   def propose(self, params, keys, state):
