@@ -64,8 +64,7 @@ class Empty(Drafter):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array,
-             own: jax.Array) -> Any:
+             count: jax.Array, own: jax.Array) -> Any:
     if self.drafter is None:
       return drafter
     return self.drafter.commit(

@@ -144,8 +144,7 @@ class Drafter:
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array,
-             own: jax.Array) -> Any:
+             count: jax.Array, own: jax.Array) -> Any:
     """Returns the drafter's state after the tokens of a round were committed.
 
     Args:

@@ -92,7 +92,7 @@ def followed(drafter: Drafter, target: Model, transform: LogitsTransform
     name = interfaces.kind_of(drafter)
     raise ValueError(
         f"{name} begins the verifying pass, and a combination verifies other "
-        f"drafts as well; give the network shares_pass=False")
+        "drafts as well; give the network shares_pass=False")
   if "follows" not in bound.provides or isinstance(bound, Following):
     return bound
   return Following(drafter=bound)

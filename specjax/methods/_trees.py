@@ -322,9 +322,8 @@ def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
   Returns:
     Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
     probs [B, M, V])` that samples the M children of n nodes per row. The nodes
-    may share logits `[B, 1, V]`. `counts`
-    contains the number of children of each node. `iid` describes the arguments
-    for one row.
+    may share logits `[B, 1, V]`. `counts` contains the number of children of
+    each node. `iid` describes the arguments for one row.
   """
   def draw(logits, counts, uniforms):
     one = lambda logits, uniforms, temperature: DRAWS[proposal](

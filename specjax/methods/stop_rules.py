@@ -550,15 +550,6 @@ def init_state(rule: StopRule, rows: int) -> Any:
   return RuleState(memory=memory, room=none, drafted=none)
 
 
-def memory_of(state: Memory) -> Any:
-  """Returns the memory over rounds of a stop rule from its state.
-
-  Args:
-    state: state of the rule, from `init_state` or `update`.
-  """
-  return state.memory if isinstance(state, RuleState) else state
-
-
 def record_chains(state: Memory, draft: Draft, gamma: int) -> Any:
   """Returns the state of a stop rule after chains are drafted.
 

@@ -106,15 +106,14 @@ class Combined(Drafter):
       ends = np.cumsum([0, *(member.num_uniforms for member in self.members)])
       uniforms = uniforms[:, ends[i]:ends[i + 1]]
     return member.propose(self.params_of_members(params)[i], uniforms,
-                        state.replace(drafter=state.drafter[i]))
+                          state.replace(drafter=state.drafter[i]))
 
   def commit(self, params: Params, drafter: tuple[chex.ArrayTree, ...],
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array,
-             own: jax.Array) -> tuple[Any, ...]:
+             count: jax.Array, own: jax.Array) -> tuple[Any, ...]:
     return tuple(
         member.commit(own_params, state, draft, verdict, target_output, count,
-                    is_own)
+                      is_own)
         for member, own_params, state, is_own in zip(
             self.members, self.params_of_members(params), drafter,
             self.owned(drafter, own)))

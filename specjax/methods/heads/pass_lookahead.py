@@ -431,8 +431,7 @@ class PaSS(Drafter):
 
   def commit(self, params: chex.ArrayTree, drafter: chex.ArrayTree,
              draft: Draft, verdict: Verdict, target_output: ModelOutput,
-             count: jax.Array,
-             own: jax.Array) -> Any:
+             count: jax.Array, own: jax.Array) -> Any:
     del params, draft
     if not self.folded:
       return drafter
