@@ -387,7 +387,7 @@ def main():
           **_their_variants(target, temperature, eos, versions)},
       output_dir / "runs.jsonl", batch)
   agreeing, different = _agreeing(runs)
-  rules = {name + end: common.VERIFIER_NAMES[drafter.strategy.verifier]
+  rules = {name + end: common.verifier_name(drafter.strategy.verifier)
            for name, drafter in drafters.items()
            for end in ("", _CONTROLLED)}
   rows = _rows(agreeing, list(read.sets), temperatures, rules,

@@ -91,7 +91,7 @@ def _check_flags():
   """Rejects incompatible flags before any model is loaded."""
   if _CHAT.value:  # its template adds the special tokens
     shared.reject_unread(["special"], "--chat")
-  rule = common.ALL_VERIFIERS.get(_SPECULATION.verifier.value)
+  rule = _SPECULATION.rule
   if _COMPARE.value and _SPECULATION.temperature.value == 0 and (
       rule and not rule.lossless):
     raise ValueError("--compare at --temperature=0 requires a lossless "

@@ -319,7 +319,7 @@ def _variants(source: _Source, temperature: float, capacity: int,
     paired = tuple(s.verifier for s in drafts[1:] if s.verifier.lossless
                    and s.verifier != sj.verifiers.GreedyBlock())
     for number, strategy in enumerate(drafts):
-      key = f"{name} | {common.VERIFIER_NAMES[strategy.verifier]}"
+      key = f"{name} | {common.verifier_name(strategy.verifier)}"
       variants[key] = variant(strategy, () if number else paired)
   return variants
 
@@ -389,7 +389,7 @@ def _paired(runs: list[dict[str, dict[str, Any]]], name: str,
         [r["expected"][law] for r in own], rounds, clusters=clusters)
     rows.append({"drafter": drafter,
                  "temperature": decoder.transform.temperature,
-                 "verifier": verifier, "over": common.VERIFIER_NAMES[other],
+                 "verifier": verifier, "over": common.verifier_name(other),
                  "clusters": gain.clusters, **gain.columns("gain")})
   return rows
 

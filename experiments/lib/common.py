@@ -1,6 +1,7 @@
 """Error handling, output files and list flags of the experiment scripts."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import csv
@@ -23,11 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from lib import compilation
+from lib import extensions
 from lib import flags as shared
+from lib import models
 from lib import progress
 import specjax as sj
 from specjax import strategies
 from specjax.models import Transformer
+from specjax.utils import entry_points
 from specjax.utils import files
 from specjax.utils import processes
 
@@ -103,6 +107,11 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
 def _line(e: BaseException) -> tuple[str, int] | None:
   """Returns the message and the exit status of a user error; None for a bug."""
   text = " ".join(str(e).split())
+  own = extensions.explained(e) if isinstance(e, Exception) and not isinstance(
+      e, (processes.Stopped, MemoryError, jax.errors.JaxRuntimeError,
+          BrokenPipeError)) else None
+  if own is not None:
+    return f"error: {own}", 1
   if isinstance(e, (ValueError, FloatingPointError)):
     return f"error: {text}{_other_directory(e)}", 1
   if isinstance(e, processes.Stopped):
@@ -399,11 +408,36 @@ def finish(output_dir: str | pathlib.Path, study: str,
   print(json.dumps({"study": study, "results": str(path)}))
 
 
-def verifier_names(flag: str, names: list[str]) -> list[str]:
-  """Returns the verifiers of a list flag, without duplicates."""
-  given(flag, values=names, fix=f"some of {', '.join(VERIFIERS)}")
-  for name in names:
-    if name not in VERIFIERS:
-      raise ValueError(f"{flag} contains {name!r}; choose among "
-                       f"{', '.join(VERIFIERS)}")
-  return list(dict.fromkeys(names))
+def verifiers(flag: str, names: Sequence[str],
+              shipped: Mapping[str, sj.Verifier] = VERIFIERS
+              ) -> dict[str, sj.Verifier]:
+  """Returns the verifiers of a list flag by their names in tables.
+
+  Args:
+    flag: name of the flag, such as "--verifier".
+    names: entries of the flag: names in `shipped`, or rules that are not part
+      of specjax (see `extensions`).
+    shipped: rules of specjax that the script can use.
+  """
+  choices = ", ".join((*shipped, *entry_points.names(extensions.group(flag))))
+  fix = f"{choices}, or {extensions.FORM} for a rule in a file"
+  given(flag, values=names, fix=f"some of {fix}")
+  found = {}
+  for name in dict.fromkeys(names):
+    label = name if name in shipped else models.label(name)
+    if label in found:
+      raise ValueError(f"{flag} contains two rules with the name {label} in "
+                       "tables; leave one out, or rename its file")
+    if name in shipped:
+      found[label] = shipped[name]
+    elif extensions.is_own(flag, name):
+      found[label] = extensions.verifier(flag, name)
+    else:
+      raise ValueError(f"{flag} contains {name!r}; choose among {fix}")
+  return found
+
+
+def verifier_name(verifier: sj.Verifier) -> str:
+  """Returns the name of a rule in tables. Own rules have that of their class.
+  """
+  return VERIFIER_NAMES.get(verifier, type(verifier).__name__)

@@ -37,6 +37,10 @@ _METHODS = {
     "dynamic_program": ("dynamic program's choice", "#000000"),
 }
 
+_SHIPPED = len(_METHODS)
+# Colours of rules and methods that are not part of specjax, in their order.
+_OTHERS = ("#005f60", "#ff00aa", "#6b4c00", "#7a7aff", "#00b050")
+
 # Names of the rules on trees, for tables that name the tree in another column.
 _RULES = {"recursive": "recursive", "target_walk": "target walk",
           "traversal": "traversal", "k_seq": "K-SEQ"}
@@ -48,12 +52,18 @@ def rule(name: str) -> str:
 
 
 def label(method: str) -> str:
-  """Returns the name of a method in tables and legends."""
-  return _METHODS[method][0]
+  """Returns the name of a method in tables and legends.
+
+  The name of a method that is not part of specjax is `method`.
+  """
+  return _METHODS[method][0] if method in _METHODS else method
 
 
 def color(method: str) -> str:
-  """Returns the colour of a method in all figures."""
+  """Returns the colour of a method in all figures of a script."""
+  if method not in _METHODS:
+    others = len(_METHODS) - _SHIPPED
+    _METHODS[method] = method, _OTHERS[others % len(_OTHERS)]
   return _METHODS[method][1]
 
 

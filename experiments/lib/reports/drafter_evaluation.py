@@ -45,6 +45,7 @@ class Results:
       seed, prompt set, index, digest of the prompt).
     gammas: draft lengths.
     temperatures: sampling temperatures.
+    rules: names of the rules, by kind of draft.
     observed: names of the rules and statistics, by kind of draft (see
       `judging.Judge.observed`).
     sizes: sizes of trees in nodes, by kind of draft. The last one is that of
@@ -56,6 +57,7 @@ class Results:
   runs: Mapping[tuple, Mapping[str, Any]]
   gammas: Sequence[int]
   temperatures: Sequence[float]
+  rules: Mapping[str, Sequence[str]]
   observed: Mapping[str, Sequence[str]]
   sizes: Mapping[str, Sequence[int]]
   cluster_of: Callable[[str], str]
@@ -90,7 +92,7 @@ class Results:
                 **found.columns("block_efficiency")}
 
       names = self.observed[kind]
-      for rule in (name for name in names if name in common.ALL_VERIFIERS):
+      for rule in self.rules[kind]:
         for size in self.sizes.get(kind, self.gammas):
           smaller = statistics.sized(rule, size)
           at = 1 + names.index(smaller if smaller in names else rule)

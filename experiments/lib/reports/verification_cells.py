@@ -11,15 +11,18 @@ that of token verification, minus 1. "gain" compares both on the same drafts.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
-import statistics
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from lib import common
 from lib.reports import text_rounds
+from lib.rollouts import statistics
+import specjax as sj
 from specjax import analysis
 
 BASELINE = "autoregressive"
@@ -44,6 +47,25 @@ def shared_key(drafter: str):
   return f"{drafter} shared"
 
 
+def observers(verifiers: Mapping[str, sj.Verifier], gammas: Sequence[int]
+              ) -> dict[tuple[str, int | None], sj.Verifier]:
+  """Returns the observers of the shared drafts, by verifier and draft length.
+
+  The first tokens of a long draft are a short draft. For the verifiers of
+  specjax, P(tau >= i) given the first i tokens does not depend on the draft
+  length, so one observer serves all lengths (its length is None). Other
+  verifiers also evaluate the first tokens alone.
+
+  Args:
+    verifiers: verifiers by name.
+    gammas: draft lengths in increasing order.
+  """
+  return {(name, None): rule for name, rule in verifiers.items()} | {
+      (name, gamma): statistics.First(rule, gamma)
+      for name, rule in verifiers.items() if name not in common.VERIFIERS
+      for gamma in gammas[:-1]}
+
+
 class Study:
   """Runs of all configurations, and results of every cell.
 
@@ -51,7 +73,7 @@ class Study:
     runs: `{unit: {name of a configuration: run}}`.
     drafters: names of the drafters.
     gammas: draft lengths.
-    verifiers: names of the verifiers.
+    verifiers: verifiers by name.
     costs: time per pass in seconds, `{"verify": {gamma: ...}, "draft":
       {drafter: ...}}`, or None if the latency was not measured.
     cluster_of: function from a prompt's digest to its cluster label (see
@@ -59,7 +81,8 @@ class Study:
   """
 
   def __init__(self, runs: dict[tuple, dict[str, dict[str, Any]]],
-               drafters: list[str], gammas: Sequence[int], verifiers: list[str],
+               drafters: list[str], gammas: Sequence[int],
+               verifiers: Mapping[str, sj.Verifier],
                costs: dict[str, Any] | None = None,
                cluster_of: Callable[[str], str] = lambda digest: digest):
     self._runs, self._costs, self._cluster_of = runs, costs, cluster_of
@@ -78,7 +101,8 @@ class Study:
       rows.append({
           "prompts": prompts or "all", **cell,
           "num_prompts": len({(r["prompts"], r["number"]) for r in mine}),
-          "lossless": common.VERIFIERS[cell["verifier"]].lossless,
+          "lossless": self._verifiers[cell["verifier"]].lossless,
+          "remembers": self._verifiers[cell["verifier"]].remembers,
           **columns(mine, base), **self._speed(
               self._units(cell["temperature"], prompts), cell["drafter"],
               cell["gamma"], cell["verifier"])})
@@ -140,7 +164,9 @@ class Study:
     shared = (runs.get(shared_key(drafter))
               or runs[key(drafter, max(self._gammas), "token")])
     # Entry 0 is that of the rollout's rule. The verifiers follow in order.
-    survival = shared["survival"][1 + self._verifiers.index(verifier)]
+    observed = list(observers(self._verifiers, self._gammas))
+    survival = shared["survival"][1 + observed.index(
+        at if (at := (verifier, gamma)) in observed else (verifier, None))]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
     own = runs.get(key(drafter, gamma, verifier))
@@ -176,7 +202,7 @@ class Study:
     """
     verify = self._costs["verify"][gamma]
     draft = self._costs["draft"][drafter]
-    per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
+    per_round = median(r["seconds"] / r["rounds"] for r in runs)
     return {"verify_ms": 1e3 * verify, "draft_ms": 1e3 * draft,
             "overhead_ms": 1e3 * (per_round - (verify + gamma * draft))}
 
@@ -199,7 +225,7 @@ def _speedups(halves: list[list[tuple]]):
   """
   # The cost of a round, in autoregressive steps of the same prompt. The ratio
   # cancels the speed of the machine, because it timed both runs.
-  steps = [statistics.median(
+  steps = [median(
       (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
       for r, b in half) for half in halves]
   measured, predicted = [], []
@@ -209,9 +235,9 @@ def _speedups(halves: list[list[tuple]]):
                       / (run["seconds"] / run["tokens"]))
       efficiency = 1 + run["expected"][0] / run["rounds"]
       predicted.append(efficiency / other_steps)
-  return {"speedup": statistics.median(measured),
-          "predicted_speedup": statistics.median(predicted),
-          "measured_over_predicted": statistics.median(
+  return {"speedup": median(measured),
+          "predicted_speedup": median(predicted),
+          "measured_over_predicted": median(
               np.divide(measured, predicted))}
 
 

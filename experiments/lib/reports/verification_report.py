@@ -17,13 +17,15 @@ _SHOWN = (("block_efficiency", ".2f", 20),
 _TABLE_GAMMA = 8  # draft length of the tables by prompt set and by temperature
 
 
-def _judged_afresh(verifier: str):
+def _judged_afresh(row: dict[str, Any]):
   """Returns True if a verifier's state is reset before every shared draft.
 
   This applies to verifiers with a state that depends on earlier rounds. On
   shared drafts, such a verifier decides as in its first round.
   """
-  return common.VERIFIERS[verifier].remembers
+  # Files of earlier versions have no such column, and no rules but these.
+  return (row["remembers"] if "remembers" in row
+          else common.VERIFIERS[row["verifier"]].remembers)
 
 
 def _shown(row: dict[str, Any], name: str, form: str):
@@ -37,21 +39,21 @@ def _shown(row: dict[str, Any], name: str, form: str):
 def print_table(rows: list[dict[str, Any]]):
   """Prints the results of all cells over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
-  print(f"{'':{width}s} {'':4s} {'':5s} {'':13s} {'tokens of a round':>41s} "
+  rules = max(13, *(len(_starred(r)) for r in rows))
+  print(f"{'':{width}s} {'':4s} {'':5s} {'':{rules}s} {'tokens of a round':>41s} "
         f"{'gain over token':>43s} {'speed-up over':>14s}")
-  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':13s} "
+  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':{rules}s} "
         f"{'own rollouts':>20s} {'same drafts':>20s} {'own rollouts':>21s} "
         f"{'same drafts':>21s} {'autoregressive':>14s} {'predicted':>9s}")
   for r in rows:
-    name = style.label(r["verifier"]) + "*" * _judged_afresh(r["verifier"])
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
-          f"{name:13s} " + "".join(f"{_shown(r, x, form):>{wide}s} " for
-                                   x, form, wide in _SHOWN) +
+          f"{_starred(r):{rules}s} " + "".join(
+              f"{_shown(r, x, form):>{wide}s} " for x, form, wide in _SHOWN) +
           f"{_speedup(r, 'speedup'):>14s} "
           f"{_speedup(r, 'predicted_speedup'):>9s}")
   print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts")
   afresh = {style.label(r["verifier"]) for r in rows
-            if _judged_afresh(r["verifier"])}
+            if _judged_afresh(r)}
   if afresh:
     print(f"* On the same drafts, {', '.join(afresh)} decides every round as "
           "a first round. On its own rollouts it does not")
@@ -59,6 +61,10 @@ def print_table(rows: list[dict[str, Any]]):
     print("Number of rounds until a sequence is complete, own rollouts:")
     text_rounds.print_table(rows)
   _print_speed(rows)
+
+
+def _starred(row: dict[str, Any]) -> str:
+  return style.label(row["verifier"]) + "*" * _judged_afresh(row)
 
 
 def _print_speed(rows: list[dict[str, Any]]):
@@ -232,10 +238,10 @@ def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
           for place, verifier in enumerate(verifiers)]
 
 
-def _name(verifier: str):
+def _name(row: dict[str, Any]):
   """Returns the label of a verifier's curve on shared drafts."""
-  return style.label(verifier) + (
-      "\n(first round only)" * _judged_afresh(verifier))
+  return style.label(row["verifier"]) + (
+      "\n(first round only)" * _judged_afresh(row))
 
 
 def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
@@ -244,7 +250,7 @@ def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
   style.apart(axes.errorbar(
       [r["gamma"] for r in rows], [scale * r[name] for r in rows],
       scale * style.errors(rows, name), marker="o", markersize=4, capsize=3,
-      color=style.color(verifier), label=_name(verifier)), *place)
+      color=style.color(verifier), label=_name(rows[0])), *place)
 
 
 def _plot_estimate(rows: list[dict[str, Any]], path: pathlib.Path, name: str,
