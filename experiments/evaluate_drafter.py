@@ -136,8 +136,8 @@ _OF_TARGET = ("target", "dtype", "prompts", "field", "chat", "num_prompts",
 _PROBED = 16  # number of prompts whose continuations the conformance check uses
 
 
-def _of_models(rules: dict[str, sj.Verifier], gammas: Sequence[int], sizes: Sequence[int],
-               batch: decoders.Batch, greedy: bool
+def _of_models(rules: dict[str, sj.Verifier], gammas: Sequence[int],
+               sizes: Sequence[int], batch: decoders.Batch, greedy: bool
                ) -> tuple[judging.Judge, drafters_lib.TrainedHeads | None,
                           sj.data.Tokenizer]:
   """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.

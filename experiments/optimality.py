@@ -377,7 +377,7 @@ def main():
     raise ValueError(f"--gamma contains {max(gammas)}; gradient ascent "
                      f"enumerates all drafts, at most {_LEAVES}: set lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
-  output_dir = pathlib.Path(_OUTPUT_DIR.value)
+  output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
   print("compiling the rules; the whole study takes minutes", file=sys.stderr,
         flush=True)
   bernoulli = _bernoulli()
@@ -394,7 +394,6 @@ def main():
   extremal = _extremal(gammas)
   explicit = growth.table()
   constants = growth.constants()
-  output_dir.mkdir(parents=True, exist_ok=True)
   common.write_csv(output_dir / "optimality.csv", rows)
   _plot_rounds(bernoulli, output_dir / "optimality_rounds.png")
   _plot_pairs(rows, output_dir / "optimality_pairs.png")

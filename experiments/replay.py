@@ -200,6 +200,8 @@ def _print_table(rows: list[dict[str, Any]],
 
 
 def main() -> None:
+  if _RECORD.value and not _EVALUATE_ONLY.value:
+    common.check_directory("--record", _RECORD.value)
   rules = common.verifiers("--verifier", _VERIFIERS.value)
   [acting] = common.verifiers("--acting", [_ACTING.value]).values()
   if _EVALUATE_ONLY.value:

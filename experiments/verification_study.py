@@ -57,7 +57,7 @@ unless --timing=throughput. With --noown_rollouts the table contains only the
 columns "same drafts".
 
 More examples, the first with a rule and a drafter of your own
-(docs/guides/own_rule_to_figure.md):
+(docs/guides/rule_to_figure.md):
 
   python experiments/verification_study.py \\
     --verifier=token,block,mine.py:Rule --drafter=mine.py:drafter,small

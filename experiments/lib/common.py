@@ -80,6 +80,8 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
     try:
       with _HELD:
         _check_figures()
+        for name in flags.FLAGS:
+          check_written(name)
         main()
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as e:
@@ -217,6 +219,8 @@ def _parsed(argv: list[str]):
         r"flag --(\w+)=None: Flag --\1 must have a value .*", text)
     if missing:
       text = shared.missing(missing[1])
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')",
+                  r"\1 is not a whole number", text)
     sys.exit(f"error: {text}; see --help")
   for name in flags.FLAGS:
     value = flags.FLAGS[name].value
@@ -279,6 +283,46 @@ def temporary_directory() -> pathlib.Path:
   return pathlib.Path(_HELD.enter_context(tempfile.TemporaryDirectory()))
 
 
+def check_written(name: str) -> None:
+  """Raises `ValueError` if a script could not write to the path of a flag.
+
+  Flags that `shared.written` did not declare, and flags without a value, pass.
+  """
+  flag = flags.FLAGS[name]
+  kind, path = getattr(flag, "written", ""), flag.value
+  if path is None or not kind:
+    return
+  if kind == "file":
+    output_file(f"--{name}", path)
+  else:
+    check_directory(f"--{name}", path)
+
+
+def check_directory(flag: str, path: str) -> None:
+  """Raises `ValueError` unless files can be written to a directory.
+
+  The directory need not exist. It is not created, because another flag may be
+  wrong.
+
+  Args:
+    flag: name of the flag, such as "--output_dir".
+    path: value of the flag.
+  """
+  place = pathlib.Path(path).absolute()
+  try:
+    # Permissions do not tell whether a directory is writable: for example, root
+    # has all of them in /proc.
+    existing = next(x for x in (place, *place.parents) if x.exists())
+    with tempfile.TemporaryDirectory(dir=existing):
+      pass
+  except NotADirectoryError:
+    raise ValueError(f"{flag}={path} is not a directory; choose another one"
+                     ) from None
+  except OSError as e:
+    raise ValueError(f"{flag}={path} cannot be written ({e.strerror}); choose "
+                     "another directory") from None
+
+
 def output_file(flag: str, path: str) -> pathlib.Path:
   """Returns the output file of a flag, after checking that it is writable.
 
@@ -301,9 +345,13 @@ def output_file(flag: str, path: str) -> pathlib.Path:
     raise ValueError(f"{flag} is {path!r}, which is not a regular file and "
                      f"would be replaced by one; give a file, or leave {flag} "
                      "out and redirect standard output")
-  if not os.access(file.parent, os.W_OK):
+  try:
+    with tempfile.TemporaryFile(dir=file.parent):
+      pass
+  except OSError as e:
     raise ValueError(f"{flag} is {path!r}, and the directory {file.parent} is "
-                     "not writable; choose another directory")
+                     f"not writable ({e.strerror}); choose another directory"
+                     ) from None
   return file
 
 

@@ -117,7 +117,7 @@ def drafter(value: str, target: Pretrained, read: Callable[[str], Any]
   settings = {name: read(name) for name in _parameters(named)
               if name in _SETTINGS}
   found = _called(named, named.value, target, **settings)
-  wanted = ("it must return `(strategy, params)`, a specjax.strategies.Strategy "
+  wanted = ("it must return (strategy, params), a specjax.strategies.Strategy "
             "and the drafter's parameters")
   if isinstance(found, Strategy) or not (
       isinstance(found, tuple) and len(found) == 2
@@ -138,8 +138,8 @@ def drafter(value: str, target: Pretrained, read: Callable[[str], Any]
 
 def _parameters(named: _Named) -> tuple[str, ...]:
   """Returns the parameters of a drafter's function after the target."""
-  wanted = ("it must be a function (target), (target, gamma) or (target, gamma, "
-            "nodes) that returns (strategy, params)")
+  wanted = ("it must be a function (target), (target, gamma) or (target, "
+            "gamma, nodes) that returns (strategy, params)")
   if not callable(named.value) or isinstance(named.value, type):
     raise ValueError(f"{named.place} is {_kind(named.value)}; {wanted}")
   names = list(inspect.signature(named.value).parameters.values())

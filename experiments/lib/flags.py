@@ -77,6 +77,15 @@ def reject_unread(names: Iterable[str], cause: str) -> None:
                        f"--{name} out")
 
 
+def naming(value: str) -> str:
+  """Returns the flag with a value, such as "--target=a/b", or the value."""
+  for name in flags.FLAGS:
+    found = flags.FLAGS[name].value
+    if found == value or isinstance(found, list) and value in found:
+      return f"--{name}={value}"
+  return value
+
+
 def shown(name: str) -> str:
   """Returns a flag with its value, as on the command line."""
   value = flags.FLAGS[name].value
@@ -279,12 +288,31 @@ def output_dir(default: str | None,
                help_: str = "Directory for results, tables and figures; it "
                "is created if needed"):
   """Defines --output_dir. The flag is required if `default` is None."""
-  return directory("output_dir", default, help_)
+  return written(directory("output_dir", default, help_), "directory")
+
+
+def output_file(name: str, help_: str, required: bool = False):
+  """Defines a flag for an output file."""
+  return written(
+      flags.DEFINE_string(name, None, help_, required=required), "file")
+
+
+def written(flag: flags.FlagHolder, kind: str) -> flags.FlagHolder:
+  """Declares that the script writes to the path in a flag.
+
+  `common.run` checks before any computation that the path can be written.
+
+  Args:
+    flag: flag with a path.
+    kind: "directory" or "file".
+  """
+  flags.FLAGS[flag.name].written = kind
+  return flag
 
 
 def directory(name: str, default: str | None, help_: str,
               required: bool = True):
-  """Defines a flag for an output directory.
+  """Defines a flag for a directory.
 
   The flag rejects an empty value. The value "." is allowed.
   """

@@ -582,7 +582,10 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
       (tmp_path / "pipe", "not a regular file.*would be replaced")):
     with pytest.raises(ValueError, match=f"^--output is .*{words}"):
       of(path)
-  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  def refuse(**_):
+    raise PermissionError(13, "Permission denied")
+
+  monkeypatch.setattr(common.tempfile, "TemporaryFile", refuse)
   with pytest.raises(ValueError, match="is not writable"):
     of(tmp_path / "new")
 

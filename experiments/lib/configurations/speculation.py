@@ -182,8 +182,8 @@ class Speculation:
         "color", "auto", ["auto", "always", "never"], "Whether accepted draft "
         "tokens are printed in green and the target's own tokens in red. auto: "
         "only on a terminal, unless NO_COLOR is set or TERM is dumb")
-    self.output = flags.DEFINE_string(
-        "output", None, "File to which the printed text is also written: at "
+    self.output = shared.output_file(
+        "output", "File to which the printed text is also written: at "
         "the end or after Ctrl-C, in a chat after every answer. Default: no "
         "file")
     self.mesh = shared.mesh()
@@ -224,8 +224,6 @@ class Speculation:
       if self.controller.value:
         raise ValueError("--controller supports one device only, and --mesh is "
                          f"{self.mesh.mesh.value}; leave one of the two out")
-    if self.output.value is not None:
-      common.output_file("--output", self.output.value)
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""

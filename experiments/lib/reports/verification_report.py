@@ -40,7 +40,7 @@ def print_table(rows: list[dict[str, Any]]):
   """Prints the results of all cells over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   rules = max(13, *(len(_starred(r)) for r in rows))
-  print(f"{'':{width}s} {'':4s} {'':5s} {'':{rules}s} {'tokens of a round':>41s} "
+  print(f"{'':{width + rules + 12}s} {'tokens of a round':>41s} "
         f"{'gain over token':>43s} {'speed-up over':>14s}")
   print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':{rules}s} "
         f"{'own rollouts':>20s} {'same drafts':>20s} {'own rollouts':>21s} "
