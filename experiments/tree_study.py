@@ -193,6 +193,12 @@ class _Group(NamedTuple):
     """Name of the method that generates the shared drafts."""
     return next(iter(self.methods))
 
+  @property
+  def provided(self) -> frozenset[str]:
+    """Properties of the drafts. Those of trees have siblings."""
+    parents = (-1, 0) if self.kind == _CHAIN else (-1, 0, 0)
+    return interfaces.capabilities(self.methods[self.first](parents).drafter)
+
   def rule(self, name: str) -> sj.Verifier:
     return self.methods[name]((-1, 0)).verifier
 
@@ -240,8 +246,8 @@ def _groups(drafter: drafters_lib.Loaded, rules: dict[str, sj.Verifier]
             for kind, group in zip(_KINDS, _GROUPS)]
   groups = [group for group in groups if group.methods]
   for label, rule in rules.items():
-    fitting = [group for group in groups if interfaces.capabilities(
-        group.methods[group.first]((-1, 0)).drafter).issuperset(rule.requires)]
+    fitting = [group for group in groups
+               if group.provided.issuperset(rule.requires)]
     if not fitting:
       raise ValueError(
           f"--verifier contains {label}, which requires a drafter that is "

@@ -15,6 +15,7 @@ such as `methods.MedusaHeads`.
 Modules with a leading underscore contain helpers shared by several methods.
 """
 
+from collections.abc import Iterator
 import functools
 import os
 import pathlib
@@ -76,9 +77,8 @@ def _installed() -> tuple[Method, ...]:
       method = entry_points.load(group, name)
       if not isinstance(method, Method) or method.name != name:
         raise ValueError("it must be a specjax.methods.Method with this name")
-      taken = {m.name for m in METHODS} | {
-          m.heads.kind for m in METHODS if m.heads is not method.heads}
-      if taken & {name, method.heads.kind}:
+      if any(m.name == name or m.heads.kind == method.heads.kind
+             and m.heads is not method.heads for m in METHODS):
         raise ValueError("specjax has a method or heads of this name")
       found.append(method)
     except Exception as e:  # of the package
@@ -94,17 +94,24 @@ def available() -> tuple[Method, ...]:
   A package declares a `Method` under its name in the entry-point group
   "specjax.methods" (see `utils.entry_points`).
   """
-  return *METHODS, *_installed()
+  return tuple(_each())
+
+
+def _each() -> Iterator[Method]:
+  # Packages are imported only after METHODS, because a package may look up a
+  # method of specjax while it is imported.
+  yield from METHODS
+  yield from _installed()
 
 
 def by_name(name: str) -> Method:
   """Returns the trained method with this name, for example "medusa"."""
-  return next(method for method in available() if method.name == name)
+  return next(method for method in _each() if method.name == name)
 
 
 def of(heads: Heads) -> Method:
   """Returns the first method that trains this class of heads."""
-  return next(m for m in available() if m.heads.kind == heads.kind)
+  return next(m for m in _each() if m.heads.kind == heads.kind)
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,

@@ -18,6 +18,7 @@ from specjax import methods
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import common  # noqa: E402
 from lib import drafters  # noqa: E402
 from lib.configurations import decoders  # noqa: E402
 from lib.prompts import reading  # noqa: E402
@@ -193,6 +194,7 @@ def test_rows_have_the_results_of_their_size():
           for i in range(2)}
   rows = drafter_evaluation.Results(
       runs=runs, gammas=[1, 2], temperatures=[1.0], cluster_of=str,
+      rules={"chain": ["token"], "tree": ["traversal"]},
       observed={"chain": ["token", "token, size 1"],
                 "tree": ["traversal", "traversal, size 3"]},
       sizes={"tree": [3, 6]}).rows()
@@ -204,6 +206,10 @@ def test_rows_have_the_results_of_their_size():
   assert (chain["gamma 1"][:4], chain["gamma 2"][:4], chain["6 nodes"]) == (
       "1.50", "2.00", "")
   assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
+
+
+def _rules(names):
+  return common.verifiers("--verifier", names.split(","))
 
 
 def test_runs_of_another_order_of_rules_are_not_read():
@@ -219,7 +225,7 @@ def test_runs_of_another_order_of_rules_are_not_read():
       target=types.SimpleNamespace(model=model, params=()), rules=rules,
       candidates={"chain": candidate}, gammas=[2], read=read, eos=None,
       new_tokens=4, batch=decoders.Batch(size=1), seed=0).fingerprint()
-            for rules in (["token", "block"], ["block", "token"])}
+            for rules in map(_rules, ("token,block", "block,token"))}
   assert len(prints) == 2
 
 

@@ -72,13 +72,14 @@ SHOWN = (("rounds", "mean", ".1f"), ("rounds_p90", "90 % quantile", ".0f"),
 def print_table(rows: list[dict[str, Any]]):
   """Prints the columns `SHOWN` of every row of a table."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
-  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':13s} "
+  rules = max(13, *(len(style.label(r["verifier"])) for r in rows))
+  print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':{rules}s} "
         + " ".join(f"{head:>23s}" for _, head, _ in SHOWN))
   for r in rows:
     shown = (format(analysis.Estimate.of_columns(r, name), form)
              for name, _, form in SHOWN)
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
-          f"{style.label(r['verifier']):13s} "
+          f"{style.label(r['verifier']):{rules}s} "
           + " ".join(f"{text.rpartition(' ')[0]:>23s}" for text in shown))
   print("Slow sequences need more rounds than the 90 % quantile of token "
         "verification. The column\nis their share minus that of token "
