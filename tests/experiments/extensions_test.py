@@ -321,10 +321,8 @@ def test_the_shapes_that_a_drafter_has_in_the_tree_study(code):
       study._groups(_loaded(Strategy(flat, None)), {})
     with pytest.raises(ValueError, match="--verifier.* Iid.*iid"):
       study._groups(_loaded(Strategy(network, None)), rules)
-    own_shape = sj.strategies.sequoia(model, (-1, 0, 0))._replace(
-        drafter=sj.drafters.TokenRecycling())
     with pytest.raises(ValueError, match="own drafts trees of its own shape"):
-      study._groups(_loaded(own_shape), {})
+      study._groups(_loaded(sj.strategies.token_recycling()), {})
   assert [list(group.methods) for group in chains] == [
       ["chain_token", "chain_block", "chain_Iid"]]
   assert chains[0].methods["chain_block"]((-1, 0, 1)).drafter == (
