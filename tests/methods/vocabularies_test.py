@@ -135,35 +135,6 @@ def test_tokenizers_as_published_ones_are():
   assert vocabulary.shared > 256 and vocabulary.longest > 3
 
 
-def test_nothing_in_common():
-  # Broken: a drafter that can never draft runs, at the cost of its passes.
-  with pytest.raises(ValueError, match="3 tokens.*2.*none in common"):
-    data.map_vocabularies(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
-  with pytest.raises(ValueError, match="3 can be spelled with.*2 tokens"):
-    data.Retokenizer(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
-
-
-def test_bad_settings():
-  # Broken: parts that do not fit fail inside the compiler, or not at all.
-  model = testing.MarkovModel(3)
-  texts = data.Retokenizer(_List((b"a",)), _List((b"a", b"b")))
-  make = functools.partial(
-      sj.strategies.token_intersection, model, target_size=2)
-  for act, words in (
-      (lambda: make(gamma=0), "gamma is 0.*at least 1"),
-      (lambda: sj.strategies.string_match(model, texts, 2), "model is 3,.*1"),
-      (lambda: make(gamma=1).decoder(model),
-       "target of 2 tokens, but this target has 3")):
-    with pytest.raises(ValueError, match=words):
-      act()
-  vocabulary = data.map_vocabularies(_List((b"a",)), _List((b"a", b"b")))
-  decoder = make(gamma=1).decoder(testing.MarkovModel(2))
-  params = {"target": jnp.zeros((2, 2)), "drafter": {
-      "model": jnp.zeros((3, 3)), "vocabulary": vocabulary}}
-  with pytest.raises(ValueError, match="maps 1 tokens of the drafter.*has 3"):
-    decoder.prefill(params, [[0]], jax.random.key(0))
-
-
 def test_law_of_the_common_tokens():
   # Broken: q' is not what the drafter's model says of the common tokens.
   vocabulary = data.map_vocabularies(
