@@ -82,6 +82,7 @@ def simulation():
     yield module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clusters", ["equal", "unequal prompts", "shared", "labels only"])
 def test_intervals_of_unequal_clusters_cover(simulation, clusters):

@@ -174,6 +174,7 @@ def _trials(rule, kind):
   return trials.audits(compiled, False, (0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CHAINS)
 def test_sizes_and_padding(name):
   # Broken: a rule that is wrong only at sizes of real decoding, or beside
@@ -261,6 +262,7 @@ _TREES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _TREES)
 def test_trees(name):
   # Broken: a rule that is wrong for deterministic trees alone is approved.
@@ -293,6 +295,7 @@ class _Late(GreedyBlock):
     return super().commit(state[0], draft, p, verdict), state[1] + 1
 
 
+@pytest.mark.slow
 def test_late_rounds():
   # Broken: a rule with state that is wrong after many rounds is approved; or
   # one that is right is not.

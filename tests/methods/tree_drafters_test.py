@@ -144,6 +144,7 @@ def test_rows_are_the_laws_of_the_context(name):
     np.testing.assert_allclose(draft.probs[b, i], want / want.sum(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch():
   # Broken: a result cannot be reproduced without the rows of its batch.
   tokens, emitted, _ = _sampled("without_replacement")

@@ -217,6 +217,7 @@ def _two_rounds(rule, pair):
       rule, pair, _chains, 3, 2, 2, "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock()],
     ids=lambda rule: type(rule).__name__)
@@ -272,6 +273,7 @@ def _logits(model, params, texts):
 _PROMPTS = [[4], [0, 3, 2, 1, 4, 3], [3, 3, 1], [1, 2]]
 
 
+@pytest.mark.slow
 def test_what_is_drafted_follows_the_committed_text():
   # Broken: the drafter's cache holds a token that was rejected, or lacks one;
   # its copy of the text is another; a token of three pieces or none shifts it.
@@ -304,6 +306,7 @@ def test_what_is_drafted_follows_the_committed_text():
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_written_follows_the_committed_text():
   # Broken: as above, for text that both tokenizers split anew in every round.
   case, found = _rounds("StringMatch", [*_PROMPTS, [3]], 8,
@@ -357,6 +360,7 @@ class _Ends(sj.models.Transformer):
     return out.replace(logits=nan(out.logits), hidden=nan(out.hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,token,pieces", [
     ("TokenIntersection", 1, 3), ("StringMatch", 3, 2)])
 def test_a_text_without_room_is_not_cut(name, token, pieces):
