@@ -421,7 +421,7 @@ def test_rows_and_figures(rule, drafter, package):
   flags = [*_FEW, f"--verifier=token,{rule}", f"--drafter={drafter}"]
   keys = {}
   for script, more, figures in (
-      ("verification_study.py", ["--error=0", "--noown_rollouts"],
+      ("verification_study.py", ["--noown_rollouts"],
        ["verification/verification_tokens", "verification/verification_gain"]),
       ("arena.py", [], ["arena/arena"]),
       ("evaluate_drafter.py", [], ["evaluation/evaluation"])):
