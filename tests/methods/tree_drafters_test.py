@@ -1,4 +1,4 @@
-"""Drafters of trees: samples, reported q, and refusals."""
+"""Drafters of trees: samples and reported q."""
 
 import dataclasses
 import functools
