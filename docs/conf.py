@@ -31,7 +31,7 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-toc_object_entries = False
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["dollarmath"]
 # Attributes of components have equal names, so links to them are ambiguous.

@@ -1,4 +1,4 @@
-"""Sphinx extension: API pages from `__all__`, notebooks, links to the sources.
+"""Sphinx extension: API pages from `__all__`, notebooks and links.
 
 Nothing is listed by hand. A module of specjax is public if it is in
 `specjax.__all__`, and a name is public if it is in the `__all__` of its
@@ -14,8 +14,12 @@ import re
 import shutil
 import types
 
+import chex
 import docutils.core
+import jax
+import numpy as np
 from sphinx.util import logging
+from sphinx.util.typing import stringify_annotation
 
 import specjax
 
@@ -24,6 +28,15 @@ _ROOT = _DOCS.parent
 _LOG = logging.getLogger(__name__)
 _SOURCES = os.environ.get("SPECJAX_SOURCES")  # URL of the repository's root
 _MORE = ("sampling", "training")  # public, but not in `specjax.__all__`
+# Names of unions that autodoc would write out, by their written form.
+_ALIASES = {
+    stringify_annotation(alias, "smart"): alias_name
+    for alias_name, alias in (
+        ("ArrayTree", chex.ArrayTree), ("ArrayLike", np.typing.ArrayLike),
+        ("ArrayLike", jax.typing.ArrayLike),
+        ("DTypeLike", jax.typing.DTypeLike))}
+_TARGETS = {}  # documented names by their names in texts
+_CODE = re.compile(r"(?<![`:\w\\])`([A-Za-z_][\w.]*)`(?![`_])")
 
 
 def public_modules():
@@ -57,7 +70,8 @@ def _directive(value):
 
 def _page(name, module, documented):
   """Returns the page of a module in reStructuredText."""
-  lines = [name, "=" * len(name), "", f".. automodule:: {name}", "", ""]
+  lines = [":tocdepth: 2", "", name, "=" * len(name), "",
+           f".. automodule:: {name}", "", ""]
   for public in public_names(module):
     value = getattr(module, public)
     key = id(value) if callable(value) else f"{name}.{public}"
@@ -86,6 +100,7 @@ def _generate(app):
   modules = dict(public_modules())
   for name, module in modules.items():
     _write(_DOCS / "api" / f"{name}.rst", _page(name, module, documented))
+  _TARGETS.update(_link_targets(modules, documented))
   _write(_DOCS / "api" / "index.rst", "\n".join([
       "API", "===", "", ".. toctree::", "   :maxdepth: 1", "",
       *(f"   {name}" for name in modules), ""]))
@@ -94,6 +109,39 @@ def _generate(app):
     copy = _DOCS / "notebooks" / path.name
     if not copy.exists() or copy.read_bytes() != path.read_bytes():
       shutil.copyfile(path, copy)
+
+
+def _link_targets(modules, documented):
+  """Returns `{name in a text: documented name}` of the public names.
+
+  Texts write `sj.exact.certify`, `exact.certify` or, if the name is a class,
+  `Decoder`. A short name of several public objects is not a key.
+  """
+  targets = {}
+  for module_name, module in modules.items():
+    for public in public_names(module):
+      value = getattr(module, public)
+      key = id(value) if callable(value) else f"{module_name}.{public}"
+      name = f"{module_name}.{public}"
+      short = name.removeprefix("specjax.")
+      texts = [name, f"sj.{short}", *([short] if "." in short else []),
+               *([public] if public[0].isupper() else [])]
+      for text in texts:
+        targets.setdefault(text, set()).add(documented[key])
+  return {text: names.pop() for text, names in targets.items()
+          if len(names) == 1}
+
+
+def _with_links(text, form):
+  """Makes public names links, by `form` with the fields `text`, `target`."""
+
+  def replace(match):
+    owner, _, member = match[1].rpartition(".")
+    target = _TARGETS.get(match[1]) or (
+        owner in _TARGETS and f"{_TARGETS[owner]}.{member}")
+    return form.format(text=match[1], target=target) if target else match[0]
+
+  return _CODE.sub(replace, text)
 
 
 def _link_sources(app, name, source):
@@ -113,6 +161,16 @@ def _link_sources(app, name, source):
 
   source[0] = re.sub(
       r"(?<!!)\[([^\]\[]*)\]\((\.\./[^)#:]+)\)", replace, source[0])
+  if name.startswith(("api/", "notebooks/")):
+    return
+  # Neither fenced code nor headings.
+  parts = re.split(r"(^```.*?^```|^#.*?$)", source[0], flags=re.DOTALL | re.M)
+  parts[::2] = [_with_links(part, "{{py:obj}}`{text} <{target}>`")
+                for part in parts[::2]]
+  source[0] = "".join(parts)
+  if name == "index" and _SOURCES:  # an entry of the side bar
+    source[0] = source[0].replace(
+        "\napi/index\n", f"\napi/index\nSource code <{_SOURCES}>\n")
 
 
 def _is_clean(lines):
@@ -136,7 +194,12 @@ def _readable(block):
     last = [" ".join(line.strip() for line in escaped), ""]
   else:
     last = ["::", "", *("  " + line for line in block), ""]
-  return next((form for form in (block, escaped) if _is_clean(form)), last)
+  if _is_clean(block):
+    text = "\n".join(block)
+    if text.startswith(">>>") or re.search("::$", text, re.M):  # code
+      return block
+    return _with_links(text, ":py:obj:`{text} <{target}>`").split("\n")
+  return escaped if _is_clean(escaped) else last
 
 
 def _process_docstring(app, what, name, value, options, lines):
@@ -146,6 +209,14 @@ def _process_docstring(app, what, name, value, options, lines):
       if line.startswith(":") or not before and line[:1].strip())]
   blocks = [lines[i:j] for i, j in zip(starts, [*starts[1:], len(lines)])]
   lines[:] = [line for block in blocks if block for line in _readable(block)]
+
+
+def _shorten_types(app, what, name, value, options, signature, returns):
+  """Writes the names of unions in signatures, instead of their members."""
+  for union, alias in _ALIASES.items():
+    signature = signature and signature.replace(union, alias)
+    returns = returns and returns.replace(union, alias)
+  return signature, returns
 
 
 def _check_coverage(app, env):
@@ -164,6 +235,7 @@ def _check_coverage(app, env):
 def setup(app):
   app.connect("builder-inited", _generate)
   app.connect("autodoc-process-docstring", _process_docstring, priority=900)
+  app.connect("autodoc-process-signature", _shorten_types)
   app.connect("source-read", _link_sources)
   app.connect("env-check-consistency", _check_coverage)
   return {"parallel_read_safe": True}

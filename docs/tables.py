@@ -1,4 +1,4 @@
-"""Writes the tables and numbers of the documents from the committed results.
+"""Writes tables and numbers of the documents: committed results, scripts.
 
   python docs/tables.py
 
@@ -17,8 +17,12 @@ follow as `key="..."`:
     format does not end in `!`.
   sort: column of the CSV by which rows are sorted, largest first.
   turn: any text; rows and columns of the table change places.
+
+Between `<!-- scripts -->` and `<!-- /scripts -->` is a table of the scripts in
+experiments/, with the first lines of their docstrings.
 """
 
+import ast
 import csv
 import json
 import pathlib
@@ -34,6 +38,7 @@ from lib.figures import style  # noqa: E402
 _RESULTS = _ROOT / "experiments/results"
 _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: ([^>]*?) -->)[^<]*(<!-- /value -->)")
+_SCRIPTS = re.compile(r"(<!-- scripts -->\n).*?(<!-- /scripts -->)", re.DOTALL)
 _NAMES = {"method": style.label, "verifier": style.rule, "over": style.rule,
           "key": style.rule}
 _WORDS = {
@@ -111,10 +116,7 @@ def _fields(text, count):
 
 def _word(column, text):
   """Returns the name of a value in tables."""
-  try:
-    word = _NAMES[column](text)
-  except KeyError:  # no method, or one of a single study
-    word = _WORDS.get(text, text)
+  word = _WORDS.get(text) or _NAMES.get(column, str)(text)
   return word.replace("|", "\\|")
 
 
@@ -171,9 +173,19 @@ def value(spec):
   return _number(row, column, form)
 
 
+def scripts():
+  """Returns the Markdown table of the scripts."""
+  lines = ["| script | purpose |", "| --- | --- |"]
+  for path in sorted((_ROOT / "experiments").glob("[!_]*.py")):
+    purpose = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    lines += [f"| `{path.name}` | {purpose.splitlines()[0]} |"]
+  return "".join(f"{line}\n" for line in lines)
+
+
 def rendered(text):
   """Returns a document with its tables and numbers written again."""
   text = _TABLE.sub(lambda m: m[1] + table(m[2]) + m[3], text)
+  text = _SCRIPTS.sub(lambda m: m[1] + scripts() + m[2], text)
   return _VALUE.sub(lambda m: m[1] + value(m[2]) + m[3], text)
 
 
