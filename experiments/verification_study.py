@@ -7,7 +7,7 @@ gain in accepted tokens and in speed. It produces the tables and figures of
 "Block Verification Accelerates Speculative Decoding" (Sun et al. 2024,
 arXiv:2403.10444) for any pair of models and any prompts.
 
-With the bundled models, the study takes two to five minutes on two CPU cores:
+With the bundled models, the study takes one to two minutes on two CPU cores:
 
   python experiments/verification_study.py
 
@@ -48,13 +48,15 @@ Number of prompts: a pilot run on other prompts estimates how many prompts are
 needed, so that the interval of block verification's gain on the same drafts has
 the half width --error. The study decodes this number of prompts, equally many
 from every set. The number does not depend on the results of the study, so the
-intervals have the coverage of a study of fixed size. With --error=0 all prompts
-are decoded.
+intervals have the coverage of a study of fixed size. Only the first 8 of them
+also have own rollouts, because these take most of the time: their intervals are
+wider, and the speed needs few prompts. With --error=0 all prompts are decoded,
+with own rollouts.
 
 --batch=B decodes B prompts together, on several devices with --mesh. In
 float32, B changes the results only by rounding. Speed is not measured then,
-unless --timing=throughput. With --noown_rollouts the table contains only the
-columns "same drafts".
+unless --timing=throughput, and all decoded prompts have own rollouts. With
+--noown_rollouts the table contains only the columns "same drafts".
 
 More examples, the first with a rule and a drafter of your own
 (docs/guides/rule_to_figure.md):
@@ -69,14 +71,14 @@ More examples, the first with a rule and a drafter of your own
   python experiments/verification_study.py --target=smollm2 \\
     --drafter=mine.gguf --prompts=mt_bench=question.jsonl --chat
 
-Results of each prompt are appended to runs.jsonl in --output_dir. If the script
-is killed, the same command resumes it. Temperatures, seeds and prompt sets can
-be added later. verification.csv also contains the parts of the time of a round:
-passes that are timed alone (verify_ms, gamma times draft_ms), and the rest
-(overhead_ms). For a drafter without a draft model, draft_ms is the time of the
-longest draft divided by its length. The plots are verification_tokens.png,
-verification_gain.png and verification_speed.png. The last line of stdout names
-verification.json.
+Results of each prompt are appended to runs.jsonl and drafts.jsonl (the shared
+drafts) in --output_dir. If the script is killed, the same command resumes it.
+Temperatures, seeds and prompt sets can be added later. verification.csv also
+contains the parts of the time of a round: passes that are timed alone
+(verify_ms, gamma times draft_ms), and the rest (overhead_ms). For a drafter
+without a draft model, draft_ms is the time of the longest draft divided by its
+length. The plots are verification_tokens.png, verification_gain.png and
+verification_speed.png. The last line of stdout names verification.json.
 """
 
 from collections.abc import Callable
@@ -143,11 +145,13 @@ _BATCH = batches.flags("throughput")
 _OWN_ROLLOUTS = flags.DEFINE_bool(
     "own_rollouts", True, "Also decode every prompt with every verifier, and "
     "without drafts, to measure the speed-up and the block efficiency of each "
-    "verifier on its own output. --noown_rollouts compares verifiers only on "
-    "the same drafts, which is faster")
+    "verifier on its own output. Unless --error is 0 or --batch is given, only "
+    "the first 8 prompts are decoded with every verifier. --noown_rollouts "
+    "compares verifiers only on the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 _PILOT = 12  # number of prompts of the pilot run (see --error)
+_TIMED = 8  # number of prompts with timed own rollouts, unless --error=0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +184,14 @@ class _Setting:
     return self.batch is None or self.batch.timed
 
   @property
+  def separates_drafts(self):
+    """True if the shared drafts are not part of the own rollouts.
+
+    Evaluating all rules takes time, so timed rollouts are separate.
+    """
+    return _OWN_ROLLOUTS.value and self.is_timed
+
+  @property
   def capacity(self):
     """Number of cache slots per row."""
     return self.read.longest + _NEW_TOKENS.value + max(self.gammas) + 1
@@ -210,7 +222,7 @@ class _Setting:
       make = functools.partial(
           decoders.DecoderRows, params=params, new_tokens=_NEW_TOKENS.value,
           capacity=self.capacity, reader=reader, batch=self.batch)
-      if not variants and _OWN_ROLLOUTS.value and self.is_timed:
+      if not variants and self.separates_drafts:
         variants[cells.BASELINE] = make(
             decoder(drafter=sj.drafters.Empty(), verifier=rules.rules[0]),
             change=lambda state: state.replace(drafter=None, made_by=None))
@@ -226,10 +238,7 @@ class _Setting:
     return variants
 
   def shared_drafts(self, temperature: float):
-    """Returns the configurations that the pilot run needs.
-
-    These are the configurations that generate the shared drafts.
-    """
+    """Returns the configurations that generate the shared drafts."""
     variants = self.configurations(temperature)
     return {cells.shared_key(name): variants[self._shared(name)]
             for name in self.drafters}
@@ -238,11 +247,16 @@ class _Setting:
     """Returns the name of the configuration with the shared drafts.
 
     Their rollouts are also those of token verification with the largest gamma.
-    Evaluating all rules takes time, so timed rollouts are separate.
     """
-    if _OWN_ROLLOUTS.value and not self.is_timed:
+    if _OWN_ROLLOUTS.value and not self.separates_drafts:
       return cells.key(drafter, max(self.gammas), "token")
     return cells.shared_key(drafter)
+
+  def own_rollouts(self, temperature: float):
+    """Returns the configurations that do not generate the shared drafts."""
+    shared = set(map(self._shared, self.drafters))
+    return {name: variant for name, variant in self.configurations(
+        temperature).items() if name not in shared}
 
   def check_room(self):
     """Raises `ValueError` if rows are longer than the models' context.
@@ -440,17 +454,24 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
   by_prompts = [row for name in prompts for row in study.rows(name)]
   report.print_table(rows)
   decoded = len({unit[3:] for unit in runs})
+  timed = len({unit[3:] for unit, found in runs.items()
+               if cells.BASELINE in found})
   reached = study.half_width("block") if "block" in _VERIFIERS.value else None
   print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
         + ("" if reached is None else "; the half width of the interval of "
            "block verification's gain on the same drafts is at most "
            f"{100 * reached:.2f} percentage points"))
+  if 0 < timed < decoded:
+    print(f"own rollouts and speed are those of the first {timed} prompts; "
+          "--error=0 measures them on all prompts, and --batch=16 measures own "
+          "rollouts without speed")
   report.write(output_dir, rows + by_prompts, study.prompt_rows())
   print(f"wrote verification.md, .csv, {cells.PROMPTS} and figures to "
         f"{output_dir}")
   common.finish(output_dir, "verification", {
       "rows": rows, "by_prompts": by_prompts, "source": source,
-      "seeds": _SEEDS.value, "num_prompts": decoded, "error": reached,
+      "seeds": _SEEDS.value, "num_prompts": decoded,
+      **({"timed_prompts": timed} if timed else {}), "error": reached,
       "draft_vocabulary": _DRAFT_VOCABULARY.value and {
           "size": _DRAFT_VOCABULARY.value, "data": _VOCABULARY_DATA.value},
       "autoregressive_tokens_per_second": study.baseline_speed()})
@@ -480,14 +501,23 @@ def main():
   costs = None if batch else _Costs(
       setting.target, setting.drafters, gammas, setting.capacity, read.longest,
       read.all[0])
-  prompts = read.sets
+  prompts = timed = read.sets
   if _ERROR.value and "block" in verifiers:
     needed = _needed(read, lambda pilot: setting.decode(
         {"pilot": pilot}, output_dir / "pilot.jsonl", setting.shared_drafts,
         costs), setting.study)
     prompts = _turns(needed, read) if needed else prompts
-  runs = setting.decode(
-      prompts, output_dir / "runs.jsonl", setting.configurations, costs)
+    timed = prompts if batch else _turns(_TIMED, read)
+  path = output_dir / "runs.jsonl"
+  if setting.separates_drafts:
+    own = setting.decode(
+        {name: rows[:len(timed[name])] for name, rows in prompts.items()},
+        path, setting.own_rollouts, costs)
+    drafts = setting.decode(prompts, output_dir / "drafts.jsonl",
+                            setting.shared_drafts, None)
+    runs = {unit: found | own.get(unit, {}) for unit, found in drafts.items()}
+  else:
+    runs = setting.decode(prompts, path, setting.configurations, costs)
   _report(setting.study(runs, costs and costs.seconds()), runs, read.sets,
           read.source, output_dir)
 

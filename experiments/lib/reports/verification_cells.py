@@ -110,10 +110,8 @@ class Study:
 
   def baseline_speed(self):
     """Returns tokens per second of autoregressive decoding; None if untimed."""
-    runs = [runs.get(BASELINE, {}) for runs in self._runs.values()]
-    if not all("seconds" in run for run in runs):
-      return None
-    return _tokens_per_second(runs)
+    runs = [runs[BASELINE] for runs in self._runs.values() if BASELINE in runs]
+    return _tokens_per_second(runs) if runs else None
 
   def half_width(self, verifier: str):
     """Returns the largest half width of the intervals of a verifier's gain.
@@ -170,7 +168,7 @@ class Study:
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
     own = runs.get(key(drafter, gamma, verifier))
-    if own:  # a pilot has no own rollouts
+    if own:  # only some prompts of a study have own rollouts
       found |= {"own_accepted": own["expected"][0], "own_rounds": own["rounds"]}
     return found
 
@@ -181,9 +179,10 @@ class Study:
   def _speed(self, units: list[tuple], drafter: str, gamma: int, verifier: str):
     """Returns the speed columns of a cell. Empty if no run was timed."""
     name = key(drafter, gamma, verifier)
-    pairs = [(self._runs[unit].get(name, {}), self._runs[unit].get(BASELINE))
+    units = [unit for unit in units if BASELINE in self._runs[unit]]
+    pairs = [(self._runs[unit][name], self._runs[unit][BASELINE])
              for unit in units]
-    if not all("seconds" in run for run, _ in pairs):
+    if not pairs:
       return {}
     own_runs, base_runs = zip(*pairs)
     own = _tokens_per_second(own_runs)
@@ -261,19 +260,28 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
     rows: rows of `Study.prompt_rows` of the cell.
     base: rows of token verification with the same prompts.
   """
-  of = lambda rows, name: np.array([r[name] for r in rows], np.float64)
-  clusters = [r["cluster"] for r in rows]
-  sums = lambda rows, kind: (of(rows, f"{kind}_accepted"),
-                             of(rows, f"{kind}_rounds"))
-  tokens = lambda kind: analysis.estimate(
-      lambda total, count: 1 + total / count, *sums(rows, kind),
-      clusters=clusters, least=1, most=1 + rows[0]["gamma"])
-  gain = lambda kind: analysis.relative_gain(
-      *sums(rows, kind), *sums(base, kind), clusters=clusters)
-  found = {"paired_block_efficiency": tokens("shared"), "gain": gain("shared")}
-  if rows[0]["own_rounds"]:
-    found |= {"block_efficiency": tokens("own"), "own_gain": gain("own")}
-  return found
+  def add(kind, names):
+    mine, other = _with_rounds(kind, rows, base)
+    if not mine:
+      return {}
+    clusters = [r["cluster"] for r in mine]
+    sums, base_sums = ([np.array([r[f"{kind}_{name}"] for r in x], np.float64)
+                        for name in ("accepted", "rounds")]
+                       for x in (mine, other))
+    tokens = analysis.estimate(
+        lambda total, count: 1 + total / count, *sums, clusters=clusters,
+        least=1, most=1 + rows[0]["gamma"])
+    return dict(zip(names, (tokens, analysis.relative_gain(
+        *sums, *base_sums, clusters=clusters))))
+
+  return (add("shared", ("paired_block_efficiency", "gain"))
+          | add("own", ("block_efficiency", "own_gain")))
+
+
+def _with_rounds(kind: str, rows: list[dict[str, Any]],
+                 base: list[dict[str, Any]]):
+  """Returns the rows of both lists whose prompts have rollouts of a kind."""
+  return ([r for r in x if r[f"{kind}_rounds"]] for x in (rows, base))
 
 
 def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
@@ -293,6 +301,7 @@ def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
     if name in found:
       result |= found[name].columns(name)
   if "own_gain" in found:
+    rows, base = _with_rounds("own", rows, base)
     rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))
     clusters = [r["cluster"] for r in rows]
     result |= (text_rounds.columns(rounds, clusters)

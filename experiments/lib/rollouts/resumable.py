@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import functools
 import pathlib
 import sys
+import time
 from typing import Any
 
 import jax
@@ -69,7 +70,8 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
       all configurations decode a unit before the next unit. They are then
       measured under the same conditions.
     new_tokens: maximum number of tokens per rollout. If given, the number of
-      missing prompts, programs and tokens is printed before decoding.
+      missing prompts, programs and tokens is printed before decoding, and an
+      estimate of the time after the first rollouts.
 
   Returns:
     `{unit: {name: run}}`.
@@ -97,9 +99,18 @@ def run(units: list[tuple], prompt_of: Callable[[tuple], tuple],
       configurations, some = made.pop(group), own[group]
       programs.compile(configurations, _longest(groups[group], prompt_of),
                        1 + len(some) // 2)
-      for unit, found in _decode(configurations, some, prompt_of, bar, window,
-                                 record.runs):
+      start, expected = time.perf_counter(), new_tokens is not None
+      total = len(some) * len(configurations)
+      for count, (unit, found) in enumerate(_decode(
+          configurations, some, prompt_of, bar, window, record.runs), 1):
         add(unit, found)
+        # After a prompt with all configurations, or a window with the first.
+        done = count * len(found)
+        if expected and min(window or 1, len(some)) <= done < total:
+          seconds = (time.perf_counter() - start) * (total / done - 1)
+          bar.write(f"about {seconds:.0f} s for the next {total - done:,} "
+                    "rollouts", file=sys.stderr)
+          expected = False
     bar.set_description("decoded")
     bar.n = bar.total
     bar.refresh()
