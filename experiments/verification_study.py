@@ -151,7 +151,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
 _OUTPUT_DIR = shared.output_dir("results/verification")
 
 _PILOT = 12  # number of prompts of the pilot run (see --error)
-_TIMED = 8  # number of prompts with timed own rollouts, unless --error=0
+_TIMED = 8  # least number of prompts with own rollouts, unless --error=0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -462,9 +462,9 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
            "block verification's gain on the same drafts is at most "
            f"{100 * reached:.2f} percentage points"))
   if 0 < timed < decoded:
-    print(f"own rollouts and speed are those of the first {timed} prompts; "
-          "--error=0 measures them on all prompts, and --batch=16 measures own "
-          "rollouts without speed")
+    print(f"own rollouts and speed: the first {timed} prompts. --error=0 "
+          "measures them on all prompts, and --batch=16 measures own rollouts "
+          "without speed")
   report.write(output_dir, rows + by_prompts, study.prompt_rows())
   print(f"wrote verification.md, .csv, {cells.PROMPTS} and figures to "
         f"{output_dir}")
@@ -501,18 +501,19 @@ def main():
   costs = None if batch else _Costs(
       setting.target, setting.drafters, gammas, setting.capacity, read.longest,
       read.all[0])
-  prompts = timed = read.sets
+  prompts, timed = read.sets, None
   if _ERROR.value and "block" in verifiers:
     needed = _needed(read, lambda pilot: setting.decode(
         {"pilot": pilot}, output_dir / "pilot.jsonl", setting.shared_drafts,
         costs), setting.study)
     prompts = _turns(needed, read) if needed else prompts
-    timed = prompts if batch else _turns(_TIMED, read)
+    if not batch:  # two prompts of a set predict the speed of each other
+      timed = max(2, -(-_TIMED // len(read.sets)))
   path = output_dir / "runs.jsonl"
   if setting.separates_drafts:
     own = setting.decode(
-        {name: rows[:len(timed[name])] for name, rows in prompts.items()},
-        path, setting.own_rollouts, costs)
+        {name: rows[:timed] for name, rows in prompts.items()}, path,
+        setting.own_rollouts, costs)
     drafts = setting.decode(prompts, output_dir / "drafts.jsonl",
                             setting.shared_drafts, None)
     runs = {unit: found | own.get(unit, {}) for unit, found in drafts.items()}

@@ -56,6 +56,7 @@ def test_verification_study(tmp_path):
   tables = (results / "verification.md").read_text()
   assert "Table 3" in tables and "typical (LOSSY)" in tables
   assert "compiling" in first["stderr"]  # the bar says what takes so long
+  assert " s for the next " in first["stderr"]
 
   whole = (results / "runs.jsonl").read_bytes()
   (results / "runs.jsonl").write_bytes(whole[:-20])  # killed while writing

@@ -185,6 +185,17 @@ def test_intervals_of_a_study_are_over_clusters():
   few = cells.Study({unit: runs[unit] for unit in units[:4]}, ["d"], [2],
                     rules)
   assert few.half_width("block") is None
+  # Broken: prompts without own rollouts count as observations of them.
+  own, shared = (cells.Study(some, ["d"], [2], rules).rows()[1] for some in (
+      {unit: runs[unit] for unit in units[:8]}, runs))
+  some = cells.Study({
+      unit: found if unit in units[:8] else {names[1]: found[names[1]]}
+      for unit, found in runs.items()}, ["d"], [2], rules)
+  for name, value in some.rows()[1].items():
+    is_own = name.startswith(("own_", "block_", "rounds", "slow_"))
+    assert value == (own if is_own else shared).get(name, value), name
+  assert some.baseline_speed() == 20
+  assert some.rows()[1]["own_clusters"] == own["clusters"]
 
 
 def test_a_pilot_chooses_how_many_prompts_are_decoded(capsys):

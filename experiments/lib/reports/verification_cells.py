@@ -301,6 +301,8 @@ def columns(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
     if name in found:
       result |= found[name].columns(name)
   if "own_gain" in found:
+    if found["own_gain"].clusters < found["gain"].clusters:
+      result["own_clusters"] = found["own_gain"].clusters
     rows, base = _with_rounds("own", rows, base)
     rounds, other = ([r["own_rounds"] for r in x] for x in (rows, base))
     clusters = [r["cluster"] for r in rows]

@@ -51,7 +51,8 @@ def print_table(rows: list[dict[str, Any]]):
               f"{_shown(r, x, form):>{wide}s} " for x, form, wide in _SHOWN) +
           f"{_speedup(r, 'speedup'):>14s} "
           f"{_speedup(r, 'predicted_speedup'):>9s}")
-  print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts")
+  print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts"
+        + _own_clusters(rows))
   afresh = {style.label(r["verifier"]) for r in rows
             if _judged_afresh(r)}
   if afresh:
@@ -61,6 +62,12 @@ def print_table(rows: list[dict[str, Any]]):
     print("Number of rounds until a sequence is complete, own rollouts:")
     text_rounds.print_table(rows)
   _print_speed(rows)
+
+
+def _own_clusters(rows: list[dict[str, Any]]) -> str:
+  """Returns a note if fewer clusters of prompts have own rollouts."""
+  return (f", those of own rollouts over {rows[0]['own_clusters']}"
+          if rows[0].get("own_clusters") else "")
 
 
 def _starred(row: dict[str, Any]) -> str:
@@ -156,8 +163,9 @@ def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
       "own rollouts. Gain: relative increase in tokens per target call over "
       "token verification, on the same drafts or on each rule's own rollouts. "
       "On the same drafts, greedy block verification decides every round as a "
-      "first round. Intervals: 95 %, over n clusters of prompts. Speed-up: "
-      "tokens per second over autoregressive decoding.", "",
+      "first round. Intervals: 95 %, over n clusters of prompts"
+      f"{_own_clusters(rows)}. Speed-up: tokens per second over autoregressive "
+      "decoding.", "",
       f"Table 1. By prompt set: gamma {gamma}, temperature {first:g}, drafter "
       f"{best}.", "",
       *_table(by_set, ["prompts"]), "",
