@@ -26,12 +26,23 @@ def _read(path):
 def _printed(cell):
   """Returns the stored text that a cell printed."""
   return "".join(output.text for output in cell.outputs
-                 if output.output_type == "stream")
+                 if output.get("name") == "stdout")
 
 
 def _wording(text):
-  """Returns a text without its numbers, which differ between machines."""
+  """Returns a text without its numbers, which differ between machines.
+
+  The model with the largest rounding error also differs.
+  """
+  text = re.sub("(worst total variation).*", r"\1", text)
   return re.sub(r"\s*[-+]?\d[\d.,]*(e[-+]\d+)?", " #", text)
+
+
+def _assert_current(path, cell, printed):
+  # Broken: the library changed, and the outputs are those of an older one.
+  # Decoded text differs between machines.
+  if "decode(" not in cell.source:
+    assert _wording(printed) == _wording(_printed(cell)), _RUN.format(path.name)
 
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
@@ -68,11 +79,7 @@ def test_notebook_runs(path):
       code = compile(cell.source, f"{path.name}[{number}]", "exec")
       with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, module.__dict__)
-      # Broken: the library changed, and the outputs are those of an older one.
-      # Rounding differs between machines, and so can decoded text.
-      if "decode(" not in cell.source:
-        assert _wording(out.getvalue()) == _wording(
-            _printed(cell)), _RUN.format(path.name)
+      _assert_current(path, cell, out.getvalue())
     matplotlib.pyplot.close("all")
 
 
@@ -80,6 +87,10 @@ def test_notebook_runs(path):
 def test_a_notebook_runs_in_jupyter():
   # Broken: a kernel that a reader starts lacks what the tests have.
   path = _NOTEBOOKS[0]
-  nbclient.NotebookClient(_read(path), timeout=300, kernel_name="python3",
+  notebook = _read(path)
+  nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3",
                           resources={"metadata": {"path": path.parent}}
                           ).execute(env=scripts.environment())
+  for executed, cell in zip(notebook.cells, _read(path).cells, strict=True):
+    if cell.cell_type == "code":
+      _assert_current(path, cell, _printed(executed))
