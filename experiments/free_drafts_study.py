@@ -198,8 +198,7 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
   """
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
-  tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                             accepted, rounds, clusters=clusters, least=1)
+  tokens = analysis.block_efficiency(accepted, rounds, clusters)
   gain = analysis.relative_gain(
       accepted, rounds, *_accepted(runs, base), clusters=clusters)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,
@@ -304,7 +303,10 @@ def _ratio(row: dict[str, Any], column: str) -> str:
 
 
 def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
-  """Draws two figures: block efficiency, and speed over no drafts."""
+  """Draws two figures: block efficiency, and speed over no drafts.
+
+  Block efficiencies have 95 % intervals, speeds the quartiles over prompts.
+  """
   temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
   for column, title in (("tokens_per_round", "tokens per round"),
                         ("speedup", "speed over decoding without drafts")):
@@ -312,7 +314,7 @@ def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
       continue
     figure, axes = style.panels(len(temperatures), width=7.0)
     for panel, temperature in zip(axes[:, 0], temperatures):
-      _draw_bars(panel, [
+      _draw_points(panel, [
           row for row in rows if row["temperature"] == temperature
           and row["drafter"] != _ALONE], column)
       panel.set(ylabel=title, title=f"temperature {temperature:g}")
@@ -320,16 +322,21 @@ def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
     style.save(figure, output_dir / f"free_drafts_{end}.png")
 
 
-def _draw_bars(panel: Any, rows: list[dict[str, Any]], column: str):
-  """Draws a group of bars per prompt set, with a bar per drafter."""
+def _draw_points(panel: Any, rows: list[dict[str, Any]], column: str):
+  """Draws a group of points per prompt set, with a point per drafter."""
   names = list(dict.fromkeys(row["drafter"] for row in rows))
   sets = list(dict.fromkeys(row["prompts"] for row in rows))
-  for i, (name, color) in enumerate(zip(names, style.shades(len(names)))):
-    at = np.arange(len(sets)) + 0.8 * (i + 0.5) / len(names) - 0.4
-    panel.bar(at, [row[column] for row in rows if row["drafter"] == name],
-              0.8 / len(names), label=name, color=color)
+  for i, (name, look) in enumerate(zip(names, style.looks(len(names)))):
+    mine = [row for row in rows if row["drafter"] == name]
+    panel.errorbar(
+        [sets.index(row["prompts"]) + 0.8 * (i + 0.5) / len(names) - 0.4
+         for row in mine], [row[column] for row in mine],
+        style.errors(mine, column), capsize=2, markersize=4, label=name,
+        **look | {"linestyle": "None"})
   panel.axhline(1, color="black", linewidth=0.8)
   panel.set_xticks(range(len(sets)), sets)
+  panel.set_xticks(np.arange(len(sets) - 1) + 0.5, minor=True)
+  panel.grid(axis="x", which="minor")
 
 
 def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],

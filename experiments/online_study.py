@@ -250,7 +250,7 @@ def _rows(arm: str, windows: Windows) -> list[Row]:
   rows = []
   for (topic, window), accepted in windows.items():
     mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)),
-                                   least=0)
+                                   least=0, most=_GAMMA.value)
     rows.append({
         "drafter": arm, "topic": ("code", "prose")[topic],
         "tokens": (window + 0.5) * _WINDOW.value, "clusters": mean.clusters,
@@ -261,12 +261,13 @@ def _rows(arm: str, windows: Windows) -> list[Row]:
 def _plot(rows: Sequence[Row], path: pathlib.Path) -> None:
   figure, grid = style.panels(width=6.0)
   axes, arms = grid[0, 0], list(dict.fromkeys(r["drafter"] for r in rows))
-  for arm, color in zip(arms, style.shades(len(arms))):
+  for arm, look in zip(arms, style.looks(len(arms))):
     mine = [r for r in rows if r["drafter"] == arm]
     place = [r["tokens"] - (r["topic"] == "code") * _CODE_TOKENS.value
              for r in mine]
     axes.errorbar(place, [r["accepted"] for r in mine],
-                  style.errors(mine, "accepted"), label=arm, color=color)
+                  style.errors(mine, "accepted"), label=arm, markersize=4,
+                  **look)
   axes.axvline(0, color="black", linewidth=0.8)
   axes.set_xlabel("tokens generated after the change from code to prose")
   axes.set_ylabel("accepted tokens per round")

@@ -242,12 +242,13 @@ def _draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     lines.setdefault(row["variant"], []).append(row)
   drafters = list(dict.fromkeys(
       name.removesuffix(_WAITING) for name in lines))
-  colors = dict(zip(drafters, style.shades(len(drafters))))
+  looks = dict(zip(drafters, style.looks(len(drafters))))
   for panel, (column, title) in zip(axes[0], columns.items()):
     for variant, line in lines.items():
+      look = looks[variant.removesuffix(_WAITING)] | {
+          "linestyle": "--" if variant.endswith(_WAITING) else "-"}
       panel.plot([row["slots"] for row in line], [row[column] for row in line],
-                 "--" if variant.endswith(_WAITING) else "-", marker="o",
-                 label=variant, color=colors[variant.removesuffix(_WAITING)])
+                 label=variant, markersize=4, **look)
     style.tried(panel, [row["slots"] for row in rows])
     panel.set(xlabel="batch size (requests)", ylabel=title, ylim=(0, None))
   style.save(figure, path)

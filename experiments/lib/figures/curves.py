@@ -34,14 +34,14 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
           "'specjax[experiments]'", file=sys.stderr)
     return
   names = [name for curves in panels.values() for name in curves]
-  # Neighbouring shades are similar, so neighbouring curves get distant shades.
-  colors = dict(zip([*names[::2], *names[1::2]], style.shades(len(names))))
+  looks = dict(zip(names, style.looks(len(names))))
   for panel, (title, curves) in zip(axes, panels.items()):
     for name in curves:
       found = metrics.read(directory, name)
       if found:
-        panel.plot(*zip(*found), color=colors[name], label=name,
-                   marker="." if len(found) < 20 else None)
+        # Markers of many points would hide the curve.
+        panel.plot(*zip(*found), label=name, markersize=4, **looks[name] | (
+            {} if len(found) < 20 else {"marker": None}))
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("step")
   axes[-1].set_yscale("log")

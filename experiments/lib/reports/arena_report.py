@@ -7,6 +7,7 @@ from typing import Any
 from lib import common
 from lib.figures import style
 from lib.reports import drafter_evaluation
+from lib.reports import tables
 from specjax.utils import files
 
 
@@ -20,13 +21,13 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]],
     target: name of the target.
   """
   text = (f"# Arena of {target}\n\nTokens per target call, with 95 % "
-          "intervals.\n")
+          f"intervals over n clusters of prompts. {drafter_evaluation.CALLS}\n")
   for temperature in dict.fromkeys(row["temperature"] for row in rows):
     mine = [row for row in rows if row["prompts"] == "all"
             and row["temperature"] == temperature]
     table = drafter_evaluation.wide(sorted(mine, key=_best(mine)))
     text += (f"\n## Temperature {temperature:g}\n\n"
-             + drafter_evaluation.markdown(table))
+             + tables.markdown(table))
   print(text, end="")
   with files.atomically(output_dir / "arena.md") as f:
     f.write(text.encode())
@@ -65,9 +66,10 @@ def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
       places = [-drafts.index(row["draft"]) + 0.25 * (i - len(rules) / 2)
                 / len(rules) for row in mine]
       panel.errorbar([row["block_efficiency"] for row in mine], places,
-                     xerr=style.errors(mine, "block_efficiency"), fmt="o",
+                     xerr=style.errors(mine, "block_efficiency"),
                      markersize=4, capsize=2, label=style.rule(rule),
-                     color=style.color(_COLORS.get(rule, rule)))
+                     **style.look(_LOOKS.get(rule, rule)) | {
+                         "linestyle": "None"})
     panel.set_yticks([-i for i in range(len(drafts))], drafts, fontsize=8)
     panel.set(xlabel="tokens per target call",
               title=f"temperature {temperature:g}")
@@ -75,5 +77,5 @@ def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 # In other figures, the name of a rule on trees includes the kind of tree. A
-# rule has the colour of one of these names.
-_COLORS = {"recursive": "without_replacement", "target_walk": "top_k"}
+# rule has the look of one of these names.
+_LOOKS = {"recursive": "without_replacement", "target_walk": "top_k"}

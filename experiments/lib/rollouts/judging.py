@@ -226,6 +226,8 @@ class Judge:
         sizes={name: [*map(len, x.smaller), x.drafter.num_nodes]
                for name, x in self.candidates.items() if not x.is_chain},
         temperatures=temperatures,
+        target_calls={name: x.drafter.target_calls
+                      for name, x in self.candidates.items()},
         observed={name: list(self.observed(name)) for name in self.candidates})
 
 
