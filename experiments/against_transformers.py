@@ -292,6 +292,7 @@ def main():
   variants |= _their_variants(model, assistant, eos)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "against_transformers")
   used = [target, *members.values()]
   fingerprint = resumable.fingerprint(
       [m.params for m in used], [m.model for m in used], list(variants),

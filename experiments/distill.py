@@ -72,6 +72,7 @@ _NEW_TOKENS = shared.new_tokens(160)
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained drafter, the target's answers and "
     "checkpoints; it is created if needed")
+shared.figure_style()
 _ROWS_A_FILE = flags.DEFINE_integer(
     "rows_per_file", 64, "Number of the target's answers that are stored in "
     "one file. It is also the number of prompts held out for evaluation, "

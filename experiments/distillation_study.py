@@ -327,6 +327,7 @@ def main() -> None:
   for loss in losses:  # rejects invalid combinations before writing
     _objective(loss, first.model, target.model)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "distillation")
   progress.say("reading the text")
   texts = _texts(target, tokenizer, output_dir, batch)
   before, totals = _totals(losses, target, first, texts, output_dir, batch)

@@ -113,6 +113,7 @@ _SEEDS = flags.DEFINE_integer(
     "other random prompts", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
+shared.figure_style()
 
 
 def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -293,6 +294,7 @@ def main() -> None:
   [(name, drafter)] = loaded.items()
   small = drafter.draft_model
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "online")
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}
   files.claim(output_dir / runs.MANIFEST, {

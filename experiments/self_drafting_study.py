@@ -109,6 +109,7 @@ _NEW_TOKENS = shared.new_tokens(96)
 _SEED = shared.seed()
 _BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/self_drafting")
+shared.figure_style()
 
 _CALIBRATION_PROMPTS = 16  # extra prompts on which head accuracy is measured
 _RANKS = 10  # maximum number of candidates per head in a tree
@@ -462,6 +463,7 @@ def main():
   capacity = _capacity(sources, read.longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "self_drafting")
   groups = _groups(sources, temperatures, capacity, eos, batch)
   pass_seconds = {}
   if batch is None:

@@ -289,6 +289,7 @@ def main():
   target = batches.with_placed_params(batch, target)
   _counts(target.model.config.layers)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "skipping")
   progress.say("reading the text")
   rows, held_out = _texts(target, tokenizer, output_dir, batch)
   progress.say("compiling the target")

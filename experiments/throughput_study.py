@@ -68,6 +68,7 @@ _SEED = shared.seed(
     "Random seed of prompts, lengths, arrivals and sampling")
 _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/throughput")
+shared.figure_style()
 
 _NO_DRAFTS, _WAITING = "none", ", waiting"
 _FEWEST = 4  # minimum output length; the minimum prompt length is twice this
@@ -271,6 +272,7 @@ def main():
   prompts_lib.check_room(
       longest, 4 * _NEW_TOKENS.value, target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "throughput")
   fingerprint = resumable.fingerprint(
       [target.params, *(drafters_lib.own_params(x.params, target.params)
                         for x in drafters.values())], names, _GAMMA.value,

@@ -151,6 +151,7 @@ _PREVIEW = flags.DEFINE_integer(
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
+shared.figure_style()
 _HEADS = flags.DEFINE_integer(
     "heads", 4, "Number of tokens that are drafted after the target's next "
     "token. Depending on --method, it is the number of heads, modules, draft "

@@ -99,6 +99,7 @@ _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the model and its checkpoints, required; it is "
     "created if needed")
+shared.figure_style()
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "Tokenizer of the model: a file tokenizer.json, or a "
     f"model whose tokenizer is used ({shared.PUBLISHED}). Default: train a "

@@ -265,6 +265,61 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   return pathlib.Path(path)
 
 
+def claim(directory: pathlib.Path, study: str, **values: Any) -> None:
+  """Checks that the results of an earlier study may be replaced.
+
+  The flags of a study are stored in flags.json. Another study in the same
+  directory may add entries to its lists, prompts and seeds, and it may change
+  flags that do not affect results.
+
+  Args:
+    directory: output directory.
+    study: name of the study, as in `finish`.
+    **values: values of flags that replace those of the command line.
+
+  Raises:
+    ValueError: the directory has the results of a study with other flags.
+  """
+  processes.by_the_first(lambda: _claim(directory, study, values))
+
+
+_FLAGS = "flags.json"
+_GROWS = "num_prompts", "seeds"
+# Flags that affect neither rollouts nor their figures' data.
+_NEUTRAL = {"output_dir", "compilation_cache", "figure_style", "mesh",
+            "coordinator", "process_id", "num_processes"}
+
+
+def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
+  of_script = {
+      name: flags.FLAGS[name].value for name in flags.FLAGS
+      if not flags.FLAGS.find_module_defining_flag(name).startswith("absl")}
+  now = {name: value for name, value in (of_script | values).items()
+         if name not in _NEUTRAL}
+  # Rows are independent, so the batch size matters only for measured speeds.
+  if now.get("timing") != "throughput" and "batch" in now:
+    now["batch"] = min(now["batch"], 2 if "timing" in now else 1)
+  path = directory / _FLAGS
+  if path.exists() and (directory / f"{study}.json").exists():
+    before = files.read_json(path, "delete it")
+    other = [name for name in now if name in before
+             and not _extends(name, before[name], now[name])]
+    if other:
+      raise ValueError(
+          f"{directory} has results of "
+          f"{' '.join(shared.shown(x, before[x]) for x in other)}, which "
+          f"{' '.join(shared.shown(x, now[x]) for x in other)} would replace; "
+          "choose another --output_dir, or delete the results")
+  files.write_json(path, now, indent=2)
+
+
+def _extends(name: str, before: Any, now: Any) -> bool:
+  """Returns True if results of the value `now` contain those of `before`."""
+  if isinstance(before, list):
+    return isinstance(now, list) and set(before) <= set(now)
+  return now == before or name in _GROWS and now > before
+
+
 def temporary_directory() -> pathlib.Path:
   """Creates a directory that is deleted when the script ends."""
   return pathlib.Path(_HELD.enter_context(tempfile.TemporaryDirectory()))

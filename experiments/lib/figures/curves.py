@@ -39,9 +39,7 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
     for name in curves:
       found = metrics.read(directory, name)
       if found:
-        # Markers of many points would hide the curve.
-        panel.plot(*zip(*found), label=name, markersize=4, **looks[name] | (
-            {} if len(found) < 20 else {"marker": None}))
+        style.line(panel, *zip(*found), label=name, **looks[name])
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("step")
   axes[-1].set_yscale("log")

@@ -23,6 +23,7 @@ MOST = 8  # maximum number of curves in a readable panel
 _APART = 3.0  # sideways shift between curves with equal x, in points
 _LEGEND = 2.4  # width of the legend in inches
 _COLUMN = 3.3  # width of a paper's column in inches
+_LINE = 0.13  # height in inches of a line of a legend in a paper
 _SMALL = 3.0  # panels below this width in inches stay side by side in a paper
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000",
            "#56b4e9", "#8c564b")
@@ -82,6 +83,13 @@ def looks(count: int) -> list[dict[str, Any]]:
           for i in range(count)]
 
 
+def line(axes: Any, x: Sequence[float], y: Sequence[float], **kwargs: Any
+         ) -> None:
+  """Plots a curve, without markers if many of them would hide it."""
+  axes.plot(x, y, markersize=4, **kwargs | (
+      {} if len(x) < 20 else {"marker": None}))
+
+
 def is_paper() -> bool:
   """Returns True with --figure_style=paper."""
   return "figure_style" in flags.FLAGS and (
@@ -95,8 +103,9 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
   Args:
     rows: number of rows of panels.
     columns: number of columns of panels.
-    width: width of a panel in inches, on a screen. In a paper, panels of at
-      least 3 inches are below each other.
+    width: width of a panel in inches, on a screen. In a paper, panels are below
+      each other if they are wide and at most four. Otherwise two are side by
+      side.
     height: height of a panel in inches, on a screen.
     **kwargs: keyword arguments of `pyplot.subplots`.
 
@@ -106,17 +115,21 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
   import matplotlib  # pylint: disable=g-import-not-at-top
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  size = (width * columns + _LEGEND, height * rows + 0.3)
-  lines = rows if not is_paper() or width < _SMALL else rows * columns
-  if is_paper():
-    plt.rcParams.update({"font.size": 7, "lines.linewidth": 1,
-                         "lines.markersize": 4, "pdf.fonttype": 42})
-    size = (_COLUMN, 0.7 * height * lines)
-    kwargs["sharex"] = False  # every panel has its own tick labels
-  figure, axes = plt.subplots(
-      lines, rows * columns // lines, squeeze=False, layout="constrained",
-      figsize=size, **kwargs)
-  return figure, axes.reshape(rows, columns)
+  if not is_paper():
+    return plt.subplots(
+        rows, columns, squeeze=False, layout="constrained",
+        figsize=(width * columns + _LEGEND, height * rows + 0.3), **kwargs)
+  plt.rcParams.update({"font.size": 7, "lines.linewidth": 1,
+                       "lines.markersize": 4, "pdf.fonttype": 42})
+  count = rows * columns
+  side = 2 if count > 1 and (width < _SMALL or count > 4) else 1
+  lines = -(-count // side)
+  figure, axes = plt.subplots(  # every panel has tick labels on its x-axis
+      lines, side, squeeze=False, layout="constrained",
+      figsize=(_COLUMN, 0.7 * height * lines), **kwargs | {"sharex": False})
+  for unused in axes.flat[count:]:
+    unused.set_visible(False)
+  return figure, axes.reshape(-1)[:count].reshape(rows, columns)
 
 
 def whole(axes: Any) -> None:
@@ -188,6 +201,9 @@ def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
   if is_paper():
     for axes, legend in zip(shown, legends):
       _complete(axes, shown, legend)
+    lines = shown[0].get_subplotspec().get_gridspec().nrows
+    figure.set_figheight(figure.get_figheight() + _LINE * lines * max(
+        map(len, legends)))
   else:
     found = {label: handle for legend in reversed(legends)
              for label, handle in legend.items()}
@@ -206,16 +222,19 @@ def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
 
 def _complete(axes: Any, panels: Sequence[Any], legend: dict[str, Any]) -> None:
   """Adds missing axis labels and the legend to a panel of a paper's figure."""
+  from matplotlib import ticker  # pylint: disable=g-import-not-at-top
   # On a screen, only the outer panels of a grid have axis labels.
   label = lambda get: next(filter(None, map(get, (axes, *panels))), "")
   axes.set_xlabel(label(lambda x: x.get_xlabel()))
-  if axes.get_subplotspec().is_first_col():
-    axes.set_ylabel(label(lambda x: x.get_ylabel()))
+  axes.tick_params(labelsize=7)
+  if isinstance(axes.xaxis.get_major_locator(), ticker.MaxNLocator):
+    axes.locator_params(axis="x", nbins=4)  # for narrow panels
+  axes.set_ylabel(label(lambda x: x.get_ylabel())
+                  if axes.get_subplotspec().is_first_col() else "")
   heading = axes.get_title() if len(panels) > 1 else None
   axes.set_title("")
   if legend:
     axes.legend(
-        legend.values(), legend.keys(), title=heading, loc="lower left",
-        bbox_to_anchor=(0, 1), ncols=1 + (max(map(len, legend)) < 24),
-        fontsize=7, title_fontsize=7, alignment="left", frameon=False,
-        borderaxespad=0.2)
+        legend.values(), legend.keys(), title=heading, loc="lower right",
+        bbox_to_anchor=(1, 1), fontsize=7, title_fontsize=7, alignment="left",
+        frameon=False, borderaxespad=0.2, labelspacing=0.2)

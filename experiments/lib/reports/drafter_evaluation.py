@@ -211,10 +211,10 @@ def write(output_dir: pathlib.Path, results: Results,
   if positions:
     common.write_csv(output_dir / "positions.csv", [
         dict.fromkeys(max(positions, key=len), "") | row for row in positions])
-    _draw(rows, positions, output_dir)
+    draw(output_dir, rows, positions)
 
 
-def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+def wide(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
   """Returns the rows of a table of block efficiency by draft length.
 
   The table has one column per draft length and size of trees.
@@ -228,8 +228,7 @@ def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         verifier=style.rule(row["verifier"])))
     column = (f"gamma {row['gamma']}" if row["gamma"]
               else f"{row['nodes']} nodes")
-    cells[column] = format(analysis.Estimate.of_columns(
-        row, "block_efficiency"), ".2f").rpartition(" ")[0]
+    cells[column] = tables.shown(row, "block_efficiency", ".2f")
   numbers = lambda name: sorted({row[name] for row in rows if row[name]})
   columns = ["prompts", "n", "T", "draft", "verifier",
              *(f"gamma {gamma}" for gamma in numbers("gamma")),
@@ -260,8 +259,8 @@ def _fault_section(faults: Result | None) -> str:
       for i, fault in enumerate(faults.findings))
 
 
-def _draw(rows: list[dict[str, Any]], positions: list[dict[str, Any]],
-          output_dir: pathlib.Path) -> None:
+def draw(output_dir: pathlib.Path, rows: list[dict[str, Any]],
+         positions: list[dict[str, Any]]) -> None:
   """Draws block efficiency by draft length, and acceptance by position."""
   temperatures = list(dict.fromkeys(row["temperature"] for row in positions))
   figure, axes = style.panels(len(temperatures), 2)

@@ -290,6 +290,7 @@ def plot(rows: list[dict[str, Any]], suprema: dict[int, float],
               label=label, **look)
   axes.set(xlabel="draft length gamma", ylabel="block over token")
   axes.set_yscale("log", base=2)
+  axes.yaxis.set_major_formatter("{x:g}")
   style.tried(axes, gammas)
   axes.tick_params(axis="x", rotation=60)
   style.save(figure, path, "The largest ratio of tokens in one round grows "

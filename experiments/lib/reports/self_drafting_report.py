@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lib.figures import style
+from lib.reports import tables
 from specjax.analysis import Estimate
 
 _SHOWN = 6  # printed positions of a draft, and printed guesses of a head
@@ -88,6 +89,18 @@ def _print_accuracy(sources: list):
               + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
+def captioned(rows: list[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns the table of all drafters, by caption."""
+  return {"Tokens per round, target calls per round, and speed":
+          tables.without_empty([{
+              "T": f"{r['temperature']:g}", "drafter": r["drafter"],
+              "verifier": style.rule(r["verifier"]),
+              "tokens per round": tables.shown(r, "block_efficiency", ".2f"),
+              "target calls": str(r["target_calls"]),
+              "speed-up": f"{r['speedup']:.2f}" if "speedup" in r else "-"}
+                                for r in rows])}
+
+
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
          curves: dict[str, list], name: str = "self_drafting"):
   """Writes the figures.
@@ -104,8 +117,8 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
       rows, directory / f"{name}_tokens.png",
       lambda r: r["block_efficiency"] / r["target_calls"],
       lambda r: style.errors([r], "block_efficiency") / r["target_calls"],
-      "tokens per target pass",
-      "Tokens per pass of the target; 95 % intervals over prompts")
+      "tokens per target call",
+      "Tokens per target call; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot_drafts(
         rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
@@ -134,7 +147,7 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
     mine = [r for r in rows if r["temperature"] == temperature]
     for r in sorted(mine, key=lambda r: r["drafter"].startswith(_UNTRAINED)):
       _plot_draft(axes, r, _height(r, mine, drafts), value(r), error(r),
-                  name == "tokens per target pass")
+                  name == "tokens per target call")
     axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel(name)
@@ -178,7 +191,7 @@ def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
       found.setdefault(source, {}).setdefault(_kind(r["drafter"]), r)
   kinds = list(dict.fromkeys(k for kept in found.values() for k in kept))
   looks = dict(zip(kinds, style.looks(len(kinds))))
-  columns = min(2 if style.is_paper() else 4, len(found))
+  columns = len(found) if style.is_paper() else min(4, len(found))
   figure, grid = style.panels(
       -(-len(found) // columns), columns, width=2.6, height=2.4, sharex=True,
       sharey=True)
@@ -209,8 +222,7 @@ def _plot_training(curves: dict[str, list], path: pathlib.Path):
   for axes, group in zip(grid[0], groups):
     for name, look in zip(group, style.looks(len(group))):
       tokens, value = zip(*curves[name])
-      axes.plot(np.array(tokens) / 1e6, value, markersize=4, label=name,
-                **look)
+      style.line(axes, np.array(tokens) / 1e6, value, label=name, **look)
     axes.set_xlabel("million training tokens")
   grid[0, 0].set_ylabel("tokens per round")
   style.save(figure, path, "The heads' most likely chain on held-out rows")

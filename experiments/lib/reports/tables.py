@@ -5,6 +5,9 @@ A table is a list of rows `{column: text}` with the same columns in all rows.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
+
+from specjax import analysis
 
 Table = Sequence[Mapping[str, str]]
 
@@ -12,6 +15,20 @@ _NOTHING = ("", "-")  # cells of unmeasured values
 _ESCAPED = {**{x: rf"\{x}" for x in "&%$#_{}"}, "\\": r"\textbackslash{}",
             "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
             "<": r"\textless{}", ">": r"\textgreater{}"}
+
+
+def shown(row: Mapping[str, Any], name: str, form: str) -> str:
+  """Returns an estimate with its interval as text, or "-" if it is missing.
+
+  Args:
+    row: row of a CSV file.
+    name: column of the estimate, see `analysis.Estimate.columns`.
+    form: format of its numbers.
+  """
+  if row.get(name) is None:
+    return "-"
+  return format(
+      analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
 
 
 def without_empty(table: Table) -> Table:

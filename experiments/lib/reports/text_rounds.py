@@ -95,9 +95,10 @@ def median(values: Any, clusters: Sequence[str]) -> analysis.Estimate:
   values = np.asarray(values, np.float64)
   steps = np.unique(values)
   found = quantile((values[:, None] <= steps).astype(np.float64), clusters, 0.5)
-  ends = [steps[int(x)] if x == x else x for x in (found.low, found.high)]
-  return analysis.Estimate(float(np.median(values)), *map(float, ends),
-                           found.clusters)
+  low, high = (x if np.isnan(x) else float(steps[int(x)])
+               for x in (found.low, found.high))
+  return analysis.Estimate(
+      float(np.median(values)), low, high, found.clusters)
 
 
 def quantile(within: np.ndarray, clusters: Sequence[str],

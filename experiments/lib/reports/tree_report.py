@@ -9,6 +9,7 @@ import numpy as np
 
 from lib import common
 from lib.figures import style
+from lib.reports import tables
 from lib.reports import text_rounds
 from specjax import analysis
 from specjax.analysis import Estimate
@@ -46,7 +47,8 @@ def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
           **text_rounds.columns([r["rounds"] for r in mine], clusters),
-          **_over_best(others, law, best, clusters), **_speed(runs, own, clusters)}
+          **_over_best(others, law, best, clusters),
+          **_speed(runs, own, clusters)}
 
 
 def _speed(runs: list[dict[str, dict[str, Any]]], own: str,
@@ -135,10 +137,23 @@ def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
   draw(directory, rows)
 
 
+def captioned(rows: list[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns the table of all methods, by caption."""
+  return {"Tokens per target call and speed of draft trees":
+          tables.without_empty([{
+              "T": f"{r['temperature']:g}", "method": style.label(r["method"]),
+              "nodes": str(r["nodes"]),
+              "tokens, same drafts": tables.shown(r, "tokens_per_pass", ".2f"),
+              "tokens, own rollouts": tables.shown(
+                  r, "own_tokens_per_pass", ".2f"),
+              "speed-up": f"{r['speedup']:.2f}" if "speedup" in r else "-"}
+                                for r in rows])}
+
+
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """Writes the figures from rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
-        "tokens per target pass", "Tokens per pass of the target, same drafts "
+        "tokens per target call", "Tokens per target call, same drafts "
         "for all rules on the same trees; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",

@@ -8,7 +8,6 @@ from lib.figures import style
 from lib.reports import tables
 from lib.reports import text_rounds
 from lib.reports import verification_cells as cells
-from specjax import analysis
 from specjax.utils import files
 
 # Columns of the printed table: name, format, width, two lines of the header.
@@ -31,14 +30,6 @@ def _judged_afresh(verifier: str):
   return common.VERIFIERS[verifier].remembers
 
 
-def _shown(row: dict[str, Any], name: str, form: str):
-  """Returns an estimate with its interval as text, or "-" if it is missing."""
-  if name not in row:
-    return "-"
-  return format(
-      analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
-
-
 def print_table(rows: list[dict[str, Any]]):
   """Prints the results of all cells over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
@@ -51,7 +42,7 @@ def print_table(rows: list[dict[str, Any]]):
     name = style.label(r["verifier"]) + "*" * _judged_afresh(r["verifier"])
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
           f"{name:13s} " + " ".join(
-              f"{_shown(r, x, form) if form else _speedup(r, x):>{wide}s}"
+              f"{tables.shown(r, x, form) if form else _speedup(r, x):>{wide}s}"
               for x, form, wide, *_ in shown))
   print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts")
   afresh = {style.label(r["verifier"]) for r in rows
@@ -139,8 +130,9 @@ def summary(rows: list[dict[str, Any]]):
             "block: tokens per target call", "gain on the same drafts",
             "gain of own rollouts", "n")), "|---" * 6 + "|",
       *(line((str(gamma), f"{token[gamma]['block_efficiency']:.3f}",
-              f"{row['block_efficiency']:.3f}", _shown(row, "gain", "+.1%"),
-              _shown(row, "own_gain", "+.1%"), str(row["clusters"])))
+              f"{row['block_efficiency']:.3f}",
+              tables.shown(row, "gain", "+.1%"),
+              tables.shown(row, "own_gain", "+.1%"), str(row["clusters"])))
         for gamma, row in block.items())]
 
 
@@ -192,21 +184,21 @@ def _table(rows: list[dict[str, Any]], labels: list[str]) -> tables.Table:
     lines.setdefault(values, dict(zip(labels, (
         f"{v:g}" if isinstance(v, float) else str(v) for v in values)))
         | {"n": str(r["clusters"])})
-  kinds = {"own rollouts": ("block_efficiency", "own_gain"),
-           "same drafts": ("paired_block_efficiency", "gain")}
   own = "block_efficiency" in rows[0]
-  for column in ("tokens", "gain", "speed-up"):
+  for part in ("tokens", "gain", "speed-up"):
     for r in rows:
-      line, name = lines[tuple(r[x] for x in labels)], style.label(
-          r["verifier"])
-      if column == "speed-up":
+      line = lines[tuple(r[x] for x in labels)]
+      name, same = style.label(r["verifier"]), "same drafts" + (
+          ", first round" * _judged_afresh(r["verifier"]))
+      if part == "tokens":
+        kind, column = (("own rollouts", "block_efficiency") if own else
+                        (same, "paired_block_efficiency"))
+        line[f"{kind}: tokens of {name}"] = tables.shown(r, column, ".2f")
+      elif part == "speed-up":
         line[f"speed-up of {name}"] = _speedup(r, "speedup").rstrip("x")
-      elif column == "tokens":
-        kind = "own rollouts" if own else "same drafts"
-        line[f"{kind}: tokens of {name}"] = _shown(r, kinds[kind][0], ".2f")
       elif r["verifier"] != "token":
-        for kind in ("same drafts", "own rollouts"):
-          line[f"{kind}: gain of {name}"] = _shown(r, kinds[kind][1], "+.1%")
+        for kind, column in ((same, "gain"), ("own rollouts", "own_gain")):
+          line[f"{kind}: gain of {name}"] = tables.shown(r, column, "+.1%")
   return tables.without_empty(list(lines.values()))
 
 
