@@ -422,7 +422,7 @@ def main() -> None:
                                  if name in {**trainable, **frozen}})
   saved = saves.write(processes.gathered(trainer.run(trainable, frozen)))
 
-  drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
+  drafter_report.draw_curves(output_dir, heads, trainer.log.loss, before)
   saves.print_best()
   drafter_report.write(output_dir, method, taken(steps), added, before,
                        measure(saved))

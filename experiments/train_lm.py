@@ -419,6 +419,7 @@ def main() -> None:
     tokenizer.save(tokenizer_path)
   schedule, make = _schedule(lengths), {
       "muon": optimizers.muon, "adamw": optimizers.adamw}
+  before = evaluate(loop.cast(trainable, dtype))
   trained = loop.Trainer(
       objective=objective, optimizer=make[_OPTIMIZER.value](schedule),
       batch=lambda step: {"tokens": windows.batch(step),
@@ -441,7 +442,7 @@ def main() -> None:
   if heads is not None:
     final |= _save_heads(
         output_dir, objective, saved, corpus, spent, dtype)
-  curves.draw(output_dir, ["bits_per_byte"], "nats per token")
+  curves.draw(output_dir, ["bits_per_byte"], "nats per token", before)
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})
 

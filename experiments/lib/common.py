@@ -202,6 +202,8 @@ def _parsed(argv: list[str]):
   """Returns the positional arguments; ends the program on a bad flag."""
   try:
     rest = flags.FLAGS(argv)
+  except SystemExit:  # --help was printed
+    sys.exit(0)
   except flags.Error as e:
     text = " ".join(str(e).split())
     missing = re.fullmatch(
@@ -293,7 +295,8 @@ _NEUTRAL = {"output_dir", "compilation_cache", "figure_style", "mesh",
 def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
   of_script = {
       name: flags.FLAGS[name].value for name in flags.FLAGS
-      if not flags.FLAGS.find_module_defining_flag(name).startswith("absl")}
+      if not flags.FLAGS.find_module_defining_flag(name).startswith(
+          ("absl", "orbax"))}
   now = {name: value for name, value in (of_script | values).items()
          if name not in _NEUTRAL}
   # Rows are independent, so the batch size matters only for measured speeds.

@@ -1,5 +1,6 @@
 """Figure of the learning curves of a training run."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 import sys
@@ -10,7 +11,8 @@ from specjax.utils import processes
 _FILE = "curves.png"
 
 
-def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
+def draw(directory: pathlib.Path, measures: Sequence[str], loss: str,
+         before: Mapping[str, float]) -> None:
   """Writes `curves.png` from the `metrics.csv` of a run.
 
   The panels show the losses, the held-out metrics of all heads together, the
@@ -22,6 +24,8 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
     measures: names of held-out metrics. The name of a metric of a single head
       contains a slash.
     loss: description of the loss, the title of the first panel.
+    before: values of held-out metrics at step 0, by name. metrics.csv has no
+      row of this step.
   """
   if not processes.is_first():
     return
@@ -37,7 +41,8 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
   looks = dict(zip(names, style.looks(len(names))))
   for panel, (title, curves) in zip(axes, panels.items()):
     for name in curves:
-      found = metrics.read(directory, name)
+      found = [*((0, x) for x in (before.get(name),) if x is not None),
+               *metrics.read(directory, name)]
       if found:
         style.line(panel, *zip(*found), label=name, **looks[name])
     panel.set_title(title, fontsize=10)

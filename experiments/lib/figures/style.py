@@ -199,11 +199,15 @@ def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
     axes.set_axisbelow(True)
     legends.append(dict(zip(*reversed(axes.get_legend_handles_labels()))))
   if is_paper():
+    grid = shown[0].get_subplotspec().get_gridspec()
+    legends = [{textwrap.fill(label, 44 // grid.ncols): handle
+                for label, handle in legend.items()} for legend in legends]
     for axes, legend in zip(shown, legends):
       _complete(axes, shown, legend)
-    lines = shown[0].get_subplotspec().get_gridspec().nrows
-    figure.set_figheight(figure.get_figheight() + _LINE * lines * max(
-        map(len, legends)))
+    lines = max(sum(1 + label.count("\n") for label in legend)
+                for legend in legends)
+    figure.set_figheight(
+        figure.get_figheight() + _LINE * grid.nrows * lines)
   else:
     found = {label: handle for legend in reversed(legends)
              for label, handle in legend.items()}
