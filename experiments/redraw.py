@@ -117,13 +117,17 @@ def _read(path: pathlib.Path):
             for row in csv.DictReader(f)]
 
 
-def draw(path: pathlib.Path):
-  """Draws the figures of a CSV file into its directory, and writes its tables.
+def draw(path: pathlib.Path, latex: bool = False):
+  """Draws the figures of a CSV file into its directory.
+
+  Args:
+    path: CSV file of a study.
+    latex: if True, also writes the tables of the study as LaTeX.
   """
   try:
     draw_figures, captioned = _STUDIES[path.name]
     draw_figures(path.parent, _read(path))
-    if _LATEX.value:
+    if latex:
       found = captioned(_read(path))
       if found:
         with files.atomically(path.with_suffix(".tex")) as f:
@@ -143,7 +147,7 @@ def main():
                      "study")
   progress.say("drawing figures")
   for path in paths:
-    draw(path)
+    draw(path, _LATEX.value)
     print(f"drew {path}")
 
 
