@@ -87,6 +87,13 @@ def _draw_optimality(directory: pathlib.Path, rows: list[dict[str, Any]]):
       directory / "optimality.json", "run the study again"))
 
 
+def _draw_evaluation(directory: pathlib.Path, rows: list[dict[str, Any]]):
+  """Draws the figure of evaluation.csv. Drafts of trees alone have none."""
+  if (directory / "positions.csv").exists():
+    drafter_evaluation.draw(
+        directory, rows, _read(directory / "positions.csv"))
+
+
 # For every file: functions that draw its figures and return its tables.
 _STUDIES = dict(zip(_FILES, (
     (_draw_verification, verification_report.captioned),
@@ -95,8 +102,7 @@ _STUDIES = dict(zip(_FILES, (
         directory, rows, _curves()), self_drafting_report.captioned),
     (_draw_features, self_drafting_report.captioned),
     (arena_report.draw, arena_report.captioned),
-    (lambda directory, rows: drafter_evaluation.draw(
-        directory, rows, _read(directory / "positions.csv")),
+    (_draw_evaluation,
      lambda rows: {"Tokens per target call": drafter_evaluation.wide(rows)}),
     (free_drafts_report.draw, free_drafts_report.captioned),
     (_draw_optimality, lambda rows: {}))))

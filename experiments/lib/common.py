@@ -48,6 +48,11 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
+_FLAGS = "flags.json"  # flags of the study in an output directory
+_GROWS = "num_prompts", "seeds"  # larger values extend a study
+_NEUTRAL = {  # flags that do not affect the results of a study
+    "output_dir", "compilation_cache", "figure_style", "mesh", "coordinator",
+    "process_id", "num_processes"}
 _HELD = contextlib.ExitStack()  # locked directories, released at exit
 
 
@@ -283,13 +288,6 @@ def claim(directory: pathlib.Path, study: str, **values: Any) -> None:
     ValueError: the directory has the results of a study with other flags.
   """
   processes.by_the_first(lambda: _claim(directory, study, values))
-
-
-_FLAGS = "flags.json"
-_GROWS = "num_prompts", "seeds"
-# Flags that affect neither rollouts nor their figures' data.
-_NEUTRAL = {"output_dir", "compilation_cache", "figure_style", "mesh",
-            "coordinator", "process_id", "num_processes"}
 
 
 def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
