@@ -198,14 +198,14 @@ def test_rows_have_the_results_of_their_size():
       rules={"chain": ["token"], "tree": ["traversal"]},
       observed={"chain": ["token", "token, size 1"],
                 "tree": ["traversal", "traversal, size 3"]},
-      sizes={"tree": [3, 6]}).rows()
+      sizes={"tree": [3, 6]}, target_calls={"chain": 2, "tree": 1}).rows()
   assert [(row["draft"], row["gamma"], row["nodes"], row["block_efficiency"])
           for row in rows] == [
-              ("chain", 1, None, 1.5), ("chain", 2, None, 2),
+              ("chain", 1, None, 0.75), ("chain", 2, None, 1),
               ("tree", None, 3, 1.5), ("tree", None, 6, 2.5)]
   [chain, tree] = drafter_evaluation.wide(rows)
   assert (chain["gamma 1"][:4], chain["gamma 2"][:4], chain["6 nodes"]) == (
-      "1.50", "2.00", "")
+      "0.75", "1.00", "")
   assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
 
 
