@@ -281,6 +281,7 @@ def test_a_bad_trace_is_one_line(line, problem, tmp_path):
   assert "--trace" in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_the_script_reports_and_resumes(tmp_path):
   """The block efficiency is the decoder's; the report and files are there."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=3", "--gamma=1,3",
@@ -308,6 +309,7 @@ def test_the_script_reports_and_resumes(tmp_path):
   assert "--drafter is recycling, which drafts" in recycling["code"]
 
 
+@pytest.mark.slow
 def test_the_arena_adds_a_drafter(tmp_path):
   """--add decodes only the new drafter, and other rows stay the same."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=1,2",

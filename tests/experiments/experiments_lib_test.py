@@ -198,6 +198,7 @@ def redraw():
     yield module
 
 
+@pytest.mark.slow
 def test_redraw(redraw, tmp_path, capsys):
   # Broken: a table or a figure here cannot be had from the numbers beside it,
   # or README's first table has other numbers.
