@@ -149,6 +149,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
     "the first 8 prompts are decoded with every verifier. --noown_rollouts "
     "compares verifiers only on the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
+shared.figure_style()
 
 _PILOT = 12  # number of prompts of the pilot run (see --error)
 _TIMED = 8  # least number of prompts with own rollouts, unless --error=0
@@ -497,6 +498,7 @@ def main():
   setting = _load(temperatures, gammas, verifiers, batch)
   setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "verification")
   read = setting.read
   costs = None if batch else _Costs(
       setting.target, setting.drafters, gammas, setting.capacity, read.longest,
