@@ -36,7 +36,9 @@ from specjax.analysis.patient import patient_pair
 from specjax.analysis.recording import Record
 from specjax.analysis.recording import record
 from specjax.analysis.recording import Rollout
+from specjax.analysis.replay import best_first
 from specjax.analysis.replay import evaluate
+from specjax.analysis.replay import evaluate_budget
 from specjax.analysis.replay import online
 from specjax.analysis.replay import Replayed
 from specjax.analysis.rounds import expected_rounds
@@ -64,6 +66,7 @@ __all__ = [
     "RoundsDistribution",
     "accepted_bound",
     "best_draft_lengths",
+    "best_first",
     "best_gamma",
     "best_quantile",
     "best_rule_over_rounds",
@@ -74,6 +77,7 @@ __all__ = [
     "emission_optimum",
     "estimate",
     "evaluate",
+    "evaluate_budget",
     "expected_accepted",
     "expected_rounds",
     "expected_tokens",

@@ -7,7 +7,9 @@ previous round. For the recorded rule, the results describe its own rollouts.
 For another rule, they describe its rounds from the same contexts.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -15,6 +17,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
@@ -24,6 +27,7 @@ from specjax.analysis.recording import Record
 from specjax.interfaces import Verifier
 from specjax.trees import topology
 from specjax.types import Trace
+from specjax.utils import fields
 
 _ROUNDS_A_CALL = 16  # rounds per call; one size, so one compiled program
 
@@ -87,19 +91,127 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   start = None
   if repr(verifier) == record.manifest["verifier"] and verifier.remembers:
     start = verifier.init(record.manifest["num_nodes"] - 1)
-  expected, survival = [], []
-  for rollout in record:
-    rounds, state, parts = len(rollout.expected), start, []
-    for first in range(0, rounds, _ROUNDS_A_CALL):
-      # The last call is padded with copies of its last round.
-      index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
-      part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
-      state, figures = _evaluate_rounds(verifier, state, part)
-      parts.append(figures)
-    both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
-    expected.append(both[0])
-    survival.append(both[1])
-  return Replayed(tuple(expected), tuple(survival))
+  return _replayed(_figures(verifier, start, rollout.trace)
+                   for rollout in record)
+
+
+def evaluate_budget(record: Record, verifier: Verifier,
+                    budget: Callable[[jax.Array, jax.Array], jax.Array],
+                    rows: int) -> Replayed:
+  """Returns the expected acceptance if `rows` prompts share a budget.
+
+  Consecutive prompts of the record form batches. Round t of a batch has the
+  recorded rounds t of its prompts. The budget cuts the drafts before the rule
+  evaluates them. Rounds after the end of a batch's shortest prompt are omitted,
+  and so are prompts that do not fill a batch.
+
+  Args:
+    record: recorded chains, from `record` or `Record.open`.
+    verifier: rule without state.
+    budget: function `(probs [rows, gamma, V], tokens [rows, gamma]) -> lengths
+      [rows]` that returns the numbers of verified tokens, such as `best_first`
+      of scores. `exact.certify_budget` tests whether it keeps the output's
+      distribution. This function does not.
+    rows: number of rows of a batch, at most the number of prompts.
+
+  Raises:
+    ValueError: the rule has a state or requires a property that the recorded
+      drafter does not declare, or the record has fewer than `rows` prompts.
+  """
+  interfaces.check_pair(verifier, f"the drafter of {record.path}",
+                      record.manifest["drafter_is"])
+  if verifier.remembers:
+    raise ValueError(f"verifier is {verifier!r}, which has a state; a budget "
+                     "is evaluated with a rule without state, such as Block()")
+  fields.check_at_least("rows", rows, 1)
+  if len(record) < rows:
+    raise ValueError(f"rows is {rows}; the record has {len(record)} prompts: "
+                     "use smaller batches")
+  share = jax.jit(jax.vmap(budget, in_axes=1, out_axes=1))
+
+  def figures() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    batch = []
+    for rollout in record:
+      batch.append(rollout.trace)
+      if len(batch) < rows:
+        continue
+      rounds = min(len(x.draft.tokens) for x in batch)
+      batch = [jax.tree.map(lambda x: x[:rounds], x) for x in batch]
+      # One size of call, so that the budget compiles once.
+      probs, tokens = (np.stack([_full(x, -rounds % _ROUNDS_A_CALL) for x in y])
+                       for y in ([x.draft.probs[:, 1:] for x in batch],
+                                 [x.draft.tokens[:, 1:] for x in batch]))
+      lengths = np.concatenate([
+          share(probs[:, i:i + _ROUNDS_A_CALL], tokens[:, i:i + _ROUNDS_A_CALL])
+          for i in range(0, rounds, _ROUNDS_A_CALL)], axis=1)[:, :rounds]
+      for trace, length in zip(batch, lengths):
+        nodes = np.arange(trace.draft.tokens.shape[1])
+        probs = trace.draft.probs * (nodes <= length[:, None])[..., None]
+        yield _figures(verifier, None, trace.replace(
+            draft=trace.draft.replace(probs=probs)))
+      batch = []
+
+  return _replayed(figures())
+
+
+def best_first(scores: jax.Array, nodes: int) -> jax.Array:
+  """Returns how many tokens of each row of a batch are verified.
+
+  Tokens are taken in the order of their scores, and those of a row in the order
+  of the draft. The score of a token is replaced by the smallest score of its
+  row up to this token. If each score depends on earlier tokens of its row only,
+  then the budget is exact (`exact.certify_budget`): the tokens can be revealed
+  in the order in which they are taken. Without the replacement, a token could
+  be verified because of a token after it.
+
+  Args:
+    scores: `[R, gamma]` score of every drafted token, such as the probability
+      that the token and all tokens before it are accepted. The score of token k
+      must not depend on token k or on later tokens.
+    nodes: total number of verified tokens of all rows, without their roots.
+
+  Returns:
+    `[R]` int32 numbers of verified tokens. Their sum is the smaller of `nodes`
+    and R gamma.
+
+  Example: a score from the largest q, and one of the drafted tokens themselves,
+  which must not be used.
+
+    >>> import jax.numpy as jnp
+    >>> from specjax import analysis
+    >>> probs = jnp.array([[[0.9, 0.1], [0.8, 0.2]], [[0.6, 0.4], [0.5, 0.5]]])
+    >>> scores = jnp.cumprod(probs.max(-1), axis=1)
+    >>> print(analysis.best_first(scores, 3))
+    [2 1]
+  """
+  rows, gamma = scores.shape
+  scores = jax.lax.cummin(scores, axis=1)
+  # Equal scores are taken by position, so that a row's order is kept.
+  order = jnp.argsort(-scores.T.reshape(-1), stable=True)
+  taken = jnp.zeros(rows * gamma, bool).at[order[:nodes]].set(True)
+  return taken.reshape(gamma, rows).sum(0, dtype=jnp.int32)
+
+
+def _full(x: np.ndarray, missing: int) -> np.ndarray:
+  return np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+
+
+def _figures(verifier: Verifier, state: chex.ArrayTree, trace: Trace
+             ) -> tuple[np.ndarray, np.ndarray]:
+  """Returns `expected [R]` and `survival [R, N]` of R rounds."""
+  rounds, parts = len(trace.draft.tokens), []
+  for first in range(0, rounds, _ROUNDS_A_CALL):
+    # The last call is padded with copies of its last round.
+    index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
+    part = jax.tree.map(lambda x, index=index: x[index], trace)
+    state, figures = _evaluate_rounds(verifier, state, part)
+    parts.append(figures)
+  return tuple(np.concatenate(x)[:rounds]
+               for x in zip(*jax.device_get(parts)))
+
+
+def _replayed(figures: Iterator[tuple[np.ndarray, np.ndarray]]) -> Replayed:
+  return Replayed(*zip(*figures))
 
 
 def online(record: Record) -> Replayed:
