@@ -626,8 +626,9 @@ CASES = (
        "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)", "described",
        "rank by max q, which is known before the draw, or use argmax drafts",
        sampler=_token, scheme=_batch_cut("sampled"), gammas=(1,)),
-    _D("dcut_two_rows", "two rows share tokens by the product of q of the drafted "
-       "tokens", "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)", "described",
+    _D("dcut_two_rows", "two rows share tokens by the product of q of the "
+       "drafted tokens", "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)",
+       "described",
        "rank each token by a score of earlier tokens and max q, see "
        "analysis.best_first",
        measure=_shared_budget(lambda probs, q: jnp.cumprod(q, 1))),

@@ -9,10 +9,11 @@ Results are in docs/results/budgets.md. The command takes about four minutes on
 two CPU cores.
 
 The estimated acceptance is fitted on one half of the prompts and used on the
-other, so it is history of the evaluated rounds. The row `best` takes the tokens
-with the largest probability of acceptance given the draft. It reads p, so it is
-a bound and not a budget. It is computed for token verification only, of which
-the probability of accepting i tokens does not depend on later tokens.
+other, so it is history of the evaluated rounds. The row `best possible` takes
+the tokens with the largest probability of acceptance given the draft. It reads
+p, so it is a bound and not a budget. It is computed for token verification
+only, of which the probability of accepting i tokens does not depend on later
+tokens.
 """
 
 import pathlib
@@ -21,11 +22,10 @@ import tempfile
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from lib import common  # noqa: E402
-from lib.prompts import reading as prompts_lib  # noqa: E402
-
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from lib import common  # noqa: E402
+from lib.prompts import reading as prompts_lib  # noqa: E402
 import numpy as np  # noqa: E402
 
 import specjax as sj  # noqa: E402
@@ -54,19 +54,22 @@ def budgets(rates, nodes):
 
   `rates` are the estimated acceptance rates of tokens by their largest q.
   """
-  first = lambda scores: analysis.best_first(scores, nodes)
-  return {
-      "fixed": (True, lambda probs, tokens: jnp.full(
-          len(tokens), nodes // len(tokens))),
-      "max_q": (True, lambda probs, tokens: first(
-          jnp.cumprod(probs.max(-1), axis=1))),
-      "drafted_then_max_q": (True, lambda probs, tokens: first(
-          before(drawn(probs, tokens)) * probs.max(-1))),
-      "estimated": (True, lambda probs, tokens: first(jnp.cumprod(
-          jnp.asarray(rates)[jnp.digitize(probs.max(-1), BINS)], axis=1))),
-      "d_cut": (False, lambda probs, tokens: first(
-          jnp.cumprod(drawn(probs, tokens), axis=1))),
+  scores = {
+      "product of the largest q": (True, lambda q, largest: jnp.cumprod(
+          largest, axis=1)),
+      "q of earlier tokens, then the largest q": (
+          True, lambda q, largest: before(q) * largest),
+      "estimated acceptance": (True, lambda q, largest: jnp.cumprod(
+          jnp.asarray(rates)[jnp.digitize(largest, BINS)], axis=1)),
+      "q of the drafted tokens (D-Cut)": (
+          False, lambda q, largest: jnp.cumprod(q, axis=1)),
   }
+  shared = lambda score: lambda probs, tokens: analysis.best_first(
+      score(drawn(probs, tokens), probs.max(-1)), nodes)
+  fixed = lambda probs, tokens: jnp.full(len(tokens), nodes // len(tokens))
+  return {"fixed length": (True, fixed), **{
+      name: (is_exact, shared(score))
+      for name, (is_exact, score) in scores.items()}}
 
 
 def acceptance_rates(record):
@@ -128,10 +131,11 @@ def rows_of(halves):
               for batch in (found.expected[i:i + ROWS] for i in range(
                   0, len(found.expected), ROWS))]
       if rule == "token":
-        sums["best"] = [x for half in halves for x in best(half, nodes)]
+        sums["best possible"] = [
+            x for half in halves for x in best(half, nodes)]
       exact = {name: is_exact for name, (is_exact, _) in budgets(
           rates[0], nodes).items()}
-      base = list(zip(*sums["fixed"]))
+      base = list(zip(*sums["fixed length"]))
       for name, batches in sums.items():
         totals, counts = zip(*batches)
         rows.append({

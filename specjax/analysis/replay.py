@@ -116,13 +116,17 @@ def evaluate_budget(record: Record, verifier: Verifier,
 
   Raises:
     ValueError: the rule has a state or requires a property that the recorded
-      drafter does not declare, or the record has fewer than `rows` prompts.
+      drafter does not declare, the recorded drafts are trees, or the record has
+      fewer than `rows` prompts.
   """
   interfaces.check_pair(verifier, f"the drafter of {record.path}",
                       record.manifest["drafter_is"])
   if verifier.remembers:
     raise ValueError(f"verifier is {verifier!r}, which has a state; a budget "
                      "is evaluated with a rule without state, such as Block()")
+  if "chain" not in record.manifest["drafter_is"]:
+    raise ValueError(f"record is {record.path}, whose drafts are trees; a "
+                     "budget cuts chains")
   fields.check_at_least("rows", rows, 1)
   if len(record) < rows:
     raise ValueError(f"rows is {rows}; the record has {len(record)} prompts: "
@@ -133,23 +137,10 @@ def evaluate_budget(record: Record, verifier: Verifier,
     batch = []
     for rollout in record:
       batch.append(rollout.trace)
-      if len(batch) < rows:
-        continue
-      rounds = min(len(x.draft.tokens) for x in batch)
-      batch = [jax.tree.map(lambda x: x[:rounds], x) for x in batch]
-      # One size of call, so that the budget compiles once.
-      probs, tokens = (np.stack([_full(x, -rounds % _ROUNDS_A_CALL) for x in y])
-                       for y in ([x.draft.probs[:, 1:] for x in batch],
-                                 [x.draft.tokens[:, 1:] for x in batch]))
-      lengths = np.concatenate([
-          share(probs[:, i:i + _ROUNDS_A_CALL], tokens[:, i:i + _ROUNDS_A_CALL])
-          for i in range(0, rounds, _ROUNDS_A_CALL)], axis=1)[:, :rounds]
-      for trace, length in zip(batch, lengths):
-        nodes = np.arange(trace.draft.tokens.shape[1])
-        probs = trace.draft.probs * (nodes <= length[:, None])[..., None]
-        yield _figures(verifier, None, trace.replace(
-            draft=trace.draft.replace(probs=probs)))
-      batch = []
+      if len(batch) == rows:
+        for trace in _cut(batch, share):
+          yield _figures(verifier, None, trace)
+        batch = []
 
   return _replayed(figures())
 
@@ -192,8 +183,31 @@ def best_first(scores: jax.Array, nodes: int) -> jax.Array:
   return taken.reshape(gamma, rows).sum(0, dtype=jnp.int32)
 
 
-def _full(x: np.ndarray, missing: int) -> np.ndarray:
-  return np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+def _cut(batch: Sequence[Trace], share: Callable[..., jax.Array]
+         ) -> list[Trace]:
+  """Returns the traces of a batch, up to its shortest one, with cut drafts.
+
+  `share(probs [rows, R, gamma, V], tokens [rows, R, gamma])` returns the
+  numbers `[rows, R]` of verified tokens.
+  """
+  rounds = min(len(trace.draft.tokens) for trace in batch)
+  # One number of rounds per call, so that the budget compiles once.
+  index = np.minimum(np.arange(-(-rounds // _ROUNDS_A_CALL) * _ROUNDS_A_CALL),
+                     rounds - 1)
+  probs, tokens = (np.stack([x[index, 1:] for x in rows]) for rows in (
+      [trace.draft.probs for trace in batch],
+      [trace.draft.tokens for trace in batch]))
+  lengths = np.concatenate([
+      share(probs[:, i:i + _ROUNDS_A_CALL], tokens[:, i:i + _ROUNDS_A_CALL])
+      for i in range(0, len(index), _ROUNDS_A_CALL)], axis=1)
+  cut = []
+  for trace, verified in zip(batch, lengths[:, :rounds, None]):
+    trace = jax.tree.map(lambda x: x[:rounds], trace)
+    draft = trace.draft
+    kept = np.arange(draft.tokens.shape[1]) <= verified
+    cut.append(trace.replace(draft=draft.replace(
+        probs=draft.probs * kept[..., None])))
+  return cut
 
 
 def _figures(verifier: Verifier, state: chex.ArrayTree, trace: Trace

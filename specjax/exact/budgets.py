@@ -177,13 +177,15 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
         + (f"requires {refused.pop()} drafts" if refused else "has a state")
         + "; give a rule without state that verifies drawn and padded chains, "
         "such as Token()")
-  for gamma, vocab_size in itertools.product(gammas, vocab_sizes):
-    fields.check_at_least("gammas", gamma, 1)
-    fields.check_at_least("vocab_sizes", vocab_size, 2)
-    if vocab_size**(gamma + 1) > _LARGEST:
-      raise ValueError(
-          f"gammas contains {gamma} and vocab_sizes {vocab_size}; V**(gamma + "
-          f"1) is at most {_LARGEST:,}: make gamma or V smaller")
+  if not all(map(len, (gammas, vocab_sizes, seeds, kinds))):
+    raise ValueError("gammas, vocab_sizes, seeds or kinds is empty; give at "
+                     "least one of each")
+  fields.check_at_least("gammas", min(gammas), 1)
+  fields.check_at_least("vocab_sizes", min(vocab_sizes), 2)
+  if max(vocab_sizes)**(max(gammas) + 1) > _LARGEST:
+    raise ValueError(
+        f"gammas is {gammas} and vocab_sizes {vocab_sizes}; V**(gamma + 1) "
+        f"must be at most {_LARGEST:,}: make gamma or V smaller")
   found = []
   for gamma, vocab_size in itertools.product(gammas, vocab_sizes):
     lengths_of = jax.jit(jax.vmap(budget))
@@ -193,9 +195,6 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
       found.append((dict(kind=kind, vocab_size=vocab_size, seed=seed,
                          gamma=gamma), _examine(pairs, gamma, compiled.quick,
                                                 lengths_of)))
-  if not found:
-    raise ValueError("gammas, vocab_sizes, seeds or kinds is empty; give at "
-                     "least one of each")
   witness, worst = max(found, key=lambda x: np.nan_to_num(x[1][0], nan=2))
   joint_error, _, _, _, example = worst
   mean = lambda i: float(np.mean([x[i] for _, x in found]))
@@ -221,9 +220,9 @@ def text_laws(compiled: Compiled, pair: Pair, gamma: int) -> _Row:
   for length in range(gamma + 1):
     texts = (texts[..., None] * pair.p[length]).reshape(len(stop), -1)
     after = (every.contexts[:, length] - firsts[length])[:, None] * vocab
+    here = stop[:, length, None]
     texts[rows, after + np.arange(vocab)] += np.where(
-        stop[:, length, None] > 0, stop[:, length, None] * next_token[:, length],
-        0)
+        here > 0, here * next_token[:, length], 0)
   shape = (gamma + 1, count)
   return _Row(whole, texts.reshape(*shape, -1), joint(pair.p, gamma + 1)[-1],
               (stop @ np.arange(gamma + 1)).reshape(shape))

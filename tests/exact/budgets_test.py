@@ -142,6 +142,7 @@ def test_the_law_of_a_text_is_a_martingale(rule):
   assert _is_martingale(rule) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_exact_for_every_fixed_length_can_be_biased():
   # Broken: the martingale is confused with exactness for each fixed length.
   rule = _ByLength()
@@ -162,8 +163,7 @@ def test_best_first():
   # Broken: a token is taken before an earlier one of its row, or ties depend on
   # later tokens.
   scores = jnp.array([[0.5, 0.9, 0.8], [0.6, 0.55, 0.2]])
-  taken = [analysis.best_first(scores, n).tolist() for n in range(8)]
-  assert taken == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2], [3, 2], [3, 3],
-                   [3, 3]]
+  taken = [analysis.best_first(scores, n).tolist() for n in (0, 2, 4, 7)]
+  assert taken == [[0, 0], [0, 2], [2, 2], [3, 3]]
   equal = analysis.best_first(jnp.ones((3, 2)), 4)
   assert equal.tolist() == [2, 1, 1]
