@@ -273,6 +273,7 @@ def test_directories_of_another_kind_are_refused(complete, tmp_path):
     analysis.record(path=path / "prompt_000000.npz", **_markov())
 
 
+@pytest.mark.slow
 def test_a_budget_cuts_the_recorded_drafts(tmp_path):
   # Broken: rows or rounds of a batch are mixed up, or a cut draft is evaluated
   # with the tokens after its cut.
