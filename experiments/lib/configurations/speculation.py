@@ -14,6 +14,7 @@ from absl import flags
 
 from lib import common
 from lib import drafters
+from lib import extensions
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -119,12 +120,12 @@ class Speculation:
         f"{copies.CACHES}. int8 and int4 quantise keys and values; streaming "
         "stores only the first tokens (sinks) and a window of the last tokens. "
         "Default: a full cache")
-    self.verifier = flags.DEFINE_enum(
-        "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule, "
-        "which decides how many draft tokens are accepted. For chains: token, "
-        "block, greedy_block, top_2. For trees: recursive, k_seq, traversal, "
-        "target_walk, typical. typical and top_2 are lossy: they change the "
-        "output distribution. Default: the usual rule of the drafter, such as "
+    self.verifier = flags.DEFINE_string(
+        "verifier", None, "Verification rule, which decides how many draft "
+        "tokens are accepted. For chains: token, block, greedy_block, top_2. "
+        "For trees: recursive, k_seq, traversal, target_walk, typical. typical "
+        "and top_2 are lossy: they change the output distribution. Your own: "
+        f"{extensions.FORM}. Default: the usual rule of the drafter, such as "
         "block for a draft model and target_walk for a tree of the most "
         "likely tokens")
     self.gamma = shared.gamma(6, "Draft length gamma: number of tokens "
@@ -181,8 +182,8 @@ class Speculation:
         "color", "auto", ["auto", "always", "never"], "Whether accepted draft "
         "tokens are printed in green and the target's own tokens in red. auto: "
         "only on a terminal, unless NO_COLOR is set or TERM is dumb")
-    self.output = flags.DEFINE_string(
-        "output", None, "File to which the printed text is also written: at "
+    self.output = shared.output_file(
+        "output", "File to which the printed text is also written: at "
         "the end or after Ctrl-C, in a chat after every answer. Default: no "
         "file")
     self.mesh = shared.mesh()
@@ -190,6 +191,15 @@ class Speculation:
         "split_drafter", False, "With --mesh: also split the drafter's weights "
         "over the devices. Default: a full copy of the drafter on each device"),
                                          self.mesh.mesh)
+
+  @property
+  def rule(self) -> sj.Verifier | None:
+    """Rule of --verifier. None means the default of the drafter."""
+    if self.verifier.value is None:
+      return None
+    [rule] = common.verifiers("--verifier", [self.verifier.value],
+                              common.ALL_VERIFIERS).values()
+    return rule
 
   @property
   def drafter_name(self) -> str:
@@ -214,15 +224,12 @@ class Speculation:
       if self.controller.value:
         raise ValueError("--controller supports one device only, and --mesh is "
                          f"{self.mesh.mesh.value}; leave one of the two out")
-    if self.output.value is not None:
-      common.output_file("--output", self.output.value)
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""
-    rule = self.verifier.value and common.ALL_VERIFIERS[self.verifier.value]
     _, found, _ = drafters.load(
         self.target.value, [self.drafter_name], drafters.Options(
-            verifier=rule, **{flag.name: flag.value for flag in (
+            verifier=self.rule, **{flag.name: flag.value for flag in (
                 self.gamma, self.nodes, self.stop, self.tail, self.datastore,
                 self.vocabulary, self.draft_vocabulary, self.vocabulary_data,
                 self.quantize, self.quantize_target, self.quantize_group,
