@@ -456,7 +456,7 @@ def _shared_budget(score, is_capped=True):
     return jnp.cumprod(taken, axis=0).sum(0)
 
   def measure():
-    found = sj.exact.certify_budget(
+    found = sj.analysis.certify_budget(
         budget, sj.verifiers.Token(), vocab_sizes=(3,), gammas=(2,),
         kinds=_KINDS)
     return found.total_variation, str(found)

@@ -8,6 +8,9 @@ from specjax.analysis.bounds import accepted_bound
 from specjax.analysis.bounds import bound_terms
 from specjax.analysis.bounds import BoundTerms
 from specjax.analysis.bounds import fit_bound
+from specjax.analysis.budgets import best_first
+from specjax.analysis.budgets import BudgetCertificate
+from specjax.analysis.budgets import certify_budget
 from specjax.analysis.draft_lengths import best_draft_lengths
 from specjax.analysis.draft_lengths import DraftLengths
 from specjax.analysis.duals import chain_potential
@@ -37,7 +40,6 @@ from specjax.analysis.patient import patient_pair
 from specjax.analysis.recording import Record
 from specjax.analysis.recording import record
 from specjax.analysis.recording import Rollout
-from specjax.analysis.replay import best_first
 from specjax.analysis.replay import evaluate
 from specjax.analysis.replay import evaluate_budget
 from specjax.analysis.replay import online
@@ -58,6 +60,7 @@ from specjax.analysis.several_rounds import most_tokens
 __all__ = [
     "BestRule",
     "BoundTerms",
+    "BudgetCertificate",
     "DraftLengths",
     "Estimate",
     "Patient",
@@ -73,6 +76,7 @@ __all__ = [
     "best_rule_over_rounds",
     "block_efficiency",
     "bound_terms",
+    "certify_budget",
     "chain_potential",
     "clusters_needed",
     "dual_bound",

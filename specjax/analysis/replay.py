@@ -17,7 +17,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import interfaces
@@ -110,7 +109,7 @@ def evaluate_budget(record: Record, verifier: Verifier,
     verifier: rule without state.
     budget: function `(probs [rows, gamma, V], tokens [rows, gamma]) -> lengths
       [rows]` that returns the numbers of verified tokens, such as `best_first`
-      of scores. `exact.certify_budget` tests whether it keeps the output's
+      of scores. `certify_budget` tests whether it keeps the output's
       distribution. This function does not.
     rows: number of rows of a batch, at most the number of prompts.
 
@@ -143,44 +142,6 @@ def evaluate_budget(record: Record, verifier: Verifier,
         batch = []
 
   return _replayed(figures())
-
-
-def best_first(scores: jax.Array, nodes: int) -> jax.Array:
-  """Returns how many tokens of each row of a batch are verified.
-
-  Tokens are taken in the order of their scores, and those of a row in the order
-  of the draft. The score of a token is replaced by the smallest score of its
-  row up to this token. If each score depends on earlier tokens of its row only,
-  then the budget is exact (`exact.certify_budget`): the tokens can be revealed
-  in the order in which they are taken. Without the replacement, a token could
-  be verified because of a token after it.
-
-  Args:
-    scores: `[R, gamma]` score of every drafted token, such as the probability
-      that the token and all tokens before it are accepted. The score of token k
-      must not depend on token k or on later tokens.
-    nodes: total number of verified tokens of all rows, without their roots.
-
-  Returns:
-    `[R]` int32 numbers of verified tokens. Their sum is the smaller of `nodes`
-    and R gamma.
-
-  Example: a score from the largest q, and one of the drafted tokens themselves,
-  which must not be used.
-
-    >>> import jax.numpy as jnp
-    >>> from specjax import analysis
-    >>> probs = jnp.array([[[0.9, 0.1], [0.8, 0.2]], [[0.6, 0.4], [0.5, 0.5]]])
-    >>> scores = jnp.cumprod(probs.max(-1), axis=1)
-    >>> print(analysis.best_first(scores, 3))
-    [2 1]
-  """
-  rows, gamma = scores.shape
-  scores = jax.lax.cummin(scores, axis=1)
-  # Equal scores are taken by position, so that a row's order is kept.
-  order = jnp.argsort(-scores.T.reshape(-1), stable=True)
-  taken = jnp.zeros(rows * gamma, bool).at[order[:nodes]].set(True)
-  return taken.reshape(gamma, rows).sum(0, dtype=jnp.int32)
 
 
 def _cut(batch: Sequence[Trace], share: Callable[..., jax.Array]

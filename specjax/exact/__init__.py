@@ -12,12 +12,10 @@ A rule is lossless on these models iff this sum equals the target's
 distribution. `Certificate` describes the consequences for other models.
 
 `audit_sampler` tests a sampler of any framework, of which no law is known.
-`certify_budget` tests how a batch divides verified tokens among its rows.
+`analysis.certify_budget` tests how a batch divides verified tokens among rows.
 """
 
 from specjax.exact import schemes
-from specjax.exact.budgets import BudgetCertificate
-from specjax.exact.budgets import certify_budget
 from specjax.exact.certificate import Certificate
 from specjax.exact.certificate import certify
 from specjax.exact.compiled import Compiled
@@ -35,7 +33,6 @@ from specjax.exact.samplers import audit_sampler
 from specjax.exact.schemes import all_trees
 
 __all__ = [
-    "BudgetCertificate",
     "Certificate",
     "Compiled",
     "Drafts",
@@ -44,7 +41,6 @@ __all__ = [
     "all_trees",
     "audit_sampler",
     "certify",
-    "certify_budget",
     "ended_by",
     "enumerate_chains",
     "enumerate_trees",

@@ -43,6 +43,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.exact import drafts as drafts_lib
@@ -164,7 +165,7 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
     ...   return jnp.where(jnp.arange(2) == jnp.argmax(probs[:, 0].max(1)), 1,
     ...                    0)
     >>> rule = sj.verifiers.Token()
-    >>> certified = lambda budget: sj.exact.certify_budget(
+    >>> certified = lambda budget: sj.analysis.certify_budget(
     ...     budget, rule, vocab_sizes=(3,), gammas=(1,)).lossless
     >>> certified(by_drafted_token), certified(by_largest)
     (False, True)
@@ -202,6 +203,44 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
   return BudgetCertificate(
       lossless, float(joint_error), float(max(x[1] for _, x in found)), witness,
       "" if lossless else example(), mean(2), mean(3), len(found))
+
+
+def best_first(scores: jax.Array, nodes: int) -> jax.Array:
+  """Returns how many tokens of each row of a batch are verified.
+
+  Tokens are taken in the order of their scores, and those of a row in the order
+  of the draft. The score of a token is replaced by the smallest score of its
+  row up to this token. If each score depends on earlier tokens of its row only,
+  then the budget is exact (`certify_budget`): the tokens can be revealed
+  in the order in which they are taken. Without the replacement, a token could
+  be verified because of a token after it.
+
+  Args:
+    scores: `[R, gamma]` score of every drafted token, such as the probability
+      that the token and all tokens before it are accepted. The score of token k
+      must not depend on token k or on later tokens.
+    nodes: total number of verified tokens of all rows, without their roots.
+
+  Returns:
+    `[R]` int32 numbers of verified tokens. Their sum is the smaller of `nodes`
+    and R gamma.
+
+  Example: a score from the largest q, and one of the drafted tokens themselves,
+  which must not be used.
+
+    >>> import jax.numpy as jnp
+    >>> from specjax import analysis
+    >>> probs = jnp.array([[[0.9, 0.1], [0.8, 0.2]], [[0.6, 0.4], [0.5, 0.5]]])
+    >>> scores = jnp.cumprod(probs.max(-1), axis=1)
+    >>> print(analysis.best_first(scores, 3))
+    [2 1]
+  """
+  rows, gamma = scores.shape
+  scores = jax.lax.cummin(scores, axis=1)
+  # Equal scores are taken by position, so that a row's order is kept.
+  order = jnp.argsort(-scores.T.reshape(-1), stable=True)
+  taken = jnp.zeros(rows * gamma, bool).at[order[:nodes]].set(True)
+  return taken.reshape(gamma, rows).sum(0, dtype=jnp.int32)
 
 
 def text_laws(compiled: Compiled, pair: Pair, gamma: int) -> _Row:

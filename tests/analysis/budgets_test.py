@@ -10,7 +10,7 @@ import pytest
 from specjax import analysis
 from specjax import exact
 from specjax import verifiers
-from specjax.exact import budgets
+from specjax.analysis import budgets
 from specjax.exact.compiled import Compiled
 from specjax.interfaces import Verifier
 
@@ -59,7 +59,7 @@ def _second_by_first(probs, tokens):
 def test_which_budgets_are_exact(budget, total_variation, of_one_row):
   # Broken: an exact budget is refuted, a biased one is not, or rows that are
   # only dependent are not told from rows that are biased.
-  found = exact.certify_budget(budget, verifiers.Token(), **_SMALL)
+  found = analysis.certify_budget(budget, verifiers.Token(), **_SMALL)
   assert found.lossless == (not total_variation)
   assert (found.total_variation > 0.01) == total_variation
   assert (found.row_total_variation > 0.01) == of_one_row
@@ -78,7 +78,7 @@ def test_the_bias_of_one_token_by_hand():
     q = _drawn(probs, tokens)[:, 0]
     return jnp.where(jnp.arange(2) == jnp.argmax(q), 1, 0)
 
-  found = exact.certify_budget(
+  found = analysis.certify_budget(
       first_likelier, verifiers.Token(), vocab_sizes=(2,), gammas=(1,),
       kinds=("dense",))
   rows = [exact.random_pair("dense", 2, 2, seed) for seed in (0, 1)]
@@ -151,10 +151,10 @@ def test_a_rule_that_is_exact_for_every_fixed_length_can_be_biased():
   assert _is_martingale(rule) > 1e-3
   longer_after_0 = lambda probs, tokens: jnp.stack(
       [jnp.where((tokens[0, :2] == 0).any(), 3, 2), 0])
-  found = exact.certify_budget(longer_after_0, rule, vocab_sizes=(3,),
+  found = analysis.certify_budget(longer_after_0, rule, vocab_sizes=(3,),
                                gammas=(3,), kinds=("dense",))
   assert found.row_total_variation > 1e-3
-  assert exact.certify_budget(longer_after_0, verifiers.Block(),
+  assert analysis.certify_budget(longer_after_0, verifiers.Block(),
                               vocab_sizes=(3,), gammas=(3,),
                               kinds=("dense",)).lossless
 
