@@ -1,4 +1,4 @@
-"""`certify_budget`: exactness of a verification budget that rows share.
+"""Budgets of verified tokens that the rows of a batch share.
 
 A target call verifies the drafts of several rows. A budget decides how many
 tokens of each row's draft are verified, and the others are cut. If it reads the
@@ -134,7 +134,8 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
   drafts, and the rule verifies both. All pairs of drafts are enumerated in
   float64. The first gamma + 1 tokens of both rows are compared with the product
   of the targets' distributions. One round is enough: a budget that is exact
-  after every history is exact for all rounds, by induction.
+  after every history is exact for all rounds, by induction. A failure can also
+  be a defect of the rule, so certify the rule first, with `exact.certify`.
 
   Args:
     budget: jax function `(probs [2, gamma, V], tokens [2, gamma]) -> lengths
@@ -187,17 +188,16 @@ def certify_budget(budget: Budget, verifier: Verifier | Compiled, *,
     raise ValueError(
         f"gammas is {gammas} and vocab_sizes {vocab_sizes}; V**(gamma + 1) "
         f"must be at most {_LARGEST:,}: make gamma or V smaller")
-  found = []
-  for gamma, vocab_size in itertools.product(gammas, vocab_sizes):
-    lengths_of = jax.jit(jax.vmap(budget))
-    for kind, seed in itertools.product(kinds, seeds):
-      pairs = [random_pair(kind, vocab_size, gamma + 1, 2 * seed + i)
-               for i in range(2)]
-      found.append((dict(kind=kind, vocab_size=vocab_size, seed=seed,
-                         gamma=gamma), _examine(pairs, gamma, compiled.quick,
-                                                lengths_of)))
-  witness, worst = max(found, key=lambda x: np.nan_to_num(x[1][0], nan=2))
-  joint_error, _, _, _, example = worst
+  found, lengths_of = [], jax.jit(jax.vmap(budget))
+  for gamma, vocab_size, kind, seed in itertools.product(
+      gammas, vocab_sizes, kinds, seeds):
+    pairs = [random_pair(kind, vocab_size, gamma + 1, 2 * seed + i)
+             for i in range(2)]
+    found.append((
+        dict(kind=kind, vocab_size=vocab_size, seed=seed, gamma=gamma),
+        _examine(pairs, gamma, compiled.quick, lengths_of)))
+  witness, (joint_error, _, _, _, example) = max(
+      found, key=lambda x: np.nan_to_num(x[1][0], nan=2))
   mean = lambda i: float(np.mean([x[i] for _, x in found]))
   lossless = bool(joint_error <= TOLERANCE["float64"])
   return BudgetCertificate(
@@ -210,10 +210,10 @@ def best_first(scores: jax.Array, nodes: int) -> jax.Array:
 
   Tokens are taken in the order of their scores, and those of a row in the order
   of the draft. The score of a token is replaced by the smallest score of its
-  row up to this token. If each score depends on earlier tokens of its row only,
-  then the budget is exact (`certify_budget`): the tokens can be revealed
-  in the order in which they are taken. Without the replacement, a token could
-  be verified because of a token after it.
+  row up to this token. If each score depends only on earlier tokens of its row
+  and on the history, then the budget is exact (`certify_budget`): the tokens
+  can be revealed in the order in which they are taken. Without the replacement,
+  a token could be cut because of a token after it.
 
   Args:
     scores: `[R, gamma]` score of every drafted token, such as the probability
