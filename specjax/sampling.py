@@ -463,28 +463,41 @@ def noise_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
   return jax.vmap(one)(keys, positions)
 
 
+def noise(key: jax.Array, size: int, dtype: jax.typing.DTypeLike = jnp.float32
+          ) -> jax.Array:
+  """Returns `[size]`, the Exp(1) variables S_i of a key of `noise_keys`.
+
+  S_i depends on the key and on i, and not on `size`. So models whose
+  vocabularies have common ids share the noise of these ids.
+
+  Args:
+    key: `[2]` uint32.
+    size: number V of variables.
+    dtype: floating-point type.
+  """
+  # The token is drawn by the smallest S, so S needs many digits near 0. With
+  # uniforms of 23 bits, S would be 0 at one of 128k tokens in 1.5 % of all
+  # positions, and that token would be drawn whatever its probability is.
+  count = jnp.arange(size, dtype=jnp.uint32)
+  high, low = threefry.threefry_2x32(
+      key, jnp.stack([jnp.zeros_like(count), count])).astype(dtype)
+  uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-64
+  # The largest uniforms are rounded to 1, for which S would be infinite.
+  return -jnp.log1p(-jnp.minimum(uniform, 1 - jnp.finfo(dtype).epsneg))
+
+
 def draw(weights: jax.Array, source: jax.Array) -> jax.Array:
   """Draws an index `[]` int32 with probability proportional to its weight.
 
   Args:
     weights: `[V]`, not negative.
     source: `[2]`. Floats are the uniforms of `inverse_cdf`. uint32 is a key of
-      `noise_keys`: the result is the argmin of S_i / weights_i. S_i depends on
-      the key and on i, and not on V.
+      `noise_keys`: the result is the argmin of S_i / weights_i.
   """
   if source.dtype != jnp.uint32:
     return inverse_cdf(weights, source)
-  # The argmin is among the smallest S, so S needs many digits near 0. With
-  # uniforms of 23 bits, S would be 0 at one of 128k tokens in 1.5 % of all
-  # positions, and that token would be drawn whatever its weight is.
-  count = jnp.arange(weights.shape[0], dtype=jnp.uint32)
-  high, low = threefry.threefry_2x32(
-      source, jnp.stack([jnp.zeros_like(count), count]))
-  high, low = high.astype(weights.dtype), low.astype(weights.dtype)
-  uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-64
-  # The largest uniforms are rounded to 1, for which S would be infinite.
-  uniform = jnp.minimum(uniform, 1 - jnp.finfo(uniform.dtype).epsneg)
-  return jnp.argmax(weights / -jnp.log1p(-uniform)).astype(jnp.int32)
+  return jnp.argmax(weights / noise(
+      source, weights.shape[0], weights.dtype)).astype(jnp.int32)
 
 
 def sample(key: jax.Array, probs: jax.Array) -> jax.Array:

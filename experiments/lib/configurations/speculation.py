@@ -123,10 +123,12 @@ class Speculation:
         "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule, "
         "which decides how many draft tokens are accepted. For chains: token, "
         "block, greedy_block, top_2. For trees: recursive, k_seq, traversal, "
-        "target_walk, typical. typical and top_2 are lossy: they change the "
-        "output distribution. Default: the usual rule of the drafter, such as "
-        "block for a draft model and target_walk for a tree of the most "
-        "likely tokens")
+        "target_walk, typical. For both: coupled, in which target and drafter "
+        "draw with the same noise, so that the output depends on --seed and "
+        "not on the drafter or its flags. typical and top_2 are lossy: they "
+        "change the output distribution. Default: the usual rule of the "
+        "drafter, such as block for a draft model and target_walk for a tree "
+        "of the most likely tokens")
     self.gamma = shared.gamma(6, "Draft length gamma: number of tokens "
         "drafted as a chain before each target call. Drafters with fewer "
         "heads or look-ahead tokens draft fewer tokens")
@@ -199,6 +201,10 @@ class Speculation:
           self.target.value, drafters.NONE)
     return self.drafter.value
 
+  @property
+  def _is_coupled(self) -> bool:
+    return self.verifier.value == "coupled"
+
   def check(self) -> None:
     """Rejects incompatible flags before any model is loaded."""
     constrained.check_flags(self.regex.value, self.json_schema.value)
@@ -219,7 +225,10 @@ class Speculation:
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""
-    rule = self.verifier.value and common.ALL_VERIFIERS[self.verifier.value]
+    # With shared noise, all lossless rules accept the same tokens. So the
+    # drafter's usual rule is used.
+    rule = common.ALL_VERIFIERS.get(
+        None if self._is_coupled else self.verifier.value)
     _, found, _ = drafters.load(
         self.target.value, [self.drafter_name], drafters.Options(
             verifier=rule, **{flag.name: flag.value for flag in (
@@ -300,7 +309,9 @@ class Speculation:
           published, repetition_penalty=given.pop("repetition_penalty"))
     if published.temperature is None:
       given.setdefault("temperature", 0.8)
-    return published.transform(**given, constraints=constraints)
+    return dataclasses.replace(
+        published.transform(**given, constraints=constraints),
+        coupled=self._is_coupled)
 
   def printer(self, tokenizer: Tokenizer) -> streaming.Printer:
     """Returns a printer of one text."""
