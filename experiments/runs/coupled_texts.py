@@ -36,7 +36,7 @@ from specjax import sampling  # noqa: E402
 
 _PROMPTS = flags.DEFINE_integer("num_prompts", 200, "Number of prompts", 2)
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", 48, "Number of new tokens per prompt", 1)
+    "new_tokens", 24, "Number of new tokens per prompt", 1)
 _TOP_P, _TEMPERATURES, _BATCHES = 0.95, (1.0, 0.6), (1, 8)
 
 

@@ -92,18 +92,24 @@ class Coupled(Verifier):
     p, q = target_probs[:-1], draft.probs[1:].astype(target_probs.dtype)
     at_p = residual.at_drafted(draft, target_probs, first=0)
     at_q = residual.at_drafted(draft, q, first=0)
-    total = jnp.sum(jnp.maximum(
-        q * at_p[:, None], p * at_q[:, None]), axis=-1)
-    accept = jnp.where(at_q > 0, jnp.minimum(
-        residual.divide(at_p, total), 1), 0)
+    # P(Y = x | X = x) = 1 / sum_i max(q_i, p_i q_x / p_x). Numerator and
+    # denominator are multiplied by p_x and rounded alike, so that the quotient
+    # is exactly 1 if p is q or if both choose x at temperature 0.
+    scaled = q * at_p[:, None]
+    accept = residual.divide(
+        jnp.sum(scaled, axis=-1),
+        jnp.sum(jnp.maximum(scaled, p * at_q[:, None]), axis=-1))
+    accept = jnp.where(at_q > 0, jnp.minimum(accept, 1), 0)
     return jnp.concatenate([jnp.ones((1,), accept.dtype), jnp.cumprod(accept)])
 
 
-def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
+def coupled_acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
   """Returns `[V]`, P(X = Y = x) of every token x.
 
+  The sum over x is the probability that a drafted token is accepted.
+
   >>> import jax.numpy as jnp
-  >>> print(acceptance(jnp.array([0.25, 0.75]), jnp.array([0.5, 0.5])))
+  >>> print(coupled_acceptance(jnp.array([0.25, 0.75]), jnp.array([0.5, 0.5])))
   [0.25 0.5 ]
 
   Args:

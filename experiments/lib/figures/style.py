@@ -22,6 +22,7 @@ _METHODS = {
     "token": ("token", "#1f77b4"),
     "block": ("block", "#ff7f0e"),
     "greedy_block": ("greedy block", "#2ca02c"),
+    "coupled": ("coupled", "#bcbd22"),
     "chain_token": ("chain, token", "#1f77b4"),
     "chain_block": ("chain, block", "#ff7f0e"),
     "specinfer": ("i.i.d., recursive (SpecInfer)", "#9467bd"),
