@@ -18,8 +18,14 @@ setuptools.setup(
     description="Speculative decoding in JAX and Flax, proved by enumeration",
     long_description=(_ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
+    author="The specjax authors",
+    keywords=["speculative decoding", "block verification", "JAX", "Flax"],
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
+    # A path file of an editable installation names this directory, so that
+    # Python finds the package from everywhere, also from the parent directory.
+    package_dir={"": "."},
     packages=setuptools.find_packages(include=["specjax", "specjax.*"]),
     package_data={"specjax": ["py.typed", "data/*.json", "models/zoo/**/*"]},
     install_requires=[

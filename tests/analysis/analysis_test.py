@@ -121,45 +121,6 @@ def test_ratio_estimate():
   assert exact[:3] == pytest.approx((2, 2, 2))
 
 
-_TIMES = dict(step=1.0, draft=0.1)
-
-
-@pytest.mark.parametrize("call,words", [
-    (lambda: analysis.expected_tokens(1.2, 3), ["1.2", "[0, 1]"]),
-    (lambda: analysis.expected_tokens([0.5, -0.1], 3), ["-0.1", "[0, 1]"]),
-    (lambda: analysis.expected_accepted(np.nan, 3), ["nan", "[0, 1]"]),
-    (lambda: analysis.expected_tokens(0.5, 2.5), ["2.5", "whole"]),
-    (lambda: analysis.expected_tokens(0.5, -1), ["-1", "at least 0"]),
-    (lambda: analysis.speedup(0.5, 3, -0.1), ["-0.1", "at least 0"]),
-    (lambda: analysis.operations_factor(0.5, 3, np.inf), ["inf", "finite"]),
-    (lambda: analysis.optimal_gamma(0.5, 0.1, largest=-2), ["largest", "-2"]),
-    (lambda: analysis.expected_tokens_by_position([0.5, 2]), ["2.0"]),
-    (lambda: analysis.expected_tokens_over([0.5], 3, [0]), ["sum to 0"]),
-    (lambda: analysis.expected_tokens_over([0.5, 1], 3, [2, -1]), ["-1.0"]),
-    (lambda: analysis.predicted_speedup(
-        5.5, verify=1.0, gamma=4, **_TIMES), ["5.5", "gamma + 1"]),
-    (lambda: analysis.predicted_speedup(
-        1.0, verify=0.0, gamma=0, **_TIMES), ["0.0", "more than 0"]),
-    (lambda: analysis.best_gamma(
-        [1.0, 0.5], verify={3: 1.0}, **_TIMES), ["gamma 3", "ends at 1"]),
-    (lambda: analysis.best_gamma([0.9, 0.5], verify={}, **_TIMES), ["0.9"]),
-    (lambda: analysis.best_gamma([1, 1.5], verify={}, **_TIMES), ["1.5"]),
-    (lambda: analysis.best_gamma([1, 0.5, 0.6], verify={}, **_TIMES),
-     ["0.5 at 1", "0.6"]),
-    (lambda: analysis.best_gamma([1, np.nan], verify={}, **_TIMES), ["nan"]),
-    (lambda: analysis.best_gamma([[1]], verify={}, **_TIMES), ["(1, 1)"]),
-    (lambda: analysis.ratio_estimate([1, 2], [1]), ["(2,)", "(1,)"]),
-    (lambda: analysis.ratio_estimate([], []), ["at least one"])])
-def test_bad_input_is_reported(call, words):
-  # Broken: a typing error becomes a number.
-  with pytest.raises(ValueError) as caught:
-    call()
-  message = str(caught.value)
-  assert "\n" not in message
-  for word in words:
-    assert word in message, f"{word!r} is missing in: {message}"
-
-
 def test_relative_gain_agrees_with_the_bootstrap():
   # Broken: the intervals of every improvement that the studies report.
   rng = np.random.default_rng(0)
@@ -181,5 +142,3 @@ def test_relative_gain_agrees_with_the_bootstrap():
   # As if the two had nothing in common, it would be far larger.
   alone = analysis.ratio_estimate(totals, rounds)
   assert high - low < 0.7 * (alone.high - alone.low) / tokens(totals, rounds)
-  with pytest.raises(ValueError, match="same prompts"):
-    analysis.relative_gain(totals, rounds, base_totals[:9], base_rounds[:9])

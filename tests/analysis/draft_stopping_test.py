@@ -51,6 +51,7 @@ def _confident(threshold, length):
   return ended
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_production_rule():
   # Broken: a draft goes on where the rule has ended it, its tokens are counted
   # along the text and not along the draft, or beyond the end of the text.

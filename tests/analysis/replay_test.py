@@ -37,6 +37,7 @@ def _close(got, want):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", [
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock()],
     ids=lambda v: type(v).__name__)

@@ -68,6 +68,7 @@ def test_a_rule_that_wins_in_the_mean_loses_the_quantile():
   assert text_rounds.columns(token, [1] * 100)["rounds_low"] is None
 
 
+@pytest.mark.slow
 def test_texts_of_a_pair(tmp_path):
   # Broken: rules are given other texts, or on one of them token verification
   # is ahead of block verification.

@@ -325,6 +325,7 @@ def _compile():
   print(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernel_compiles_for_a_tpu_and_copies_no_cache():
   # Broken: the kernel is no program for a TPU, or a cache is laid out or split

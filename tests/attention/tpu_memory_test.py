@@ -106,6 +106,7 @@ def _answer(question):
       XLA_FLAGS=f"--xla_force_host_platform_device_count={_SPLIT}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_verification_holds_the_laws_once():
   # Broken: the rows that nobody draws from are made, rows are copied to be
@@ -115,6 +116,7 @@ def test_a_verification_holds_the_laws_once():
   assert max(held) < 1.05 * 4 * _BATCH * _NODES * _VOCAB, held
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_split_law_stays_where_it_lies():
   # Broken: every draw gathers a law of V numbers on every device. A block of

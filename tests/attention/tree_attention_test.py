@@ -36,6 +36,7 @@ def _alone(model, params, past, texts):
 
 # The levels cross from one bucket of slots to the next; one window ends within
 # the tree, the other in the committed past.
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts,config", [
     ((0, _NODES), dict(learned_positions=True, norm="layer", gated=False)),
     ((0, 1, 5, 6, _NODES), dict(
@@ -118,6 +119,7 @@ class _HiddenTruth(testing.OracleDrafter):
     return jax.vmap(tree)(keys, rounds.roots(state), truth), state.drafter
 
 
+@pytest.mark.slow
 def test_trees_of_the_moment_in_the_loop():
   # Broken: anywhere in the loop a row uses another tree than its own, or the
   # cache keeps the accepted path in the wrong order.

@@ -127,6 +127,7 @@ def _prompts(form, lengths):
   return _Rows(form, texts, cache.rollback(jnp.array(lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CACHES)
 def test_attention_is_over_what_the_cache_holds(name):
   # Broken: a drafter reads slots of another position, a row's padding pushes

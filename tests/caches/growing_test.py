@@ -22,6 +22,7 @@ _GREEDY, _SAMPLED = 0.0, 1.0
 
 
 # A chain, a tree, a text and a cache in another vocabulary.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     "chain", "tree without_replacement",
     "TokenIntersection"])
@@ -51,6 +52,7 @@ def test_grown_in_the_middle_is_as_allocated_whole(name):
                stats, all_stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Fallback to another vocabulary",
                                   "Cascade", "your cache"])
 def test_a_grown_state_is_one_of_that_capacity(name):

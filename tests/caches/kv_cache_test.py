@@ -202,6 +202,7 @@ def test_rollback_forgets():
 
 
 # A chain of two tokens is a loop of one step, which XLA unrolls.
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["two", "four", "two models"])
 def test_a_round_copies_no_cache(drafts):
   # Broken: a round that reads its caches first and writes them last copies

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import specjax as sj
 from specjax import testing
@@ -106,6 +107,7 @@ def test_rows_move_with_their_pages():
     assert _slots(moved, row).tolist() == want
 
 
+@pytest.mark.slow
 def test_pages_change_no_text():
   # Broken: anything of a round on pages, while they are added too.
   texts = []

@@ -85,6 +85,7 @@ _SCHEMA = {
     "required": ["name", "kind", "ids", "deep"]}
 
 
+@pytest.mark.slow
 def test_every_output_of_a_schema_parses():
   # Broken: a tool call is corrupted by n-gram drafts, here of one that does not
   # follow the schema, or cut off by its limit.

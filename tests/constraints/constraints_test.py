@@ -34,6 +34,7 @@ def _drafts(decoder, params, prompts, before=None):
   return drafted(prompts, before and drafted(before)[1])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter,own", [
     (lambda model: sj.drafters.draft_model(model=model, gamma=3),
      lambda table: table),
@@ -77,6 +78,7 @@ def test_drafts_are_constrained_like_the_target(drafter, own):
             draft.probs[row, node], law, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter,own", [
     (lambda model: sj.drafters.draft_model(model=model, gamma=2),
      lambda table: table),
@@ -225,6 +227,7 @@ _LAST_TOKENS = [
         shape=sj.drafters.Tree(parents=(-1, 0, 0, 1, 1, 3, 5, 6)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", _LAST_TOKENS, ids=lambda d: (
     f"{type(d).__name__}-{d.num_nodes}"))
 def test_what_is_drafted_beyond_a_row_uses_up_no_token(drafter):

@@ -18,6 +18,7 @@ def _validator(schema):
       schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(_BLOCKS))
 def test_what_is_valid_is_accepted_and_nothing_else(block):
   # Broken: a keyword allows more or less than it says, alone or beside others.

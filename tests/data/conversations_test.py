@@ -114,37 +114,6 @@ def test_roles():
       False, False, True, False, True, False, False]
 
 
-@pytest.mark.parametrize("records, words", [
-    ([{"messages": [{"role": "narrator", "content": "N"}]}],
-     "1: turn 1 has the unknown speaker 'narrator'; use one of human"),
-    ([{"messages": [{"content": "N"}]}], "1: turn 1 has no speaker"),
-    ([{"messages": ["N"]}], "1: turn 1 has no speaker"),
-    ([{"messages": [{"role": "user", "content": None}]}],
-     "1: turn 1: 'content' is None"),
-    ([{"messages": [{"from": "gpt", "value": "\ud83d"}]}], "1.*half of"),
-    ([{"messages": []}, {"text": "a"}], "2 has no field 'messages' or"),
-    ([{"messages": []}, {"messages": "a"}], "2: 'messages' is a JSON str"),
-    ([{"messages": []}, [1]], "2 (has no field|is a JSON list)")])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_records_that_are_none(tmp_path, name, records, words):
-  # Broken: who speaks is guessed, or a record is left out without a word.
-  path = tmp_path / name
-  path.write_text(json.dumps(records) if name == "a.json"
-                  else "\n".join(map(json.dumps, records)))
-  with pytest.raises(ValueError, match=f"{name} (line|line 1, item) {words}"):
-    _read(path)
-
-
-def test_arrays_that_are_cut(tmp_path):
-  # Broken: a file whose download stopped is trained on as far as it goes.
-  path = tmp_path / "a.json"
-  text = json.dumps(_RECORDS, indent=0)
-  for broken in (text[:-1], text[:-9], text + "]", text.replace("},", "}")):
-    path.write_text(broken)
-    with pytest.raises(ValueError, match=r"a\.json line \d+ is not JSON"):
-      _read(path)
-
-
 def _written(tmp_path, *records, name="w.jsonl"):
   path = tmp_path / name
   path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -224,8 +193,6 @@ def test_conversations_that_begin_alike_are_on_one_side():
   names = [x for x in "abcdefgh" if not corpora.Document(x, "").held_out][:3]
   sides = corpora.held_out(names * 2)
   assert sum(sides) == 2 and sides[:3] == sides[3:]
-  with pytest.raises(ValueError, match="3 document.* 1 different"):
-    corpora.held_out(["a"] * 3)
 
 
 def test_directories_of_records(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Windows, documents and the tokenizer."""
 
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -57,8 +56,6 @@ def test_the_least_corpus():
   assert windows.batches_per_epoch == 1
   for step in range(30):
     assert windows.batch(step).max() < needed
-  with pytest.raises(ValueError, match=f"{needed - 1} tokens.*needs {needed}"):
-    batches.TokenWindows(np.arange(needed - 1), 4, 8)
 
 
 def test_held_out_is_decided_by_the_name():
@@ -81,8 +78,6 @@ def test_small_corpora_have_two_sides():
   many = [corpora.Document(f"{i}", "text") for i in range(200)]
   assert corpora.split(many) == ([d for d in many if not d.held_out],
                                  [d for d in many if d.held_out])
-  with pytest.raises(ValueError, match="1 document"):
-    corpora.split(documents[:1])
 
 
 def test_documents_of_files(tmp_path):
@@ -103,28 +98,6 @@ def test_documents_of_files(tmp_path):
   documents = corpora.read_documents(str(lines))
   # Copies of a text are in the same part of a corpus.
   assert documents == [corpora.Document(x, x) for x in ("one\u2028", "two")]
-
-
-@pytest.mark.parametrize("name,data,words", [
-    ("missing.txt", None, ["no such file", "missing.txt", "stdlib"]),
-    ("empty.txt", b"  \n ", ["empty.txt", "no text"]),
-    ("latin.txt", b"ok \xe9t\xe9", ["latin.txt", "UTF-8", "byte 3"]),
-    ("latin.jsonl", b'{"text": "\xff"}', ["latin.jsonl", "UTF-8"]),
-    ("bad.jsonl", b'{"text": "a"}\n{"text": \n', ["bad.jsonl line 2", "JSON"]),
-    ("list.jsonl", b'["a"]\n', ["list.jsonl line 1", "JSON object"]),
-    ("field.jsonl", b'\n{"body": "a"}\n',
-     ["field.jsonl line 2", "'text'", "'body'"]),
-    ("number.jsonl", b'{"text": 3}\n', ["number.jsonl line 1", "'text'"])])
-def test_bad_sources(tmp_path, name, data, words):
-  # Broken: a wrong file is trained on, or its error does not say where.
-  if data is not None:
-    (tmp_path / name).write_bytes(data)
-  with pytest.raises(ValueError) as caught:
-    corpora.read_documents(str(tmp_path / name))
-  message = str(caught.value)
-  assert "\n" not in message
-  for word in words:
-    assert word in message
 
 
 def test_stdlib_is_there_and_split():
@@ -180,8 +153,6 @@ def test_stream_of_documents():
   large = tokenizers.Tokenizer(words, eos=2**16 + 8)  # and no bos
   assert large.encode_stream(["65540", "7"]).tolist() == [
       65544, 65540, 65544, 7]
-  with pytest.raises(ValueError, match="neither bos nor eos"):
-    tokenizers.Tokenizer(words).encode_stream(["7"])
 
 
 def test_long_texts_in_pieces(monkeypatch):
@@ -210,14 +181,6 @@ def test_tokenizer_files(tmp_path):
   text = "def law(draft): é"
   assert tokenizers.Tokenizer.load(path).encode(text) == _tokenizer().encode(
       text)
-  other = tmp_path / "other.json"
-  with pytest.raises(ValueError, match="other.json"):
-    tokenizers.Tokenizer.load(other)
-  other.write_text(json.dumps({"no": "tokenizer"}))
-  with pytest.raises(ValueError, match="other.json is not a tokenizer"):
-    tokenizers.Tokenizer.load(other)
-  with pytest.raises(ValueError, match="256.*257"):
-    tokenizers.train(["text"], 256)
 
 
 @pytest.mark.parametrize("documents, length, size", [
@@ -257,7 +220,3 @@ def test_held_out_rows_of_few_documents():
   rows = batches.held_out_rows(tokens, np.array([0, 3, 6, 14]), 9, 4, useful)
   assert rows.clusters.tolist() == [3]
   assert rows.counted.tolist() == [[False, False, True, True]]
-  with pytest.raises(ValueError, match="no row of 4 contains an answer"):
-    batches.held_out_rows(tokens, np.array([0]), 9, 4, useful & False)
-  with pytest.raises(ValueError, match="has 20 tokens, but a row has 21"):
-    batches.held_out_rows(tokens, np.array([0]), 9, 21)

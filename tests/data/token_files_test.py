@@ -100,6 +100,7 @@ print(*peaks)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path):
   # Broken: a corpus of a gigabyte needs 37 of memory; these 4 MB needed 0.3.
   pytest.importorskip("resource")

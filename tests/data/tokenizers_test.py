@@ -200,12 +200,6 @@ def test_files_that_contradict_each_other(tmp_path, files, match):
   assert "\n" not in str(e.value)
 
 
-def test_tokens_that_do_not_exist():
-  # Broken: bos is a row of the embedding that nobody trained.
-  with pytest.raises(ValueError, match="eos is 273.*273 tokens"):
-    tokenizers.Tokenizer(_byte_level(), bos=0, eos=273)
-
-
 def test_special_tokens_are_read_when_asked():
   # Broken: a user's text ends a message, or a prompt that was written with
   # special tokens is read as text; one mode changes the other in a thread.
@@ -313,8 +307,6 @@ def test_bytes_of_tokens():
   assert byte_level.token_bytes(272) == b"<think>"
   assert byte_level.token_bytes(273) == "\u00fc\u00fc".encode()
   assert byte_level.token_bytes(10**6) == b""  # an embedding has more rows
-  with pytest.raises(ValueError, match="-1 is negative"):
-    byte_level.token_bytes(-1)
   pieces = _sentence_piece()
   of = lambda text: pieces.token_bytes(pieces.backend.token_to_id(text))
   assert of("<0x0A>") == b"\n" and of("\u2581the") == b" the"
@@ -584,34 +576,6 @@ def test_a_message_that_calls_a_tool(template, written, message):
   assert tokenizer.decode(tokenizer.chat([message])) == written + "."
 
 
-def test_messages_that_lack_their_content():
-  # Broken: a typing error is read as an empty message; or deep contents end in
-  # a traceback.
-  for message in ({"role": "user"}, {"role": "user", "tool_calls": []},
-                  {"role": "user", "tool_calls": None}, {"content": "a"}):
-    with pytest.raises(ValueError, match="'content', or with 'role' and"):
-      _chat().chat([message])
-  deep = []
-  for _ in range(5000):
-    deep = [deep]
-  with pytest.raises(ValueError, match="nested deeper"):
-    _chat().chat(_user(deep))
-
-
-@pytest.mark.parametrize("template, contents", [
-    ("{{ messages[0].content }}{{ messages[1].content }}",
-     ("<|im_", "end|>")),
-    ("<|im_{{ messages[0].content }}", ("end|>",)),
-    ("{{ messages[0].content | replace('!', '') }}", ("<|im_!end|>",)),
-    ("{{ messages[0].content | lower }}", ("<|IM_END|>",)),
-], ids=["two", "template", "replace", "lower"])
-def test_special_tokens_made_together(template, contents):
-  # Broken: contents that are harmless by themselves become a special token in
-  # the hands of the template.
-  with pytest.raises(ValueError, match="together form special tokens.*< >"):
-    _chat(template).chat(_user(*contents))
-
-
 def test_roles_may_make_special_tokens():
   # Broken: templates such as Phi-4's, which write a role as a special token,
   # are refused or read as text.
@@ -630,9 +594,20 @@ def test_roles_may_make_special_tokens():
     ("{{ messages[0].x.y }}", _user("a"), "template fails: .*no attribute 'x'"),
     ("{% if %}", _user("a"), "template fails: Expected an expression"),
     ("{{ ''.__class__.mro() }}", _user("a"), "template fails: .*unsafe"),
-    (_CHATML, [{"role": "user"}], "a message is {'role': 'user'}"),
+    *((_CHATML, [message], "a message is .*'content', or with 'role' and")
+      for message in ({"role": "user"}, {"role": "user", "tool_calls": []},
+                      {"role": "user", "tool_calls": None}, {"content": "a"})),
     (_CHATML, _user(np.zeros(2)), "a message contains a ndarray"),
-])
+    (_CHATML, _user(functools.reduce(lambda x, _: [x], range(5000), [])),
+     "nested deeper"),
+    # Contents that are harmless by themselves become a special token.
+    *((template, _user(*contents), "together form special tokens.*< >")
+      for template, *contents in (
+          ("{{ messages[0].content }}{{ messages[1].content }}",
+           "<|im_", "end|>"), ("<|im_{{ messages[0].content }}", "end|>"),
+          ("{{ messages[0].content | replace('!', '') }}", "<|im_!end|>"),
+          ("{{ messages[0].content | lower }}", "<|IM_END|>"))),
+], ids=lambda value: value if isinstance(value, str) else "")
 def test_conversations_that_fail(template, messages, match):
   # Broken: a traceback of jinja, or of numpy, for what a user wrote.
   with pytest.raises(ValueError, match=match) as e:

@@ -15,6 +15,7 @@ import specjax as sj
 from specjax.decoding import rounds as rounds_lib
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once(tmp_path, monkeypatch):
   # Broken: every run measures anew, or takes a damaged or another file; a
   # disturbed one is refused for ever; a bad option is refused after measuring.
@@ -106,6 +107,7 @@ def test_a_first_drafter_is_timed_alone(tmp_path, monkeypatch):
   assert "tells" not in sj.drafters.Fallback(first=tree, second=lm).provides
 
 
+@pytest.mark.slow
 def test_what_is_timed():
   # Broken: a script drafts in other rounds than it says; a draft of which
   # nothing is left is timed as one that is not verified.

@@ -127,7 +127,9 @@ def _check(texts, transform=_TRANSFORM, rows=_ROWS):
     np.testing.assert_array_equal(text, _reference(transform)[row])
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", [
+    name if name in ("chain of 5", "tree") else pytest.param(
+        name, marks=pytest.mark.slow) for name in _CASES])
 def test_no_drafter_changes_the_text(name):
   # Broken: noise of another position or row, or a draft that changes the text.
   found = _generated(name, _decoder(name))
@@ -136,6 +138,7 @@ def test_no_drafter_changes_the_text(name):
   assert least <= found.stats.block_efficiency <= most
 
 
+@pytest.mark.slow
 def test_no_batch_changes_the_text():
   # Broken: the noise depends on the slot and not on the request.
   for rows in ((2,), (3, 1)):
@@ -143,6 +146,7 @@ def test_no_batch_changes_the_text():
            rows=rows)
 
 
+@pytest.mark.slow
 def test_no_controller_changes_the_text():
   # Broken: rounds without drafts draw with other noise.
   control = sj.decoding.Controller(
@@ -153,7 +157,8 @@ def test_no_controller_changes_the_text():
   assert lengths[1] > 0, "the controller never drafted"
 
 
-@pytest.mark.parametrize("name", ["none", "tree"])
+@pytest.mark.parametrize("name", [
+    "none", pytest.param("tree", marks=pytest.mark.slow)])
 def test_bans_and_penalties_apply_before_the_noise(name):
   # Broken: a drafter or the target draws from p before its constraints.
   _check(_generated(name, _decoder(name, _PENALTY)).tokens, _PENALTY)
@@ -224,6 +229,7 @@ def test_acceptance_is_that_of_the_definition():
     assert overlap / (2 - overlap) <= sum(want) <= overlap
 
 
+@pytest.mark.slow
 def test_an_observer_has_the_mean_of_the_accepted_tokens():
   # Broken: observers receive the drawn tokens, or drafts are not drawn from q.
   pair = _pair()

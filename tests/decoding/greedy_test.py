@@ -57,9 +57,10 @@ def _reference():
 
 
 @pytest.mark.parametrize("rule,gamma", [
-    (sj.verifiers.Token(), 1), (sj.verifiers.Block(), 8),
-    (sj.verifiers.GreedyBlock(), 5),
-    (sj.verifiers.Typical(), 3)])
+    pytest.param(sj.verifiers.Token(), 1, marks=pytest.mark.slow),
+    (sj.verifiers.Block(), 8),
+    pytest.param(sj.verifiers.GreedyBlock(), 5, marks=pytest.mark.slow),
+    pytest.param(sj.verifiers.Typical(), 3, marks=pytest.mark.slow)])
 def test_greedy_output_is_autoregressive(rule, gamma):
   # Broken: a cache slot, a position, a bucket or a verdict is off by one.
   pair = _pair()

@@ -23,6 +23,7 @@ def test_what_broke_down_is_no_padding():
   assert int(needed(done=jnp.array([False, True]))) == 0
 
 
+@pytest.mark.slow
 def test_single_rounds_share_a_program(monkeypatch):
   # Broken: every call of `decode_round` compiles the round again.
   table, text = controlled.greedy()
@@ -57,6 +58,7 @@ def _wrong(text):
   return (text + 1) % controlled.V
 
 
+@pytest.mark.slow
 def test_a_perfect_drafter_drafts_the_longest():
   # Broken: what pays is left out.
   _, text = controlled.greedy()
@@ -104,6 +106,7 @@ def test_what_is_not_drafted_is_not_paid():
   assert float(state.controller.needed[0, 0]) < 0.1
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_share_a_length():
   # Broken: rows learn from each other's tokens; one good row costs the others
   # more than it gains.
@@ -119,6 +122,7 @@ def test_rows_of_a_batch_share_a_length():
   assert (drafted[:5] == 8).any() and emitted[:5, 0].sum() > 9
 
 
+@pytest.mark.slow
 def test_parted_loops_choose_like_single_rounds():
   # Broken: what is decoded depends on how many rounds a call has.
   table, text = controlled.greedy()
@@ -171,6 +175,7 @@ def test_a_drafter_reads_what_it_missed():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rest_leaves_no_trace():
   # Broken: the loop loses count of what a drafter has read; its state after
   # rounds of rest is not that of one which drafted; caches are copied.
@@ -200,6 +205,7 @@ def test_rest_leaves_no_trace():
   assert not re.search(rf"f32\[{size}\]\S* copy", program)
 
 
+@pytest.mark.slow
 def test_a_fallback_has_a_length_to_choose():
   # Broken: it drafts all or nothing; a part keeps its own length.
   pair = controlled.pair()

@@ -144,6 +144,7 @@ def _pair():
   return testing.tiny_pair(16, seed=3)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch():
   # Broken: a result cannot be reproduced without the rows that shared its
   # batch. Through a transformer, at temperature 1, with unequal lengths, and a
@@ -300,6 +301,7 @@ def test_gamma_0_is_autoregressive():
   assert (np.asarray(got.stats.accepted) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule,shape", [
     (sj.verifiers.GreedyBlock(), sj.drafters.Chain(3)),
     (sj.verifiers.Traversal(), sj.drafters.Best(2, top_k=2, num_nodes=4))])

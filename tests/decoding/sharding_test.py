@@ -65,6 +65,7 @@ def test_every_matrix_is_split(tied):
     assert ("model" in spec) == (shape.ndim >= 2)
 
 
+@pytest.mark.slow
 def test_a_placed_state_decodes_the_same():
   # Broken: the placements do not fit the trees that the loop takes.
   decoder, params, state = _decoder_and_state()

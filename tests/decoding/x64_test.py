@@ -6,6 +6,7 @@ Programs are traced and not compiled: what goes wrong is a dtype.
 import functools
 
 from contributions import DRAFTERS
+from contributions import QUICK
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,9 @@ from specjax.decoding import inputs
 from specjax.decoding import rounds
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in DRAFTERS])
 def test_a_round_of_every_drafter_in_64_bits(name):
   # Broken: float64 into float32, or the reverse, with weights of either.
   case = DRAFTERS[name]()

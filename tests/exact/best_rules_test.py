@@ -150,20 +150,3 @@ def test_caps_between_0_and_1():
     assert abs(most - analysis.emission_optimum(as_floats, 3, values)) <= 1e-9
     sizes |= set(caps.values())
   assert 0 in sizes and any(0 < kappa < 1 for kappa in sizes)
-
-
-@pytest.mark.parametrize("call,words", [
-    (lambda pair: analysis.best_rule_over_rounds(pair, -1, 2), "gamma is -1"),
-    (lambda pair: analysis.best_rule_over_rounds(pair, 2, 0), "rounds is 0"),
-    (lambda pair: analysis.best_rule_over_rounds(pair, 2, 2), "need 6"),
-    (lambda pair: analysis.most_tokens(pair, 2, 0), "rounds is 0"),
-    (lambda pair: analysis.best_quantile(pair, 2, 0, 2), "length is 0"),
-    (lambda pair: analysis.best_quantile(pair, 2, 6, 2), "need 6"),
-    (lambda pair: analysis.best_quantile(pair, 2, 4, -1), "rounds is -1"),
-    (lambda pair: analysis.best_quantile(pair, 2, 4, 2, eos=2), "eos is 2"),
-    (lambda pair: analysis.best_quantile(
-        exact.Pair(pair.p, [2 * q for q in pair.q]), 2, 4, 2),
-     r"q\[0\] of the pair")])
-def test_arguments_that_are_refused(call, words):
-  with pytest.raises(ValueError, match=words):
-    call(exact.random_pair("dense", 2, 5, 0))

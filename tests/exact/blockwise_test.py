@@ -91,12 +91,3 @@ def test_ids_beyond_the_vocabulary_are_padding(rule):
                    probs=jax.nn.one_hot(jnp.array([9, 1, 9, 9]), 5))
   np.testing.assert_array_equal(rule.law(draft, jnp.asarray(_P)).stop,
                                 [0, 1, 0, 0])
-
-
-@pytest.mark.parametrize("make,words", [
-    (lambda: TopK(k=0), "k is 0"),
-    (lambda: Distance(epsilon=-1), "epsilon is -1"),
-    (lambda: TopK(k=1, minimum=-1), "minimum is -1")])
-def test_bad_settings(make, words):
-  with pytest.raises(ValueError, match=words):
-    make()

@@ -40,6 +40,7 @@ def _bound(terms, weights, table):
                                     np.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["iid", "without_replacement"])
 @pytest.mark.parametrize("kind", ["dense", "zeros", "one_hot_draft"])
 def test_every_table_bounds_every_valid_rule(kind, scheme):
@@ -69,6 +70,7 @@ def test_a_fitted_table_is_close_to_the_best_possible(scheme):
   assert max(loose) < 0.02
 
 
+@pytest.mark.slow
 def test_a_fitted_table_is_close_to_block_verification():
   # Broken: the survival that the columns are made of.
   chain = (-1, 0, 1, 2)

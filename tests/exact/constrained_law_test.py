@@ -156,6 +156,7 @@ def _drafting(kind, model):
           jnp.asarray(np.tile(places, (_BLOCK, 1)), jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,kind", [
     ("penalties", "chain"), ("penalties", "tree"), ("places", "stopped chain"),
     ("automaton", "tree"), ("automaton", "deterministic"), ("schema", "chain"),

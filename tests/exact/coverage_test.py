@@ -248,6 +248,7 @@ class _OnlyFullTrees(Recursive):
     return law.replace(stop=jnp.where(_real(draft).all(), law.stop, jnp.nan))
 
 
+@pytest.mark.slow
 def test_a_right_rule_is_approved_and_its_drafts_are_counted(capsys):
   # Broken: a right rule is refused for its rounding, or a certificate is
   # thought to cover drafts that were never tried.

@@ -100,17 +100,6 @@ def test_any_potential_is_a_bound():
     assert accepted <= bound + 1e-12
 
 
-def test_certificates_that_would_mean_nothing_are_refused():
-  # Broken: a bound for other drafts than those that are drawn, or for others
-  # of another length.
-  pair = exact.random_pair("dense", 3, 3, 0)
-  zeros = [Fraction(0)] * 27
-  with pytest.raises(ValueError, match="larger_of_two draws from other"):
-    analysis.dual_bound(pair, _TREE, "larger_of_two", zeros)
-  with pytest.raises(ValueError, match="9 numbers; it must have.*27"):
-    analysis.dual_bound(pair, _TREE, "iid", zeros[:9])
-
-
 _stops = functools.cache(lambda threshold: exact.ended_by(
     stop_rules.Confidence(threshold=threshold)))
 

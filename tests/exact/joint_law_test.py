@@ -137,6 +137,7 @@ class _Forgetful(sj.drafters.NetworkDrafter):
     return draft.replace(tokens=draft.tokens.at[:, :1].set(root)), cache
 
 
+@pytest.mark.slow
 def test_a_bad_drafter_is_harmless():
   # Broken: losslessness depends on the drafter being good.
   assert _sampled_p_value(drafter=_Forgetful) > _FALSE_ALARM

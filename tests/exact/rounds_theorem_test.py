@@ -194,21 +194,3 @@ def test_rules_with_state():
   assert abs(block - greedy) <= 1e-12
   assert (analysis.expected_rounds(_compiled(GreedyBlock()), pair, 3, 5)
           >= analysis.fewest_rounds(pair, 3, 5) - 1e-9)
-  with pytest.raises(ValueError, match="has state.*rounds_distribution"):
-    analysis.remaining_rounds(GreedyBlock(), pair, 3, 5)
-
-
-@pytest.mark.parametrize("arguments,eos,words", [
-    ((3, 9), None, "are 8 deep.*need 12"), ((3, 0), None, "length is 0"),
-    ((-1, 3), None, "gamma is -1"), ((2, 3), 3, r"eos is 3.*\[0, 3\)")])
-def test_sizes_that_are_refused(arguments, eos, words):
-  # Broken: an index error, or a wrong number, instead of a sentence.
-  pair = exact.random_pair("dense", 3, 8, 0)
-  for function in (analysis.expected_rounds, analysis.remaining_rounds):
-    with pytest.raises(ValueError, match=words):
-      function(_compiled(Block()), pair, *arguments, eos=eos)
-  if arguments != (3, 9):
-    with pytest.raises(ValueError, match=words):
-      analysis.fewest_rounds(pair, *arguments, eos=eos)
-  with pytest.raises(ValueError, match="gamma is 1"):
-    analysis.patient_pair(1, 5)

@@ -49,9 +49,3 @@ def test_longest_plausible_path_wins(parents):
     np.testing.assert_array_equal(law.next_token, np.eye(vocab)[p.argmax(-1)])
     stops.add(node)
   assert len(stops) > 3  # else little was tested
-
-
-def test_thresholds_out_of_range():
-  # Broken: the defaults of other code, which are swapped, or percentages.
-  with pytest.raises(ValueError, match="epsilon is 9"):
-    Typical(epsilon=9)

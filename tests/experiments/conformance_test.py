@@ -43,6 +43,7 @@ def _tiny(method):
   return heads, own, sj.models.Pretrained(target, params, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", methods.METHODS, ids=lambda m: m.name)
 def test_the_score_is_that_of_training(method):
   # Broken: a hidden state, position or parameter is not that of training, so

@@ -138,6 +138,7 @@ def _markov_rollouts(rule, p, q, gamma):
   return (roots * found[..., 2]).sum(-1), roots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [sj.verifiers.Token(), sj.verifiers.Block()])
 def test_values_of_shorter_drafts_are_those_of_own_rollouts(rule):
   # Broken: a short draft that the end of the long draft cuts is a whole round.

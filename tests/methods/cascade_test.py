@@ -242,54 +242,6 @@ def test_equal_beginnings_are_one_path():
   assert stats.accepted[0, 0] == 3
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: Cascade(model=_MARKOV, drafter=Empty(), gamma=0), "gamma is 0"),
-    (lambda: Cascade(
-        model=_MARKOV, drafter=Empty(), gamma=2,
-        verifier=sj.verifiers.Typical()), "Typical, which is lossy"),
-    (lambda: _decoder(Cascade(
-        model=testing.MarkovModel(3), drafter=Empty(), gamma=2)),
-     "drafter has 3 tokens and the target 5"),
-    (lambda: _decoder(Cascade(
-        model=_MARKOV, gamma=2, drafter=sj.drafters.NetworkDrafter(
-            network=sj.drafters.LanguageModel(model=_MARKOV),
-            shape=sj.drafters.Tree((-1, 0, 0))))), "Block is exact only"),
-    (lambda: _decoder(Cascade(
-        model=_MARKOV, gamma=2, drafter=sj.drafters.Hierarchy(
-            view=sj.models.cache_views.Recent(sinks=1, window=4), gamma=2,
-            drafter=Empty()))), "drafter is a Hierarchy"),
-    (lambda: _decoder(Fallback(
-        first=draft_model(model=_MARKOV, gamma=3), second=Empty(),
-        min_tokens=2)), "min_tokens is 2"),
-    (lambda: _decoder(Fallback(
-        first=_CertainlySometimes(vocab_size=VOCAB), second=Empty(),
-        min_tokens=3)), "drafts at most 2"),
-    (lambda: Merge(drafters=(Empty(),)), "drafters has 1"),
-    (lambda: _decoder(Merge(drafters=(Empty(), Empty()))), "is chain"),
-], ids=lambda x: x if isinstance(x, str) else "")
-def test_what_does_not_go_together_is_refused(make, message):
-  # Broken: a pair of parts runs that is not exact, or means something else.
-  with pytest.raises(ValueError, match=message):
-    make()
-
-
-@pytest.mark.parametrize("drafter, own, message", [
-    (Fallback(first=Empty(), second=sj.drafters.NetworkDrafter(
-        network=sj.drafters.LanguageModel(model=_MARKOV),
-        shape=sj.drafters.Tree(parents=(-1, 0)))), (None, 1),
-     "LanguageModel with Tree has a state and does not provide `follow"),
-    (Fallback(first=Empty(), second=Empty()), (None,), "of its 2 drafters"),
-    (Cascade(model=_MARKOV, drafter=Empty(), gamma=2), 1, "of a cascade"),
-], ids=["state", "tuple", "mapping"])
-def test_wrong_parameters_and_states_are_refused(drafter, own, message):
-  # Broken: a cache of another text is read in silence, or a part gets the
-  # parameters of another.
-  own = jax.tree.map(lambda x: _table(0), own)
-  with pytest.raises(ValueError, match=message):
-    _decoder(drafter).prefill({"target": _table(0), "drafter": own}, [[1]],
-                              jax.random.key(0), limits=9)
-
-
 def test_what_a_flag_composes():
   # Broken: a stage drafts for the wrong one, or gets another's parameters.
   name = "ngram|tiny|ngram+tiny+small"

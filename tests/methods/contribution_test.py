@@ -315,7 +315,9 @@ def test_padding_is_never_accepted(rule):
       np.testing.assert_allclose(law(real, p).stop[2:], 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=_name)
+@pytest.mark.parametrize("rule", [
+    pytest.param(rule, marks=() if rule in RULES[:10] else pytest.mark.slow)
+    for rule in RULES], ids=_name)
 def test_a_rule_is_what_it_says(rule):
   # Broken: a rule that calls itself lossless and is not, or the reverse. Of
   # ours lossless_test.py and tree_laws_test.py have the proofs in full.
@@ -326,7 +328,9 @@ def test_a_rule_is_what_it_says(rule):
   assert found.lossless == rule.lossless
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in ("NextToken", "MedusaObjective")
+                 else pytest.mark.slow) for name in OBJECTIVES])
 def test_objective(name):
   # Broken: a run trains something else than it says, is not a function of its
   # key, or recompiles in every step.
@@ -387,7 +391,7 @@ def test_objective(name):
 
 def test_all_are_listed():
   # Broken: a newcomer is exported and nobody asks whether it passes.
-  assert CROSSED <= QUICK <= {*DRAFTERS}
+  assert QUICK | CROSSED <= {*DRAFTERS}
   protocols = "Objective", "DrafterObjective"
   assert {*objectives.__all__} - {*protocols} == {*OBJECTIVES}
   used = set()

@@ -276,43 +276,6 @@ def test_what_is_no_datastore_of_the_tokenizer_is_refused(tmp_path):
     datastores.save(path, _store(), testing.ListTokenizer((b"a",) * 4))
 
 
-def test_bad_corpora_and_settings_are_refused_in_one_line():
-  # Broken: a slip ends in a traceback, or in a datastore that misleads.
-  for documents, kwargs, words in (
-      ([], {}, "the corpus has no tokens"), ([[]], {}, "the corpus has no tok"),
-      ([[1], [2, 3]], {}, r"document 1 has token id 3; .* \[0, 3\)"),
-      ([[-1]], {}, "document 0 has token id -1"),
-      ([[], [0, 1.5]], {}, "document 1 is not a list of integers"),
-      ([np.ones(2)], {}, "document 0 is not a list of integers"),
-      ([[[0, 1], [1]]], {}, "document 0 is not a list of integers"),
-      ([[[0, 1]]], {}, "document 0 is not a list"),
-      ([0, 1], {}, "document 0 is"),
-      (["ab"], {}, "document 0 is not a list"),
-      ([[1]], {"depth": 2.0}, "depth is 2.0.*whole number from 1 to 30"),
-      ([[1]], {"depth": 0}, "depth is 0.*1 to 30"),
-      ([[1]], {"depth": 31}, "depth is 31.*1 to 30")):
-    with pytest.raises(ValueError, match=words) as e:
-      datastores.index(documents, _V, **kwargs)
-    assert "\n" not in str(e.value)
-  for settings, words in (
-      (dict(max_match=31), "max_match is 31.*from min_match, 2, to 30"),
-      (dict(max_match=3.0), "max_match is 3.0.*whole"),
-      (dict(max_match=1), "max_match is 1"), (dict(nodes=1), "nodes is 1"),
-      (dict(nodes=4, proposal="sampled"), "nodes is 4 and proposal 'sampled'")):
-    with pytest.raises(ValueError, match=words):
-      Retrieval(gamma=2, **settings)
-  model = testing.MarkovModel(_V)
-  decoder = sj.Decoder(target=model, drafter=Retrieval(gamma=2),
-                       verifier=sj.verifiers.Block())
-  table = model.init(jax.random.key(0))
-  for params, words in (
-      ({"target": table}, "NoneType, but Retrieval needs a Datastore"),
-      ({"target": table, "drafter": _store()},
-       "max_match is 16, but the datastore is sorted by 6 tokens")):
-    with pytest.raises(ValueError, match=words):
-      decoder.prefill(params, [[1]], jax.random.key(0))
-
-
 def test_build_datastore(tmp_path, capsys):
   # Broken: the script's datastore does not serve its own tokenizer, or holds
   # what scripts measure with.

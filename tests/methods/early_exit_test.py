@@ -342,36 +342,3 @@ def test_defects_of_a_shared_pass_show_in_greedy_texts(defect):
       got[:n].tolist() != want[:n].tolist() for got, want, n in zip(
           np.asarray(state.tokens), np.asarray(alone.tokens),
           np.asarray(alone.lengths)))
-
-
-def test_bad_exits_are_refused():
-  # Broken: a slip costs a trace, or drafts with the whole target.
-  model, _ = deep()
-  for make, words in (
-      (lambda: EarlyExit(exit=0), "exit is 0"),
-      (lambda: _decoder(_exit(2, exit=3)), "exit is 3.*3 layers"),
-      (lambda: sj.Decoder(
-          target=model, verifier=_TOKEN, drafter=_exit(2, exit=1),
-          controller=sj.decoding.Controller(
-              lengths=(0, 2), seconds=(1.0, 1.1))),
-       "shares_pass=False"),
-      (lambda: _rounds(_exit(
-          Chain(2, stop_rules.AcceptanceHead()), exit=1), 1),
-       "AcceptanceHead, a rule with.*; give"),
-      (lambda: Shortened(model, Sublayers(attention=(), mlp=(0,))),
-       "no attention"),
-      (lambda: Shortened(model, Sublayers.between(0, 4)), "layer 3.*0 to 2"),
-      (lambda: Sublayers.without(3, mlp=[3]), "mlp 3.*0 to 2"),
-      (lambda: sj.drafters.Merge(drafters=(
-          _exit(2, Kangaroo, adapter=_ADAPTER, shares_pass=False),
-          _exit(2, exit=1, shares_pass=False))
-                                 ).bind(model, sj.LogitsTransform()).init(
-          {**_params(), "drafter": (_params()["drafter"], None)},
-          sj.types.Prompt(tokens=jnp.zeros((1, 32), jnp.int32), capacity=64,
-                          lengths=jnp.array([3])), None),
-       "Kangaroo with Chain has a state"),
-      (lambda: sj.drafters.Merge(drafters=(
-          _exit(2, exit=1), _exit(2, exit=1))).bind(
-              model, sj.LogitsTransform()), "give the network shares_pass=F")):
-    with pytest.raises(ValueError, match=words):
-      make()

@@ -11,7 +11,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from scripts import ROOT
 
 import specjax as sj
@@ -174,49 +173,3 @@ def test_a_drafted_token_reads_a_part_of_the_cache():
   found = long_context.figures(setting)
   assert found["whole"] > 2 * 4 * 2048 * 2 * 16  # keys and values, float32
   assert found["share"] < 0.2
-
-
-_INNER = Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)
-
-
-@pytest.mark.parametrize("inner", [
-    _INNER,
-    sj.drafters.Fallback(first=sj.drafters.NGram(gamma=2), second=_INNER),
-    sj.drafters.Merge(drafters=(sj.drafters.NGram(gamma=2), _INNER)),
-    sj.drafters.Fallback(
-        first=sj.drafters.NGram(gamma=2), second=sj.drafters.Merge(
-            drafters=(sj.drafters.NGram(gamma=2), _INNER))),
-], ids=["alone", "in a fallback", "in a merge", "in both"])
-def test_a_cascade_refuses_what_reads_its_cache(inner):
-  # Broken: a view is taken of a cache before the cascade has written it, or
-  # the refusal looks at the outermost drafter alone.
-  with pytest.raises(ValueError, match="drafter of the Hierarchy"):
-    sj.Decoder(
-        target=_PAIR.target, verifier=sj.verifiers.Block(),
-        drafter=sj.drafters.Cascade(
-            model=_PAIR.drafter, drafter=inner, gamma=2,
-            verifier=sj.verifiers.Traversal()))
-
-
-@pytest.mark.parametrize("make, message", [
-    (lambda: cache_views.Retrieved(budget=20, chunk=8), "budget is 20"),
-    (lambda: cache_views.Recent(window=0), "window is 0"),
-    (lambda: cache_views.Retrieved(budget=256, chunk=256).choose(
-        _PAIR.target, _PARAMS["target"], jnp.zeros((1,), jnp.int32),
-        _PAIR.target.init_cache(_PARAMS["target"], 1, 128)),
-     "chunk is 256; the cache has only 128 slots"),
-    (lambda: sj.Decoder(
-        target=testing.MarkovModel(5), verifier=sj.verifiers.Block(),
-        drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),
-     "MarkovModel without a KVCache"),
-    (lambda: sj.Decoder(
-        target=sj.models.Transformer(dataclasses.replace(
-            _PAIR.target.config, windows=(3, 0))),
-        verifier=sj.verifiers.Block(),
-        drafter=Hierarchy(view=cache_views.Recent(), drafter=Empty(), gamma=2)),
-     "windows of the target is"),
-], ids=["budget", "window", "chunk", "cache", "windows"])
-def test_what_has_no_view_is_refused(make, message):
-  # Broken: a drafter reads slots that are not what it takes them for.
-  with pytest.raises(ValueError, match=message):
-    make()

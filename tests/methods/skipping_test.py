@@ -3,13 +3,11 @@
 `contribution_test.py` has the law of what is written.
 """
 
-import dataclasses
 
 from contributed import VOCAB
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import specjax as sj
 from specjax import testing
@@ -79,22 +77,3 @@ def test_a_draft_is_scored_by_the_law_of_the_target():
   np.testing.assert_array_equal(found.keep, drafter.keep)
   np.testing.assert_allclose(
       found.score, most[:-1].mean() + most[1:].mean(), rtol=1e-4)
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(gamma=0), "gamma is 0"), (dict(count=0), "count is 0"),
-    (dict(window=1), "window is 1"), (dict(tries=-1), "tries is -1"),
-    (dict(count=4), "count is 4; .* 4 layers allows at most 3"),
-    (dict(of=testing.tiny_pair(VOCAB, layers=2).target),
-     "2 layers allows at most 0"),
-    (dict(of=dataclasses.replace(
-        _TARGET.target, cache=sj.caches.Streaming(slack=50)), window=48),
-     "slack=50, and up to 51"),
-    (dict(of=testing.MarkovModel(VOCAB)), "models.Transformer"),
-], ids=lambda x: x if isinstance(x, str) else "")
-def test_bad_settings_are_refused(options, message):
-  # Broken: a slip is found while it decodes, or there is nothing to swap.
-  options = {"gamma": 2, "count": 1, "of": _TARGET.target, **options}
-  with pytest.raises(ValueError, match=message):
-    sj.Decoder(target=options.pop("of"), verifier=sj.verifiers.Token(),
-               drafter=Swift(**options))

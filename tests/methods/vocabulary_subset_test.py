@@ -48,23 +48,6 @@ def test_a_ban_of_all_its_tokens_leaves_a_law(temperature):
   np.testing.assert_allclose(law, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("ids,words", [
-    ([], "at least one token id"), ([0.5], "float64"), ([1, 5], "has 5"),
-    ([-1, 2], "has -1"), ([2, 1, 2], "has 2 twice")])
-def test_a_head_of_no_tokens(ids, words):
-  # Broken: an id is wrapped or clamped, and another token is drafted.
-  pair = testing.tiny_pair(5)
-  with pytest.raises(ValueError, match=words):
-    VocabularySubset(pair.target).parameters(pair.params["target"], ids)
-
-
-def test_a_model_without_its_last_state_has_no_small_head():
-  # Broken: the head reads the wrong hidden state.
-  model = testing.tiny_pair(5, features=(0,)).target
-  with pytest.raises(ValueError, match="'final'.*features"):
-    VocabularySubset(model)
-
-
 def test_frequent_tokens():
   # Broken: rare tokens are kept in place of frequent ones, or an end of text
   # that must be there is left out.
@@ -74,16 +57,3 @@ def test_frequent_tokens():
   assert frequent_tokens(counts, 2, always=(1,)).tolist() == [1, 2]
   shares = np.array(counts) / 18  # as good as counts
   assert frequent_tokens(shares, 3).tolist() == [0, 2, 3]
-
-
-@pytest.mark.parametrize("make,words", [
-    (lambda: VocabularySubset(testing.MarkovModel(3)), "is a MarkovModel"),
-    (lambda: frequent_tokens([1, 2], 3), "size is 3.*size 2"),
-    (lambda: frequent_tokens([1, 2, 3], 1, always=(0, 1)), "size is 1.*from 2"),
-    (lambda: frequent_tokens([1, 2], 1, always=(5,)), "always has 5"),
-    (lambda: frequent_tokens([0.5, np.nan], 1), "no value below 0"),
-    (lambda: frequent_tokens([[1, 2]], 1), r"shape \(1, 2\)")])
-def test_settings_that_make_no_sense(make, words):
-  # Broken: a slip is drafted with, or told in an error of the compiler.
-  with pytest.raises(ValueError, match=words):
-    make()

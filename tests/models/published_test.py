@@ -93,6 +93,7 @@ def test_logits_are_those_of_transformers(name):
   _near(after, whole[1, start + 1 + _DEPTH])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _ARCHITECTURES)
 def test_greedy_text_is_that_of_transformers(name):
   # Broken: the loop and its cache read a published model wrongly.

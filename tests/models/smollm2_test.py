@@ -58,6 +58,7 @@ def test_logits_and_greedy_texts(smollm2, expected):
     np.testing.assert_array_equal(likeliest, case["text"])
 
 
+@pytest.mark.slow
 def test_the_loop_writes_the_same_texts(smollm2, expected):
   # Broken: the cache, a batch of unequal prompts or a drafter of another
   # vocabulary changes what a real model writes; or the drafter in the box is
@@ -81,6 +82,7 @@ def test_the_loop_writes_the_same_texts(smollm2, expected):
                                   case["text"][:_WRITTEN])
 
 
+@pytest.mark.slow
 def test_its_eagle_layer_writes_the_same_text(smollm2, expected):
   # Broken: the layer in the box is not the one that was trained, or it changes
   # what the target writes.

@@ -97,21 +97,12 @@ DRAFTERS = {
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
         methods.Eagle3Heads, heads.reused, sj.verifiers.Traversal(),
         ids=(0, 2, 3), taps=(0, 1, "final"), drafts=dict(shape=Tree(UNEVEN))),
-    "EAGLE-1 tree of independent draws": lambda: heads.layer(
-        methods.Eagle1Heads, heads.reused, sj.verifiers.KSeq(),
-        drafts=dict(shape=Tree(UNEVEN, "iid"))),
-    "EAGLE tree of the likeliest": lambda: heads.layer(
-        methods.Eagle1Heads, heads.reused, sj.verifiers.TargetWalk(),
-        drafts=dict(shape=Tree(UNEVEN, "top_k"))),
     "EAGLE-2 tree": lambda: heads.layer(
         methods.Eagle1Heads, heads.reused, sj.verifiers.TargetWalk(),
         drafts=dict(shape=Best(depth=3, top_k=2, num_nodes=7))),
     "EAGLE tree expanded by score": lambda: heads.layer(
         methods.Eagle1Heads, heads.reused, sj.verifiers.Traversal(),
         drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
-    "MTP modules": lambda: heads.layer(
-        methods.MTPHeads, heads.modules, sj.verifiers.Block(),
-        drafts=dict(shape=Chain(3))),
     "MTP modules, a tree": lambda: heads.layer(
         methods.MTPHeads, heads.modules, sj.verifiers.Traversal(),
         chained=False, drafts=dict(shape=Tree(UNEVEN))),
@@ -123,9 +114,6 @@ DRAFTERS = {
     "MTP modules, EAGLE-2's tree": lambda: heads.layer(
         methods.MTPHeads, heads.modules, sj.verifiers.TargetWalk(),
         drafts=dict(shape=Best(depth=3, top_k=2, num_nodes=7))),
-    "MTP modules, a tree expanded by score": lambda: heads.layer(
-        methods.MTPHeads, heads.modules, sj.verifiers.Traversal(),
-        drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
     "MTP, one module used again": lambda: heads.layer(
         methods.MTPHeads, heads.reused, sj.verifiers.Block(), reuse=True,
         drafts=dict(shape=Chain(3))),
@@ -147,9 +135,6 @@ DRAFTERS = {
     "Parallel without_replacement": lambda: heads.parallel(
         Tree(UNEVEN), sj.verifiers.Traversal(),
         {"markov": "rnn", "ids": (0, 2, 3)}),
-    "Parallel tree expanded by score": lambda: heads.parallel(
-        Sampled(depth=3, expanded=2, children=2), sj.verifiers.Traversal(),
-        heads.DFLASH),
     "Parallel, DDTree's tree": lambda: heads.parallel(
         Best(3, top_k=3, num_nodes=8), sj.verifiers.TargetWalk(),
         heads.DFLASH),
@@ -195,16 +180,10 @@ DRAFTERS = {
         lambda _: NetworkDrafter(
             network=EarlyExit(exit=2), shape=Tree(UNEVEN)),
         sj.verifiers.Traversal()),
-    "early exit, EAGLE-2's tree": lambda: part_of_target(
-        lambda _: NetworkDrafter(
-            network=EarlyExit(exit=2), shape=Best(3, top_k=2, num_nodes=7)),
-        sj.verifiers.TargetWalk()),
     "Kangaroo": lambda: heads.kangaroo(
         Chain(3, stop_rules.Confidence(threshold=0.5)), sj.verifiers.Block()),
     "Kangaroo, a tree": lambda: heads.kangaroo(
         Tree(UNEVEN), sj.verifiers.Traversal()),
-    "Kangaroo, a tree expanded by score": lambda: heads.kangaroo(
-        Sampled(depth=3, expanded=2, children=2), sj.verifiers.Traversal()),
     "Swift": lambda: part_of_target(
         lambda _: Swift(gamma=2, count=1, window=2), sj.verifiers.Block()),
     "a part of the target": compositions.skipping,
@@ -221,19 +200,12 @@ DRAFTERS = {
     "your model": examples.bigram,
 }
 
-# Each of these takes a code path that no other one takes; the others are slow.
+# One of each kind: nothing drafted, chains with and without a stop rule or a
+# controller, static and dynamic trees, heads, and copies. The others are slow.
 QUICK = {
-    "Empty", "chain", "chain with a stop rule",
-    "chain with a controller", "tree iid",
-    "tree hybrid", "Paths of one model", "EAGLE-2 tree of a language model",
-    "Medusa top_k", "Hydra without_replacement",
-    "EAGLE-3 chain with a stop rule", "EAGLE tree expanded by score",
-    "MTP modules", "PaSS folded",
-    "Parallel chain with a stop rule and a controller",
-    "Parallel, DDTree's tree",
-    "TokenIntersection", "StringMatch", "NGram", "Recycling", "Online",
-    "Suffix sampled", "Retrieval tree", "Cascade", "Merge",
-    "early exit, a tree", "Kangaroo"}
+    "Empty", "chain", "chain with a controller", "tree hybrid",
+    "EAGLE-2 tree of a language model", "Medusa top_k",
+    "EAGLE-3 chain with a stop rule", "NGram", "Recycling"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
