@@ -225,13 +225,14 @@ class Speculation:
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""
-    # With shared noise, all lossless rules accept the same tokens. So the
-    # drafter's usual rule is used.
-    rule = common.ALL_VERIFIERS.get(
-        None if self._is_coupled else self.verifier.value)
+    name = self.verifier.value
+    # With shared noise, the text does not depend on the rule. So the drafter
+    # keeps its usual one, and --drafter=none has the same text.
+    rule = {} if self._is_coupled else {
+        "verifier": name and common.ALL_VERIFIERS[name]}
     _, found, _ = drafters.load(
         self.target.value, [self.drafter_name], drafters.Options(
-            verifier=rule, **{flag.name: flag.value for flag in (
+            **rule, **{flag.name: flag.value for flag in (
                 self.gamma, self.nodes, self.stop, self.tail, self.datastore,
                 self.vocabulary, self.draft_vocabulary, self.vocabulary_data,
                 self.quantize, self.quantize_target, self.quantize_group,
