@@ -33,6 +33,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 from lib import drafters as drafters_lib
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib.configurations import decoders
@@ -59,8 +60,9 @@ _NODES = flags.DEFINE_integer(
 _TEMPERATURE = shared.temperatures("1,0")
 _VERIFIERS = shared.verifiers(
     "token,block", "Verification rules for chains, comma-separated: "
-    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy (they change "
-    "the output distribution). Trees always use their own rules")
+    f"{', '.join(common.VERIFIERS)}, or {extensions.FORM} for your own rule. "
+    "typical and top_2 are lossy (they change the output distribution). Trees "
+    "always use their own rules, and yours if it does not require chains")
 _PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -72,12 +74,13 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/arena")
+shared.figure_style()
 
 
 def main() -> None:
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
-  rules = common.verifier_names("--verifier", _VERIFIERS.value)
+  rules = common.verifiers("--verifier", _VERIFIERS.value)
   names = [*common.given("--drafter", _DRAFTER.value, "some drafters"),
            *_ADD.value]
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
@@ -92,6 +95,7 @@ def main() -> None:
   prompts_lib.check_room(
       read.longest, _NEW_TOKENS.value, *judging.context(found))
   output_dir = common.output_directory(_OUTPUT_DIR.value, "arena")
+  common.claim(output_dir, "arena", drafter=names, add=[])
   rows = []
   for name, candidate in found.items():
     # Each candidate's runs are stored in a separate file. So --add decodes only

@@ -49,8 +49,8 @@ _DEPTH = flags.DEFINE_integer(
     "depth", datastores.DEPTH, "Maximum number of last tokens of the sequence "
     "that a drafter can look up in the datastore. The suffixes of the text are "
     "sorted by this many tokens", 1, datastores.DEEPEST)
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "File to which the datastore is written, such as "
+_OUTPUT = shared.output_file(
+    "output", "File to which the datastore is written, such as "
     "results/mine.store", required=True)
 
 _BATCH = 256  # documents per tokenizer call, which limits its memory

@@ -74,6 +74,7 @@ from absl import flags
 import jax
 from lib import conformance
 from lib import drafters as drafters_lib
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -98,8 +99,9 @@ _GAMMAS = shared.gammas("2,4,8")
 _TEMPERATURE = shared.temperatures("1,0")
 _VERIFIERS = shared.verifiers(
     "token,block", "Verification rules for chains, comma-separated: "
-    f"{', '.join(common.VERIFIERS)}. typical and top_2 are lossy (they change "
-    "the output distribution). Trees always use their own rules")
+    f"{', '.join(common.VERIFIERS)}, or {extensions.FORM} for your own rule. "
+    "typical and top_2 are lossy (they change the output distribution). Trees "
+    "always use their own rules, and yours if it does not require chains")
 _PROMPTS = shared.prompts("code,docstrings")
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -126,6 +128,7 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/evaluation")
+shared.figure_style()
 
 # Flags that have no effect with --trace.
 _OF_TARGET = ("target", "dtype", "prompts", "field", "chat", "num_prompts",
@@ -134,8 +137,8 @@ _OF_TARGET = ("target", "dtype", "prompts", "field", "chat", "num_prompts",
 _PROBED = 16  # number of prompts whose continuations the conformance check uses
 
 
-def _of_models(rules: list[str], gammas: Sequence[int], sizes: Sequence[int],
-               batch: decoders.Batch, greedy: bool
+def _of_models(rules: dict[str, sj.Verifier], gammas: Sequence[int],
+               sizes: Sequence[int], batch: decoders.Batch, greedy: bool
                ) -> tuple[judging.Judge, drafters_lib.TrainedHeads | None,
                           sj.data.Tokenizer]:
   """Returns the `Judge` for --target and --prompts, the heads and a tokenizer.
@@ -174,8 +177,8 @@ def _read(tokenizer: sj.data.Tokenizer, chat: bool) -> prompts_lib.Prompts:
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=chat)
 
 
-def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
-              ) -> judging.Judge:
+def _of_trace(rules: dict[str, sj.Verifier], gammas: Sequence[int],
+              batch: decoders.Batch) -> judging.Judge:
   """Returns the `Judge` for the sequences of --trace."""
   name = _DRAFTER.value
   if not compositions.composes(name) or compositions.members(name):
@@ -189,8 +192,9 @@ def _of_trace(rules: list[str], gammas: Sequence[int], batch: decoders.Batch
   trace, loaded, _ = drafters_lib.load(
       traces.read(_TRACE.value), [name], drafters_lib.Options(
           gamma=gammas[-1], datastore=_DATASTORE.value), batch=batch)
+  [drafter] = loaded.values()
   return judging.Judge(
-      target=trace, candidates={"draft": judging.of_loaded(loaded[name])},
+      target=trace, candidates={"draft": judging.of_loaded(drafter)},
       rules=rules, gammas=gammas, read=trace.prompts, eos=(trace.model.end,),
       new_tokens=trace.longest, batch=batch, seed=_SEED.value, detailed=True,
       greedy=True)
@@ -235,7 +239,7 @@ def main() -> None:
   temperatures = common.numbers("--temperature", _TEMPERATURE.value)
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   sizes = common.draft_lengths("--nodes", _NODES.value, least=2)
-  rules = common.verifier_names("--verifier", _VERIFIERS.value)
+  rules = common.verifiers("--verifier", _VERIFIERS.value)
   batch = batches.settings(_BATCH) or decoders.Batch(size=1)
   heads = tokenizer = None
   if _TRACE.value is None:
@@ -244,6 +248,7 @@ def main() -> None:
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas, batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
+  common.claim(output_dir, "evaluation")
   results = judge.results(temperatures, output_dir / "runs.jsonl")
   faults = (_faults(judge, heads, tokenizer)
             if _CONFORMANCE.value and heads else None)

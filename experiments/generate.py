@@ -91,7 +91,7 @@ def _check_flags():
   """Rejects incompatible flags before any model is loaded."""
   if _CHAT.value:  # its template adds the special tokens
     shared.reject_unread(["special"], "--chat")
-  rule = common.ALL_VERIFIERS.get(_SPECULATION.verifier.value)
+  rule = _SPECULATION.rule
   if _COMPARE.value and _SPECULATION.temperature.value == 0 and (
       rule and not rule.lossless):
     raise ValueError("--compare at --temperature=0 requires a lossless "
@@ -126,7 +126,8 @@ def _ids(session: speculation.Session):
 def _continue(writer: streaming.Writer, ids: list[int],
               printer: streaming.Printer):
   """Continues a prompt, then prints statistics (also after Ctrl-C)."""
-  answer = streaming.Answer()
+  answer = streaming.Answer(
+      target_calls=writer.decoder.drafter.target_calls)
   state = writer.start(ids, _SPECULATION.max_new_tokens.value)
   try:
     if not _CHAT.value:

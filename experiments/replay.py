@@ -41,6 +41,7 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 from lib import drafters as drafters_lib
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -63,11 +64,12 @@ _EVALUATE_ONLY = flags.DEFINE_bool(
     "and then evaluate")
 _VERIFIERS = shared.verifiers(
     list(common.VERIFIERS), "Verification rules to evaluate on the recorded "
-    "drafts, comma-separated. Default: all rules for chains. typical and top_2 "
-    "are lossy (they change the output distribution)")
-_ACTING = flags.DEFINE_enum(
-    "acting", "token", sorted(common.VERIFIERS),
-    "Verification rule that generates the text of the record")
+    "drafts, comma-separated, of specjax or your own as "
+    f"{extensions.FORM}. Default: all rules of specjax for chains. typical and "
+    "top_2 are lossy (they change the output distribution)")
+_ACTING = flags.DEFINE_string(
+    "acting", "token", "Verification rule that generates the text of the "
+    "record, one of the values of --verifier")
 _DRAFTER = shared.drafter()
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
@@ -94,10 +96,9 @@ def _place() -> str:
   return _RECORD.value or _OUTPUT_DIR.value
 
 
-def _record() -> analysis.Record:
+def _record(acting: sj.Verifier) -> analysis.Record:
   """Records all prompts, or completes an existing record, and returns it."""
   batch = batches.settings(_BATCH, splits_prompts=False)
-  acting = common.VERIFIERS[_ACTING.value]
   target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value],
       drafters_lib.Options(gamma=_GAMMA.value, verifier=acting),
@@ -113,6 +114,9 @@ def _record() -> analysis.Record:
   prompts.check_room(read.longest, _NEW_TOKENS.value, decoder.context_length,
                      decoder.context_owner)
   _check_size(target.model.vocab_size)
+  if own := extensions.sources(drafter.strategy):
+    files.claim(pathlib.Path(_place(), "sources.json"), {"sources": own},
+                "record")
   record = analysis.record(
       decoder, drafter.params, read.all,
       jax.random.key(_SEED.value), _place(),
@@ -154,12 +158,12 @@ def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,
                     for rule in (replayed, best))
   rounds = [len(x) for x in replayed.survival]
   return analysis.relative_gain(accepted, rounds, most, rounds,
-                                clusters=clusters)
+                                clusters=clusters,
+                                longest=replayed.survival[0].shape[1] - 1)
 
 
-def _row(name: str, record: analysis.Record, best: analysis.Replayed
-         ) -> dict[str, Any]:
-  verifier = common.VERIFIERS[name]
+def _row(name: str, verifier: sj.Verifier, record: analysis.Record,
+         best: analysis.Replayed) -> dict[str, Any]:
   replayed = analysis.evaluate(record, verifier)
   online = None
   if repr(verifier) == record.manifest["verifier"]:
@@ -176,26 +180,31 @@ def _row(name: str, record: analysis.Record, best: analysis.Replayed
           "online_block_efficiency": online, "lossless": verifier.lossless}
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
-  print(f"{'verifier':14s} {'block efficiency':>29s} {'online':>10s} "
+def _print_table(rows: list[dict[str, Any]],
+                 rules: dict[str, sj.Verifier]) -> None:
+  width = max(14, *map(len, rules))
+  print(f"{'verifier':{width}s} {'block efficiency':>29s} {'online':>10s} "
         f"{'lossless':>9s} {'over the best':>29s}")
   for r in rows:
     online = r["online_block_efficiency"]
     efficiency = f"{analysis.Estimate.of_columns(r, 'block_efficiency'):.4f}"
     over = ("" if r["over_best"] is None else
             f"{analysis.Estimate.of_columns(r, 'over_best'):+.1%}")
-    print(f"{r['verifier']:14s} {efficiency:>29s} "
+    print(f"{r['verifier']:{width}s} {efficiency:>29s} "
           f"{'' if online is None else f'{online:.4f}':>10s} "
           f"{'yes' if r['lossless'] else 'no':>9s} {over:>29s}")
   fresh = [r["verifier"] for r in rows if not r["online_block_efficiency"]
-           and common.VERIFIERS[r["verifier"]].remembers]
+           and rules[r["verifier"]].remembers]
   if fresh:
     print(f"{', '.join(fresh)}: here every round starts from a fresh state. "
           "In generation, the state continues from round to round")
 
 
 def main() -> None:
-  names = common.verifier_names("--verifier", _VERIFIERS.value)
+  if _RECORD.value and not _EVALUATE_ONLY.value:
+    common.check_directory("--record", _RECORD.value)
+  rules = common.verifiers("--verifier", _VERIFIERS.value)
+  [acting] = common.verifiers("--acting", [_ACTING.value]).values()
   if _EVALUATE_ONLY.value:
     if not pathlib.Path(_place(), "record.json").exists():
       raise ValueError(f"--evaluate_only requires a record, and {_place()} has "
@@ -205,11 +214,11 @@ def main() -> None:
       progress.say(f"{record.path} is incomplete: {len(record)} of "
                    f"{record.manifest['num_prompts']} prompts are evaluated")
   else:
-    record = _record()
+    record = _record(acting)
   progress.say("evaluating the verifiers on the record")
   best = analysis.evaluate(record, sj.verifiers.Block())
-  rows = [_row(name, record, best) for name in names]
-  _print_table(rows)
+  rows = [_row(name, rule, record, best) for name, rule in rules.items()]
+  _print_table(rows, rules)
   common.finish(_OUTPUT_DIR.value, "replay", {
       "rows": rows, "record": {"path": str(record.path), **record.manifest}})
 

@@ -118,7 +118,7 @@ from specjax.utils import processes
 from specjax.utils.fingerprints import fingerprint
 
 Params = dict[str, Any]
-_METHODS = {method.name: method for method in methods.METHODS}
+_METHODS = {method.name: method for method in methods.available()}
 
 _METHOD = flags.DEFINE_enum(
     "method", None, list(_METHODS), "Training method and form of the heads; "
@@ -151,6 +151,7 @@ _PREVIEW = flags.DEFINE_integer(
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
+shared.figure_style()
 _HEADS = flags.DEFINE_integer(
     "heads", 4, "Number of tokens that are drafted after the target's next "
     "token. Depending on --method, it is the number of heads, modules, draft "
@@ -189,7 +190,7 @@ _LEARNING_RATE = shared.learning_rate(
     "logarithmic scale between a rate for the bundled target (4.2M parameters) "
     "and a published rate. With --optimizer=muon the default is "
     f"{optimizers.MUON_RATE:g}. " + "; ".join(
-        f"{m.name}: {m.learning_rate}" for m in methods.METHODS))
+        f"{m.name}: {m.learning_rate}" for m in methods.available()))
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "adamw", ["adamw", "muon"], "Optimiser of the heads. If the "
     "target is also trained (medusa2, --train_target), its optimiser is always "
@@ -210,9 +211,10 @@ _SCHEDULE = flags.DEFINE_enum(
     "peak to 0)")
 _WARMUP_FRACTION = shared.warmup_fraction()
 _DECAY_FRACTION = shared.decay_fraction()
-_SELF_DIR = flags.DEFINE_string(
+_SELF_DIR = shared.written(flags.DEFINE_string(
     "self_dir", None, "With --data=self: directory of the rows that the target "
-    "generates, which several runs can share. Default: self/ in --output_dir")
+    "generates, which several runs can share. Default: self/ in --output_dir"),
+                           "directory")
 _SELF_CHAT = flags.DEFINE_bool(
     "self_chat", None, "With --data=self:SOURCE: use each document of SOURCE "
     "as a user message, which the target answers in its chat template. "
@@ -421,7 +423,7 @@ def main() -> None:
                                  if name in {**trainable, **frozen}})
   saved = saves.write(processes.gathered(trainer.run(trainable, frozen)))
 
-  drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
+  drafter_report.draw_curves(output_dir, heads, trainer.log.loss, before)
   saves.print_best()
   drafter_report.write(output_dir, method, taken(steps), added, before,
                        measure(saved))

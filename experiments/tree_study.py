@@ -27,6 +27,12 @@ Methods (--methods selects some of them):
   top_k                tree of the most likely children; the target samples a
                        token and accepts the child with this token
 
+--verifier adds your own rules. A rule is evaluated on every kind of draft that
+provides the properties it requires, under names such as chain_mine.py:Rule and
+iid_mine.py:Rule. --drafter may be your own function that returns a chain
+drafter, for the methods with chains, or a `specjax.drafters.NetworkDrafter`,
+whose network then drafts chains and trees of all methods.
+
 Tree shapes: Sequoia's dynamic program computes the best shape for N nodes from
 the acceptance rates of a node's first, second, ... child. These rates are
 measured on separate prompts, at a root with 8 children. Two methods with the
@@ -67,9 +73,12 @@ line of stdout names it), and the plots trees_tokens.png and trees_speed.png.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
+import functools
 import pathlib
 import statistics
 from typing import Any
+from typing import NamedTuple
 
 from lib import common  # before jax, which takes long to import
 
@@ -77,6 +86,7 @@ from lib import common  # before jax, which takes long to import
 from absl import flags
 import jax
 from lib import drafters as drafters_lib
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -90,7 +100,9 @@ from lib.rollouts import timing
 import numpy as np
 
 import specjax as sj
+from specjax import interfaces
 from specjax import strategies
+from specjax.drafters import NetworkDrafter
 from specjax.models import Pretrained
 from specjax.strategies import Strategy
 from specjax.utils import files
@@ -104,6 +116,10 @@ _METHODS_WANTED = flags.DEFINE_list(
     "verification rules), comma-separated, such as "
     "chain_block,specinfer,traversal. The description of the script lists all "
     "methods. Default: all")
+_VERIFIERS = shared.verifiers(
+    [], f"Your own verification rules, as {extensions.FORM}, comma-separated. "
+    "Each one is evaluated on all kinds of drafts that it can verify. Default: "
+    "none")
 _TEMPERATURE = shared.temperatures("0,0.6,1")
 _PROMPTS = shared.prompts()
 _FIELD = shared.prompt_field()
@@ -111,7 +127,10 @@ _CHAT = shared.chat()
 _NUM_PROMPTS = shared.num_prompts(16)
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(96)
-_DRAFTER = shared.drafter()
+_DRAFTER = shared.drafter(
+    "Drafter: small or tiny (bundled, for the bundled target), smol (bundled, "
+    f"for smollm2), {shared.PUBLISHED}, or {extensions.FORM} (your own "
+    "function (target, gamma) that returns (strategy, params))")
 _TARGET = shared.target()
 _DTYPE = shared.dtype()
 _SEED = shared.seed()
@@ -120,6 +139,7 @@ _BOUNDS = flags.DEFINE_bool(
     "bounds", True, "Also compute upper bounds for all valid rules on the same "
     "trees. This decodes every prompt again for every kind and size of tree")
 _OUTPUT_DIR = shared.output_dir("results/trees")
+shared.figure_style()
 
 _CHILDREN = 8  # children of the root when acceptance rates are measured
 _DEPTH = 12  # maximum depth of a tree in tokens
@@ -150,42 +170,138 @@ _GROUPS = (
     {"hybrid": strategies.hybrid_tree},
     {"top_k": strategies.top_k_tree},
 )
-# Tree methods with a known bound of the best rule. The bound requires that the
-# first child of every node is a sample of the drafter's distribution.
-_BOUNDED = (*_GROUPS[1], *_GROUPS[2])
-_BY_CHILDREN = ("hybrid",)  # acceptance rates depend on the number of siblings
+_CHAIN, _HYBRID = "chain", "hybrid"
+_KINDS = (_CHAIN, "iid", "without_replacement", _HYBRID, "top_k")  # of _GROUPS
+# Kinds of trees with a known bound of the best rule. The bound requires that
+# the first child of every node is a sample of the drafter's distribution.
+_BOUNDED = _KINDS[1:3]
 _METHODS = {name: make for group in _GROUPS for name, make in group.items()}
 
 
-def _groups():
-  """Returns the method names of each group, restricted to --methods."""
+class _Group(NamedTuple):
+  """Methods with the same drafts.
+
+  Attributes:
+    kind: kind of drafts, an entry of `_KINDS`.
+    methods: functions `parents -> Strategy` by method name.
+  """
+
+  kind: str
+  methods: dict[str, Callable[[tuple[int, ...]], Strategy]]
+
+  @property
+  def first(self) -> str:
+    """Name of the method that generates the shared drafts."""
+    return next(iter(self.methods))
+
+  @property
+  def provided(self) -> frozenset[str]:
+    """Properties of the drafts. Those of trees have siblings."""
+    parents = (-1, 0) if self.kind == _CHAIN else (-1, 0, 0)
+    return interfaces.capabilities(self.methods[self.first](parents).drafter)
+
+  def rule(self, name: str) -> sj.Verifier:
+    return self.methods[name]((-1, 0)).verifier
+
+  def is_valid(self, name: str) -> bool:
+    """Returns True if bounds for all valid rules apply to the method's rule."""
+    return self.rule(name).lossless and not self.rule(name).remembers
+
+
+def _wanted() -> list[str]:
+  """Returns the names of --methods, or of all methods."""
   wanted = _METHODS_WANTED.value
   if wanted == []:
     raise ValueError("--methods is empty; set at least one method, or leave "
                      "--methods out")
-  wanted = wanted or list(_METHODS)
-  for name in wanted:
+  for name in wanted or ():
     if name not in _METHODS:
       raise ValueError(f"--methods contains {name!r}; choose among "
                        f"{', '.join(_METHODS)}")
-  groups = ([name for name in group if name in wanted] for group in _GROUPS)
-  return list(filter(None, groups))
+  return wanted or list(_METHODS)
+
+
+def _groups(drafter: drafters_lib.Loaded, rules: dict[str, sj.Verifier]
+            ) -> list[_Group]:
+  """Returns the groups of --methods, with the rules of --verifier.
+
+  Args:
+    drafter: drafter of all methods.
+    rules: further rules by name.
+
+  Raises:
+    ValueError: the drafter cannot draft for a method, or no method drafts for a
+      rule.
+  """
+  wanted, adapt = _wanted(), _adapted(drafter)
+  is_chain = not isinstance(drafter.strategy.drafter, NetworkDrafter)
+  unfit = [name for name in wanted if is_chain and name not in _CHAINS]
+  if unfit and _METHODS_WANTED.value:
+    raise ValueError(
+        f"--methods contains {unfit[0]}, whose trees need a network (a "
+        f"specjax.drafters.NetworkDrafter), and --drafter={drafter.name} is "
+        f"{interfaces.kind_of(drafter.strategy.drafter)}, which drafts chains; "
+        f"set --methods={','.join(_CHAINS)}")
+  groups = [_Group(kind, {name: adapt(make) for name, make in group.items()
+                          if name in wanted and name not in unfit})
+            for kind, group in zip(_KINDS, _GROUPS)]
+  groups = [group for group in groups if group.methods]
+  for label, rule in rules.items():
+    fitting = [group for group in groups
+               if group.provided.issuperset(rule.requires)]
+    if not fitting:
+      raise ValueError(
+          f"--verifier contains {label}, which requires a drafter that is "
+          f"{', '.join(rule.requires)}, and no method of --methods with "
+          f"--drafter={drafter.name} provides it; leave one of them out")
+    for group in fitting:
+      first = group.methods[group.first]
+      group.methods[f"{group.kind}_{label}"] = (
+          lambda parents, first=first, rule=rule: first(parents)._replace(
+              verifier=rule))
+  return groups
+
+
+def _adapted(drafter: drafters_lib.Loaded):
+  """Returns a function that makes a method draft with a drafter.
+
+  It maps a function `(model, parents) -> Strategy` to `parents -> Strategy`.
+  """
+  part, target = drafter.strategy.drafter, drafter.target.model
+  if drafter.member is not None:
+    return lambda make: functools.partial(make, drafter.member.model)
+  if isinstance(part, NetworkDrafter):
+    def with_network(strategy):
+      return strategy._replace(drafter=dataclasses.replace(
+          part, shape=strategy.drafter.shape))
+    return lambda make: lambda parents: with_network(make(target, parents))
+  if not drafter.is_chain or part.with_gamma(1) is None:
+    raise ValueError(
+        f"--drafter={drafter.name} drafts trees of its own shape, and this "
+        "study chooses the shapes; give a specjax.drafters.NetworkDrafter, a "
+        "drafter of chains with a field gamma, or use arena.py")
+  return lambda make: lambda parents: make(target, parents)._replace(
+      drafter=part.with_gamma(len(parents) - 1))
 
 
 class _Setting:
   """Target and drafter, with measurements of acceptance rates and costs."""
 
-  def __init__(self, target: Pretrained, drafter: Pretrained,
-               calibration: list[list[int]], budgets: list[int], longest: int,
-               eos: tuple[int, ...] | None, batch: decoders.Batch | None):
+  def __init__(self, target: Pretrained, drafter: drafters_lib.Loaded,
+               groups: list[_Group], calibration: list[list[int]],
+               budgets: list[int], longest: int, eos: tuple[int, ...] | None,
+               batch: decoders.Batch | None):
     self.target, self.drafter, self.eos = target, drafter, eos
-    self.batch = batch
+    self.groups, self.batch = groups, batch
+    self._methods = {name: make for group in groups
+                     for name, make in group.methods.items()}
+    self._kinds = {name: group.kind for group in groups
+                   for name in group.methods}
     self._calibration = calibration
     self._limit = longest + _NEW_TOKENS.value
     self.capacity = self._limit + max(budgets)
     self.params = batches.placed(
-        batch, self.decoder(1.0, "chain_token", (-1, 0)),
-        {"target": target.params, "drafter": drafter.params})
+        batch, self.decoder(1.0, groups[0].first, (-1, 0)), drafter.params)
     self.pass_seconds = self.level_seconds = None
     if batch is None:
       self._measure(budgets)
@@ -197,7 +313,13 @@ class _Setting:
     seconds = lambda member, nodes: timing.median(timing.passes(
         member.model, member.params, self.capacity, used, nodes))
     self.pass_seconds = {n: seconds(self.target, n) for n in (1, *budgets)}
-    self.level_seconds = seconds(self.drafter, 4)
+    if self.drafter.member is not None:
+      self.level_seconds = seconds(self.drafter.member, 4)
+    else:
+      chain = tuple(range(-1, min(budgets) - 1))
+      self.level_seconds = timing.median(timing.drafts(
+          self.decoder(1.0, self.groups[0].first, chain), self.params,
+          self._calibration[0], self.capacity))
 
   def decoder(self, temperature: float, name: str | None,
               parents: tuple[int, ...], observers: Sequence[str] = ()):
@@ -209,11 +331,12 @@ class _Setting:
       parents: parent of every node of the draft tree.
       observers: names of methods whose rules are evaluated on the same drafts.
     """
-    make = lambda name: _METHODS[name](self.drafter.model, parents)
-    strategy = make(name) if name else strategies.autoregressive()
+    strategy = (self._methods[name](parents) if name
+                else strategies.autoregressive())
     return strategy.decoder(
-        self.target.model, eos=self.eos,
-        observers=tuple(make(other).verifier for other in observers),
+        self.drafter.model, eos=self.eos,
+        observers=tuple(self._methods[other](parents).verifier
+                        for other in observers),
         transform=sj.LogitsTransform(temperature=temperature))
 
   def acceptance(self, temperature: float, name: str):
@@ -223,9 +346,9 @@ class _Setting:
     the number of siblings, it is `[K, K]`, with one row per number of children.
     """
     progress.say(f"measuring {name} at temperature {temperature:g}")
-    if name not in _BY_CHILDREN:
-      return self._below_root(temperature, name,
-                              1 if name in _CHAINS else _CHILDREN)
+    if self._kinds[name] != _HYBRID:
+      return self._below_root(temperature, name, 1 if (
+          self._kinds[name] == _CHAIN) else _CHILDREN)
     rows = [self._below_root(temperature, name, children)
             for children in range(1, _CHILDREN + 1)]
     return np.stack([np.pad(row, (0, _CHILDREN - len(row))) for row in rows])
@@ -284,17 +407,17 @@ def _plan(setting: _Setting, temperature: float, budgets: list[int]):
   if setting.batch is None:
     plan[_BASELINE] = (-1,), None
     choices.append((plan[_BASELINE], 1 / setting.pass_seconds[1]))
-  for group in _groups():
+  for group in setting.groups:
     trees, predicted = _plan_group(setting, temperature, group, budgets)
     choices += predicted
     plan |= {f"{name} {n}": (parents, name)
-             for name in group for n, parents in trees.items()}
+             for name in group.methods for n, parents in trees.items()}
   if choices:
     plan[_FASTEST], _ = max(choices, key=lambda choice: choice[1])
   return plan
 
 
-def _plan_group(setting: _Setting, temperature: float, group: list[str],
+def _plan_group(setting: _Setting, temperature: float, group: _Group,
                 budgets: list[int]):
   """Returns `{budget: parents}` of a group, and the results of `_fastest`.
 
@@ -303,10 +426,11 @@ def _plan_group(setting: _Setting, temperature: float, group: list[str],
   needed.
   """
   timed = setting.batch is None
-  depth = None if group[0] in _CHAINS else _DEPTH
+  depth = None if group.kind == _CHAIN else _DEPTH
   rates = {name: setting.acceptance(temperature, name)
-           for name in (group if timed else group[:1])}
-  trees = {n: sj.trees.sequoia_tree(rates[group[0]], n, depth) for n in budgets}
+           for name in (group.methods if timed else [group.first])}
+  trees = {n: sj.trees.sequoia_tree(rates[group.first], n, depth)
+           for n in budgets}
   return trees, [
       _fastest(setting, temperature, name, acceptance, trees[min(budgets)],
                depth) for name, acceptance in rates.items() if timed]
@@ -358,7 +482,8 @@ def _variants(setting: _Setting, plans: dict[str, Any], temperature: float,
 
   The baseline and the dynamic program's choice are part of every budget.
   """
-  observers = {group[0]: group[1:] for group in _groups()}
+  observers = {group.first: list(group.methods)[1:]
+               for group in setting.groups}
   variants, readers = {}, {}
   for variant, (parents, name) in plans[f"{temperature:g}"].items():
     if variant in (_BASELINE, _FASTEST) or variant.split()[1] == str(budget):
@@ -384,25 +509,25 @@ def _bounds(setting: _Setting, plans: dict[str, Any], temperatures: list[float],
   """
   found = files.read_json(path, "delete it") if path.exists() else {}
   for temperature in temperatures:
-    for group in _groups():
-      for n in budgets if group[0] in _BOUNDED else ():
-        keys = [f"{name} {n} at {temperature:g}" for name in group]
+    for group in setting.groups:
+      valid = [name for name in group.methods if group.is_valid(name)]
+      for n in budgets if group.kind in _BOUNDED else ():
+        keys = [f"{name} {n} at {temperature:g}" for name in valid]
         if keys[0] in found:
           continue
-        progress.say(f"bounding {', '.join(group)} with {n} nodes")
-        parents = tuple(plans[f"{temperature:g}"][f"{group[0]} {n}"][0])
+        progress.say(f"bounding {', '.join(valid)} with {n} nodes")
+        parents = tuple(plans[f"{temperature:g}"][f"{group.first} {n}"][0])
         larger, nodes = tree_bounds.extended(parents)
         judged = tree_bounds.judge(
-            setting.decoder(temperature, group[0], larger), parents, nodes,
-            [_METHODS[name](setting.drafter.model, parents).verifier
-             for name in group], setting.params, read.all, _NEW_TOKENS.value,
-            _SEED.value)
+            setting.decoder(temperature, group.first, larger), parents, nodes,
+            [group.rule(name) for name in valid], setting.params, read.all,
+            _NEW_TOKENS.value, _SEED.value)
         found |= zip(keys, tree_bounds.columns(judged, read.clusters))
         files.write_json(path, found)
   return found
 
 
-def _cells(plan: dict[str, Any], budgets: list[int]):
+def _cells(groups: list[_Group], plan: dict[str, Any], budgets: list[int]):
   """Returns the configurations of a plan, in the order of the table.
 
   Returns:
@@ -410,23 +535,24 @@ def _cells(plan: dict[str, Any], budgets: list[int]):
     shared drafts, index of the method's rule among the rules evaluated on these
     drafts, and index of the best possible rule or None.
   """
-  best = lambda group: (
-      group.index("chain_block") if "chain_block" in group else None)
-  cells = [(name, f"{name} {n}", f"{group[0]} {n}", law, best(group))
-           for group in _groups() for n in budgets
-           for law, name in enumerate(group)]
+  best = lambda group, name: (
+      list(group.methods).index("chain_block")
+      if "chain_block" in group.methods and group.is_valid(name) else None)
+  cells = [(name, f"{name} {n}", f"{group.first} {n}", law, best(group, name))
+           for group in groups for n in budgets
+           for law, name in enumerate(group.methods)]
   return cells + [(name, name, name, 0, None)
                   for name in (_BASELINE, _FASTEST) if name in plan]
 
 
-def _rows(runs: dict[tuple, dict[str, dict[str, Any]]],
+def _rows(groups: list[_Group], runs: dict[tuple, dict[str, dict[str, Any]]],
           plans: dict[str, Any], bounds: dict[str, Any],
           temperatures: list[float], budgets: list[int],
           clusters: Sequence[str]):
   rows = []
   for temperature in temperatures:
     plan = plans[f"{temperature:g}"]
-    for name, variant, *places in _cells(plan, budgets):
+    for name, variant, *places in _cells(groups, plan, budgets):
       mine = [variants for unit, variants in runs.items()
               if unit[1] == temperature and variant in variants]
       parents = plan[variant][0]
@@ -442,10 +568,13 @@ def _rows(runs: dict[tuple, dict[str, dict[str, Any]]],
 def _load(budgets: list[int], temperatures: list[float],
           batch: decoders.Batch | None):
   """Loads the models, and returns the `_Setting` and the prompts."""
+  _wanted()  # rejects invalid names early
+  rules = common.verifiers("--verifier", _VERIFIERS.value) if (
+      _VERIFIERS.value) else {}
   target, loaded, tokenizer = drafters_lib.load(
       _TARGET.value, [_DRAFTER.value], dtype=_DTYPE.value, same_tokens=True)
-  drafter = next(iter(loaded.values())).draft_model
-  _groups()  # rejects invalid names early
+  [drafter] = loaded.values()
+  groups = _groups(drafter, rules)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
@@ -453,21 +582,27 @@ def _load(budgets: list[int], temperatures: list[float],
   eos = models.ends(target, tokenizer) if _CHAT.value else None
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
       (target.model.context_length, "target"),
-      (drafter.model.context_length, "drafter"), key=lambda pair: pair[0]))
+      (drafter.strategy.drafter.context_length, "drafter"),
+      key=lambda pair: pair[0]))
   setting = _Setting(
-      target, drafter, read.extra, budgets, read.longest, eos, batch)
+      target, drafter, groups, read.extra, budgets, read.longest, eos, batch)
   for temperature in temperatures:  # rejects invalid values early
-    setting.decoder(temperature, "chain_token", (-1, 0))
+    setting.decoder(temperature, groups[0].first, (-1, 0))
   return setting, read
 
 
 def _fingerprint(setting: _Setting, read: prompts_lib.Prompts,
                  budgets: list[int]) -> str:
   """Returns a hash of the parameters and settings of the rollouts."""
+  drafter = setting.drafter
+  names = [name for group in setting.groups for name in group.methods]
+  own = [group.rule(name) for group in setting.groups
+         for name in group.methods if name not in _METHODS]
   return resumable.fingerprint(
-      setting.params, setting.target.model, setting.drafter.model, budgets,
-      sorted(sum(_groups(), [])), _NEW_TOKENS.value, _SEED.value, setting.eos,
-      read.extra, read.longest, *(["no times"] if setting.batch else ()))
+      setting.params, setting.target.model, drafter.member.model
+      if drafter.member else drafter.strategy.drafter, budgets, sorted(names),
+      _NEW_TOKENS.value, _SEED.value, setting.eos, read.extra, read.longest,
+      *(["no times"] if setting.batch else ()), *([own] if own else ()))
 
 
 def main():
@@ -476,6 +611,7 @@ def main():
   setting, read = _load(budgets, temperatures, batches.settings(_BATCH))
   prompts = read.all
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "trees")
   fingerprint = _fingerprint(setting, read, budgets)
   units = [(fingerprint, t, n, i, resumable.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]
@@ -489,7 +625,8 @@ def main():
   bounds = {} if not _BOUNDS.value else _bounds(
       setting, plans, temperatures, budgets, read, output_dir /
       f"bounds-{resumable.fingerprint(fingerprint, prompts)}.json")
-  rows = _rows(runs, plans, bounds, temperatures, budgets, read.clusters)
+  rows = _rows(setting.groups, runs, plans, bounds, temperatures, budgets,
+               read.clusters)
   report.print_table(rows)
   report.write(output_dir, rows)
   print(f"wrote trees.csv and figures to {output_dir}")

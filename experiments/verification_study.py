@@ -56,8 +56,11 @@ float32, B changes the results only by rounding. Speed is not measured then,
 unless --timing=throughput. With --noown_rollouts the table contains only the
 columns "same drafts".
 
-More examples:
+More examples, the first with a rule and a drafter of your own
+(docs/guides/rule_to_figure.md):
 
+  python experiments/verification_study.py \\
+    --verifier=token,block,mine.py:Rule --drafter=mine.py:drafter,small
   python experiments/verification_study.py --batch=16 --noown_rollouts
   python experiments/verification_study.py --error=0
   python experiments/verification_study.py --gamma=4,6,8,16 \\
@@ -70,8 +73,10 @@ Results of each prompt are appended to runs.jsonl in --output_dir. If the script
 is killed, the same command resumes it. Temperatures, seeds and prompt sets can
 be added later. verification.csv also contains the parts of the time of a round:
 passes that are timed alone (verify_ms, gamma times draft_ms), and the rest
-(overhead_ms). The plots are verification_tokens.png, verification_gain.png and
-verification_speed.png. The last line of stdout names verification.json.
+(overhead_ms). For a drafter without a draft model, draft_ms is the time of the
+longest draft divided by its length. The plots are verification_tokens.png,
+verification_gain.png and verification_speed.png. The last line of stdout names
+verification.json.
 """
 
 from collections.abc import Callable
@@ -85,6 +90,7 @@ from typing import Any
 from absl import flags
 from lib import common
 from lib import drafters as drafters_lib
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib.configurations import decoders
@@ -106,8 +112,9 @@ _TOP_P = shared.top_p()
 _VERIFIERS = shared.verifiers(
     "token,block,greedy_block",
     "Verification rules to compare, comma-separated: "
-    f"{', '.join(common.VERIFIERS)}. The list must contain token. typical and "
-    "top_2 are lossy (they change the output distribution)")
+    f"{', '.join(common.VERIFIERS)}, or {extensions.FORM} for your own rule. "
+    "The list must contain token. typical and top_2 are lossy (they change the "
+    "output distribution)")
 _PROMPTS = shared.prompts(list(prompt_sets.EMBEDDED))
 _FIELD = shared.prompt_field()
 _CHAT = shared.chat()
@@ -121,7 +128,10 @@ _ERROR = flags.DEFINE_float(
 _PROMPT_TOKENS = shared.prompt_tokens()
 _NEW_TOKENS = shared.new_tokens(128)
 _TARGET = shared.target()
-_DRAFTER = shared.drafters()
+_DRAFTER = shared.drafters(help_="Drafters of chains to compare, "
+                           f"comma-separated: {extensions.FORM} (your own "
+                           "function (target, gamma) that returns (strategy, "
+                           "params)), ")
 _DRAFT_VOCABULARY = shared.draft_vocabulary()
 _VOCABULARY_DATA = shared.vocabulary_data(_DRAFT_VOCABULARY)
 _DTYPE = shared.dtype()
@@ -136,6 +146,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
     "verifier on its own output. --noown_rollouts compares verifiers only on "
     "the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
+shared.figure_style()
 
 _PILOT = 12  # number of prompts of the pilot run (see --error)
 
@@ -150,7 +161,7 @@ class _Setting:
     read: prompts of the study, and further prompts for the pilot run.
     temperatures: sampling temperatures of both models.
     gammas: draft lengths.
-    verifiers: names of the verification rules.
+    verifiers: verification rules by name.
     eos: token ids that end a row, or None.
     batch: settings of the rollouts. None: prompts are decoded one at a time.
   """
@@ -160,7 +171,7 @@ class _Setting:
   read: prompts_lib.Prompts
   temperatures: list[float]
   gammas: Sequence[int]
-  verifiers: list[str]
+  verifiers: dict[str, sj.Verifier]
   eos: tuple[int, ...] | None
   batch: decoders.Batch | None
 
@@ -183,7 +194,8 @@ class _Setting:
     timed. All rules of a draft length share one compiled program. All
     configurations of a drafter share the prefill.
     """
-    rules = one_of.OneOf(tuple(map(common.VERIFIERS.get, self.verifiers)))
+    rules = one_of.OneOf(tuple(self.verifiers.values()))
+    observers = tuple(cells.observers(self.verifiers, self.gammas).values())
     decoder = functools.partial(
         sj.Decoder, target=self.target.model, eos=self.eos,
         transform=sj.LogitsTransform(
@@ -207,11 +219,11 @@ class _Setting:
         own = decoder(drafter=draft(gamma), verifier=rules)
         for verifier in self.verifiers if _OWN_ROLLOUTS.value else ():
           variants[cells.key(name, gamma, verifier)] = make(
-              own, change=_acting(rules, verifier, gamma))
+              own, change=_acting(rules, self.verifiers[verifier], gamma))
       # If rollouts are not timed, this replaces those of token verification.
       variants[self._shared(name)] = make(
-          dataclasses.replace(own, observers=rules.rules),
-          change=_acting(rules, "token", longest))
+          dataclasses.replace(own, observers=observers),
+          change=_acting(rules, self.verifiers["token"], longest))
     return variants
 
   def shared_drafts(self, temperature: float):
@@ -246,13 +258,19 @@ class _Setting:
   @functools.cached_property
   def fingerprint(self):
     """Hash of the parameters and settings that determine a rollout."""
-    members = [self.target, *(
-        drafter.draft_model for drafter in self.drafters.values())]
+    loaded = self.drafters.values()
+    params = [x.member.params if x.member else drafters_lib.own_params(
+        x.params, self.target.params) for x in loaded]
+    models_ = [x.member.model if x.member else x.strategy.drafter
+               for x in loaded]
+    own = [rule for name, rule in self.verifiers.items()
+           if name not in common.VERIFIERS]
     return resumable.fingerprint(
-        [m.params for m in members], [m.model for m in members],
-        list(self.drafters), self.gammas, self.verifiers, _TOP_P.value,
+        [self.target.params, *params], [self.target.model, *models_],
+        list(self.drafters), self.gammas, list(self.verifiers), _TOP_P.value,
         _NEW_TOKENS.value, self.eos,
-        *([self.batch.timed and self.batch.size] if self.batch else ()))
+        *([self.batch.timed and self.batch.size] if self.batch else ()),
+        *([own] if own else ()))
 
   def decode(self, prompts: dict[str, list[list[int]]], path: pathlib.Path,
              make: Callable, costs: "_Costs | None"):
@@ -278,13 +296,15 @@ class _Setting:
 
 
 def _load(temperatures: list[float], gammas: Sequence[int],
-          verifiers: list[str], batch: decoders.Batch | None):
+          verifiers: dict[str, sj.Verifier], batch: decoders.Batch | None):
   """Loads the models, reads the prompts, and returns the `_Setting`."""
   target, drafters, tokenizer = drafters_lib.load(
       _TARGET.value, _DRAFTER.value, drafters_lib.Options(
           gamma=max(gammas), draft_vocabulary=_DRAFT_VOCABULARY.value,
           vocabulary_data=_VOCABULARY_DATA.value),
       dtype=_DTYPE.value, batch=batch)
+  for drafter in drafters.values():
+    _check_lengths(drafter, gammas)
   read = prompts_lib.read(
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value,
@@ -293,6 +313,24 @@ def _load(temperatures: list[float], gammas: Sequence[int],
       target=target, drafters=drafters, read=read, temperatures=temperatures,
       gammas=gammas, verifiers=verifiers, batch=batch,
       eos=models.ends(target, tokenizer) if _CHAT.value else None)
+
+
+def _check_lengths(drafter: drafters_lib.Loaded, gammas: Sequence[int]):
+  """Raises `ValueError` unless a drafter has chains of all draft lengths."""
+  part, name = drafter.strategy.drafter, f"--drafter={drafter.name}"
+  if not drafter.is_chain or any(
+      part.with_gamma(gamma) is None for gamma in gammas):
+    raise ValueError(f"{name} has no chains of the lengths in --gamma; give a "
+                     "drafter that provides 'chain' and has a field gamma, "
+                     "such as --drafter=small, or use arena.py")
+  needed = "autoregressive"
+  if drafter.member is None and len(gammas) > 1 and (
+      needed not in sj.interfaces.capabilities(part)):
+    raise ValueError(
+        f"{name} does not provide {needed!r} "
+        f"({sj.interfaces.CAPABILITIES[needed]}), which several draft lengths "
+        "require, because short drafts are the first tokens of the longest "
+        "one; set a single --gamma, or use arena.py")
 
 
 def _batch_of_flags():
@@ -304,9 +342,8 @@ def _batch_of_flags():
   return batches.settings(_BATCH, timed=_OWN_ROLLOUTS.value)
 
 
-def _acting(rules: one_of.OneOf, verifier: str, gamma: int):
+def _acting(rules: one_of.OneOf, rule: sj.Verifier, gamma: int):
   """Returns a function that makes all rows of a state follow one rule."""
-  rule = common.VERIFIERS[verifier]
   return lambda state: state.replace(
       verifier=rules.start(rule, gamma, len(state.lengths)))
 
@@ -316,13 +353,18 @@ class _Costs:
 
   def __init__(self, target: Pretrained,
                drafters: dict[str, drafters_lib.Loaded],
-               gammas: Sequence[int], capacity: int, longest: int):
+               gammas: Sequence[int], capacity: int, longest: int,
+               prompt: list[int]):
     used = longest + _NEW_TOKENS.value // 2
     passes = lambda member, tokens: functools.cache(functools.partial(
         timing.passes, member.model, member.params, capacity, used, tokens))
     self._verify = {gamma: passes(target, gamma + 1) for gamma in gammas}
-    self._draft = {name: passes(drafter.draft_model, 1)
-                   for name, drafter in drafters.items()}
+    self._draft = {
+        name: passes(drafter.member, 1) if drafter.member else functools.cache(
+            functools.partial(
+                timing.drafts, drafter.strategy.decoder(target.model),
+                drafter.params, prompt, capacity))
+        for name, drafter in drafters.items()}
 
   @property
   def compiled(self):
@@ -415,13 +457,13 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
       "autoregressive_tokens_per_second": study.baseline_speed()})
 
 
-def _verifiers() -> list[str]:
-  """Returns the names of --verifier."""
-  names = common.verifier_names("--verifier", _VERIFIERS.value)
-  if "token" not in names:
+def _verifiers() -> dict[str, sj.Verifier]:
+  """Returns the rules of --verifier by name."""
+  found = common.verifiers("--verifier", _VERIFIERS.value)
+  if "token" not in found:
     raise ValueError("--verifier must contain 'token', with which the other "
                      "rules are compared; add it")
-  return names
+  return found
 
 
 def main():
@@ -435,9 +477,11 @@ def main():
   setting = _load(temperatures, gammas, verifiers, batch)
   setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "verification")
   read = setting.read
   costs = None if batch else _Costs(
-      setting.target, setting.drafters, gammas, setting.capacity, read.longest)
+      setting.target, setting.drafters, gammas, setting.capacity, read.longest,
+      read.all[0])
   prompts = read.sets
   if _ERROR.value and "block" in verifiers:
     needed = _needed(read, lambda pilot: setting.decode(

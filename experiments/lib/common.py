@@ -1,6 +1,7 @@
 """Error handling, output files and list flags of the experiment scripts."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import csv
@@ -23,11 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from lib import compilation
+from lib import extensions
 from lib import flags as shared
+from lib import models
 from lib import progress
 import specjax as sj
 from specjax import strategies
 from specjax.models import Transformer
+from specjax.utils import entry_points
 from specjax.utils import files
 from specjax.utils import processes
 
@@ -49,6 +53,11 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
+_FLAGS = "flags.json"  # flags of the study in an output directory
+_GROWS = "num_prompts", "seeds"  # larger values extend a study
+_NEUTRAL = {  # flags that do not affect the results of a study
+    "output_dir", "compilation_cache", "figure_style", "mesh", "coordinator",
+    "process_id", "num_processes"}
 _HELD = contextlib.ExitStack()  # locked directories, released at exit
 
 
@@ -77,6 +86,8 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
     try:
       with _HELD:
         _check_figures()
+        for name in flags.FLAGS:
+          check_written(name)
         main()
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as e:
@@ -104,6 +115,11 @@ def run(main: Callable[[], None], argv: list[str] | None = None) -> None:
 def _line(e: BaseException) -> tuple[str, int] | None:
   """Returns the message and the exit status of a user error; None for a bug."""
   text = " ".join(str(e).split())
+  own = extensions.explained(e) if isinstance(e, Exception) and not isinstance(
+      e, (processes.Stopped, MemoryError, jax.errors.JaxRuntimeError,
+          BrokenPipeError)) else None
+  if own is not None:
+    return f"error: {own}", 1
   if isinstance(e, (ValueError, FloatingPointError)):
     return f"error: {text}{_other_directory(e)}", 1
   if isinstance(e, processes.Stopped):
@@ -203,12 +219,16 @@ def _parsed(argv: list[str]):
   """Returns the positional arguments; ends the program on a bad flag."""
   try:
     rest = flags.FLAGS(argv)
+  except SystemExit:  # --help was printed
+    sys.exit(0)
   except flags.Error as e:
     text = " ".join(str(e).split())
     missing = re.fullmatch(
         r"flag --(\w+)=None: Flag --\1 must have a value .*", text)
     if missing:
       text = shared.missing(missing[1])
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')",
+                  r"\1 is not a whole number", text)
     sys.exit(f"error: {text}; see --help")
   for name in flags.FLAGS:
     value = flags.FLAGS[name].value
@@ -266,9 +286,98 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   return pathlib.Path(path)
 
 
+def claim(directory: pathlib.Path, study: str, **values: Any) -> None:
+  """Checks that the results of an earlier study may be replaced.
+
+  The flags of a study are stored in flags.json. Another study in the same
+  directory may add entries to its lists, prompts and seeds, and it may change
+  flags that do not affect results.
+
+  Args:
+    directory: output directory.
+    study: name of the study, as in `finish`.
+    **values: values of flags that replace those of the command line.
+
+  Raises:
+    ValueError: the directory has the results of a study with other flags.
+  """
+  processes.by_the_first(lambda: _claim(directory, study, values))
+
+
+def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
+  of_script = {
+      name: flags.FLAGS[name].value for name in flags.FLAGS
+      if not flags.FLAGS.find_module_defining_flag(name).startswith(
+          ("absl", "orbax"))}
+  now = {name: value for name, value in (of_script | values).items()
+         if name not in _NEUTRAL}
+  # Rows are independent, so the batch size matters only for measured speeds.
+  if now.get("timing") != "throughput" and "batch" in now:
+    now["batch"] = min(now["batch"], 2 if "timing" in now else 1)
+  path = directory / _FLAGS
+  if path.exists() and (directory / f"{study}.json").exists():
+    before = files.read_json(path, "delete it")
+    other = [name for name in now if name in before
+             and not _extends(name, before[name], now[name])]
+    if other:
+      raise ValueError(
+          f"{directory} has results of "
+          f"{' '.join(shared.shown(x, before[x]) for x in other)}, which "
+          f"{' '.join(shared.shown(x, now[x]) for x in other)} would replace; "
+          "choose another --output_dir, or delete the results")
+  files.write_json(path, now, indent=2)
+
+
+def _extends(name: str, before: Any, now: Any) -> bool:
+  """Returns True if results of the value `now` contain those of `before`."""
+  if isinstance(before, list):
+    return isinstance(now, list) and set(before) <= set(now)
+  return now == before or name in _GROWS and now > before
+
+
 def temporary_directory() -> pathlib.Path:
   """Creates a directory that is deleted when the script ends."""
   return pathlib.Path(_HELD.enter_context(tempfile.TemporaryDirectory()))
+
+
+def check_written(name: str) -> None:
+  """Raises `ValueError` if a script could not write to the path of a flag.
+
+  Flags that `shared.written` did not declare, and flags without a value, pass.
+  """
+  flag = flags.FLAGS[name]
+  kind, path = getattr(flag, "written", ""), flag.value
+  if path is None or not kind:
+    return
+  if kind == "file":
+    output_file(f"--{name}", path)
+  else:
+    check_directory(f"--{name}", path)
+
+
+def check_directory(flag: str, path: str) -> None:
+  """Raises `ValueError` unless files can be written to a directory.
+
+  The directory need not exist. It is not created, because another flag may be
+  wrong.
+
+  Args:
+    flag: name of the flag, such as "--output_dir".
+    path: value of the flag.
+  """
+  place = pathlib.Path(path).absolute()
+  try:
+    # Permissions do not tell whether a directory is writable: for example, root
+    # has all of them in /proc.
+    existing = next(x for x in (place, *place.parents) if x.exists())
+    with tempfile.TemporaryDirectory(dir=existing):
+      pass
+  except NotADirectoryError:
+    raise ValueError(f"{flag}={path} is not a directory; choose another one"
+                     ) from None
+  except OSError as e:
+    raise ValueError(f"{flag}={path} cannot be written ({e.strerror}); choose "
+                     "another directory") from None
 
 
 def output_file(flag: str, path: str) -> pathlib.Path:
@@ -293,9 +402,13 @@ def output_file(flag: str, path: str) -> pathlib.Path:
     raise ValueError(f"{flag} is {path!r}, which is not a regular file and "
                      f"would be replaced by one; give a file, or leave {flag} "
                      "out and redirect standard output")
-  if not os.access(file.parent, os.W_OK):
+  try:
+    with tempfile.TemporaryFile(dir=file.parent):
+      pass
+  except OSError as e:
     raise ValueError(f"{flag} is {path!r}, and the directory {file.parent} is "
-                     "not writable; choose another directory")
+                     f"not writable ({e.strerror}); choose another directory"
+                     ) from None
   return file
 
 
@@ -400,11 +513,36 @@ def finish(output_dir: str | pathlib.Path, study: str,
   print(json.dumps({"study": study, "results": str(path)}))
 
 
-def verifier_names(flag: str, names: list[str]) -> list[str]:
-  """Returns the verifiers of a list flag, without duplicates."""
-  given(flag, values=names, fix=f"some of {', '.join(VERIFIERS)}")
-  for name in names:
-    if name not in VERIFIERS:
-      raise ValueError(f"{flag} contains {name!r}; choose among "
-                       f"{', '.join(VERIFIERS)}")
-  return list(dict.fromkeys(names))
+def verifiers(flag: str, names: Sequence[str],
+              shipped: Mapping[str, sj.Verifier] = VERIFIERS
+              ) -> dict[str, sj.Verifier]:
+  """Returns the verifiers of a list flag by their names in tables.
+
+  Args:
+    flag: name of the flag, such as "--verifier".
+    names: entries of the flag: names in `shipped`, or rules that are not part
+      of specjax (see `extensions`).
+    shipped: rules of specjax that the script can use.
+  """
+  choices = ", ".join((*shipped, *entry_points.names(extensions.group(flag))))
+  fix = f"{choices}, or {extensions.FORM} for a rule in a file"
+  given(flag, values=names, fix=f"some of {fix}")
+  found = {}
+  for name in dict.fromkeys(names):
+    label = name if name in shipped else models.label(name)
+    if label in found:
+      raise ValueError(f"{flag} contains two rules with the name {label} in "
+                       "tables; leave one out, or rename its file")
+    if name in shipped:
+      found[label] = shipped[name]
+    elif extensions.is_own(flag, name):
+      found[label] = extensions.verifier(flag, name)
+    else:
+      raise ValueError(f"{flag} contains {name!r}; choose among {fix}")
+  return found
+
+
+def verifier_name(verifier: sj.Verifier) -> str:
+  """Returns the name of a rule in tables. Own rules have that of their class.
+  """
+  return VERIFIER_NAMES.get(verifier, type(verifier).__name__)

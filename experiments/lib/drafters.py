@@ -2,7 +2,8 @@
 
 `load` is the only way from the flag --drafter to a drafter and its parameters.
 `_Loader` has one function for each kind of drafter: draft models, heads, and
-compositions (see `compositions`). It reads the settings in `Options`, which
+compositions (see `compositions`), which include drafters that are not part of
+specjax (see `extensions`). It reads the settings in `Options`, which
 rejects the flags that none of the drafters has read.
 """
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lib import extensions
 from lib import flags as shared
 from lib import models
 from lib import progress
@@ -36,12 +38,13 @@ from specjax.data import Tokenizer
 from specjax.models import Pretrained
 from specjax.models import Transformer
 from specjax.strategies import Strategy
+from specjax.utils import entry_points
 from specjax.utils import files
 
 ITSELF = "itself"  # name of a draft model that is a copy of the target
 NONE = "none"  # name of decoding without drafts
 NAMES = (*models.DRAFTERS, *compositions.FREE, "a+b", "a|b", *models.HEADS,
-         ITSELF)
+         ITSELF, extensions.FORM)
 HELP = ("Drafters to compare, comma-separated: "
         f"{compositions.HELP}, {', '.join(models.HEADS)} (bundled heads), the "
         "directory of heads of train_drafter.py, ")
@@ -211,7 +214,8 @@ def load(target: str | Any, names: Sequence[str],
       target such as a `traces.Trace`.
     names: names of drafters. Each one is a bundled draft model or an argument
       of `models.load_pretrained`, a composition (see `compositions`), bundled
-      heads, or a directory of heads.
+      heads, a directory of heads, or a drafter that is not part of specjax (see
+      `extensions`).
     options: settings of the drafters. None means the default settings.
     dtype: precision of the weights. None means the library's default.
     batch: settings of the rollouts. The parameters are placed on their mesh.
@@ -261,10 +265,14 @@ class _Loader:
     self._compared = compared
     _check_labels(names)
     _check_values(options)
-    choices = (*NAMES, NONE) if optional else NAMES
+    choices = (*NAMES, *entry_points.names("specjax.drafters"),
+               *([NONE] if optional else ()))
     place = self._target_name and models.find(
         "target", target, {"bundled": "target"})
     # Wrong names are rejected before any weights are read.
+    for part in "|".join(names).replace("+", "|").split("|"):
+      if extensions.is_own("--drafter", part):
+        extensions.check_drafter(part)
     self._places = {
         name: place if name == ITSELF else models.find(
             "drafter", name, {x: x for x in models.DRAFTERS}, choices)
@@ -368,6 +376,7 @@ class _Loader:
   def _composition(self, name: str) -> Loaded:
     *others, (strategy, params) = (
         self._cascade(part.split("+"), None if part in compositions.OWN_DEPTH
+                      or extensions.is_own("--drafter", part)
                       else self._options.gamma) for part in name.split("|"))
     for first, own in reversed(others):
       strategy = strategies.fallback(first.drafter, strategy.drafter)
@@ -382,6 +391,10 @@ class _Loader:
     stages that draft for a later stage.
     """
     *inner, last = stages
+    if extensions.is_own("--drafter", last):
+      return extensions.drafter(
+          last, self.target, lambda setting: gamma if setting == "gamma"
+          and gamma is not None else self._options.read(setting))
     if last in compositions.FREE:
       return compositions.FREE[last](gamma), self._store(last)
     member = self._member(last)

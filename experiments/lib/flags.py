@@ -12,6 +12,7 @@ in some scripts and a comma-separated list in others, under the same name:
 
 from collections.abc import Iterable
 import importlib.util
+from typing import Any
 from typing import NamedTuple
 
 from absl import flags
@@ -77,9 +78,18 @@ def reject_unread(names: Iterable[str], cause: str) -> None:
                        f"--{name} out")
 
 
-def shown(name: str) -> str:
-  """Returns a flag with its value, as on the command line."""
-  value = flags.FLAGS[name].value
+def naming(value: str) -> str:
+  """Returns the flag with a value, such as "--target=a/b", or the value."""
+  for name in flags.FLAGS:
+    found = flags.FLAGS[name].value
+    if found == value or isinstance(found, list) and value in found:
+      return f"--{name}={value}"
+  return value
+
+
+def shown(name: str, *values: Any) -> str:
+  """Returns a flag with its value, or another value, as on the command line."""
+  [value] = values or (flags.FLAGS[name].value,)
   if isinstance(value, bool):
     return f"--{'' if value else 'no'}{name}"
   return f"--{name}={','.join(value) if isinstance(value, list) else value}"
@@ -279,12 +289,40 @@ def output_dir(default: str | None,
                help_: str = "Directory for results, tables and figures; it "
                "is created if needed"):
   """Defines --output_dir. The flag is required if `default` is None."""
-  return directory("output_dir", default, help_)
+  return written(directory("output_dir", default, help_), "directory")
+
+
+def output_file(name: str, help_: str, required: bool = False):
+  """Defines a flag for an output file."""
+  return written(
+      flags.DEFINE_string(name, None, help_, required=required), "file")
+
+
+def written(flag: flags.FlagHolder, kind: str) -> flags.FlagHolder:
+  """Declares that the script writes to the path in a flag.
+
+  `common.run` checks before any computation that the path can be written.
+
+  Args:
+    flag: flag with a path.
+    kind: "directory" or "file".
+  """
+  flags.FLAGS[flag.name].written = kind
+  return flag
+
+
+def figure_style():
+  """Defines --figure_style, which `figures.style` reads."""
+  return flags.DEFINE_enum(
+      "figure_style", "screen", ["screen", "paper"],
+      "Layout of figures, which are written as PNG and PDF. paper: 3.3 inches "
+      "wide (one column), panels below each other, a legend above each panel, "
+      "no title, and 300 dpi")
 
 
 def directory(name: str, default: str | None, help_: str,
               required: bool = True):
-  """Defines a flag for an output directory.
+  """Defines a flag for a directory.
 
   The flag rejects an empty value. The value "." is allowed.
   """

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -20,6 +21,7 @@ from specjax.data import Tokenizer
 from specjax.data import tokenizers
 from specjax.methods import published as published_drafters
 from specjax.models import Pretrained
+from specjax.training import runs
 from specjax.utils import files
 
 _ACROSS = "generate.py and the studies of chains draft across vocabularies"
@@ -82,7 +84,8 @@ def load_model(name: str, dtype: str | None = None) -> Pretrained:
 
 def read(place: str | pathlib.Path, dtype: str | None) -> Pretrained:
   """Reads a model from a result of `find`."""
-  found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
+  with _naming(str(place)):
+    found = sj.models.load_pretrained(place, dtype=dtype and jnp.dtype(dtype))
   shared = sj.zoo.tokenizer_path()  # all bundled models have this tokenizer
   if found.tokenizer is None and pathlib.Path(place).parent == shared.parent:
     found = dataclasses.replace(found, tokenizer=Tokenizer.load(shared))
@@ -111,6 +114,14 @@ def find(what: str, name: str, bundled: Mapping[str, str] = {},
     raise ValueError(f"no {what} {name!r}; choose among "
                      f"{', '.join(choices or bundled)}, or give "
                      f"{shared.PUBLISHED}")
+  if (path / runs.MANIFEST).exists() and not any(
+      (path / name).exists() for name in ("config.json", "heads.json")):
+    raise ValueError(
+        f"{shared.naming(name)} contains a training run that has not written "
+        "heads or a model yet: train_drafter.py writes heads at every "
+        "evaluation (--evaluate_every), and train_lm.py and distill.py write "
+        "the model at the end; run the command of the training again to "
+        "complete it")
   return path if path.exists() else name
 
 
@@ -120,7 +131,20 @@ def load_tokenizer(name: str) -> Tokenizer:
   if path.is_dir() or path.suffix == ".json":
     return Tokenizer.load(path)
   place = find("tokenizer", name, choices=["tokenizer.json files"])
-  return _present(sj.models.load_tokenizer(place), name)
+  with _naming(name):
+    return _present(sj.models.load_tokenizer(place), name)
+
+
+@contextlib.contextmanager
+def _naming(value: str):
+  """Adds the flag with a value to each `ValueError` in the context."""
+  try:
+    yield
+  except ValueError as e:
+    flag = shared.naming(value)
+    if flag == value:
+      raise
+    raise ValueError(f"{flag}: {e}") from None
 
 
 def tokenizer_of(model: Pretrained, name: str) -> Tokenizer:

@@ -48,6 +48,12 @@ class Verifier:
   lossless: bool = True
   requires: tuple[str, ...] = ("chain",)
 
+  def __repr__(self) -> str:
+    # Records and fingerprints identify a rule by its repr, so the repr must not
+    # contain an address. Dataclasses have their own.
+    values = ", ".join(f"{name}={x!r}" for name, x in vars(self).items())
+    return f"{type(self).__name__}({values})"
+
   def law(self, draft: Draft, target_probs: jax.Array, *state: chex.ArrayTree
           ) -> Law:
     """Returns the distribution of the outcome for one draft.

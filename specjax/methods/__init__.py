@@ -15,9 +15,12 @@ such as `methods.MedusaHeads`.
 Modules with a leading underscore contain helpers shared by several methods.
 """
 
+from collections.abc import Iterator
+import functools
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import chex
@@ -45,6 +48,7 @@ from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import Option
 from specjax.models.transformer import Transformer
+from specjax.utils import entry_points
 
 FAMILIES = tuple(family.FAMILY for family in (
     draft_models, model_free, heads_family, features, blocks, self_speculation,
@@ -55,18 +59,59 @@ globals().update(_HEADS)
 
 __all__ = [
     "FAMILIES", "METHODS", "Heads", "LearningRate", "Method", "Option",
-    "by_name", "check_fits", "export_drafter", "lm_head", "load_drafter",
-    "load_heads", "of", "save_heads", "stop_rules", "with_lookahead", *_HEADS]
+    "available", "by_name", "check_fits", "export_drafter", "lm_head",
+    "load_drafter", "load_heads", "of", "save_heads", "stop_rules",
+    "with_lookahead", *_HEADS]
+
+
+@functools.cache
+def _installed() -> tuple[Method, ...]:
+  """Returns the methods of installed packages.
+
+  One broken package must not break the others, so a method that cannot be used
+  is reported on stderr and left out.
+  """
+  group, found = "specjax.methods", []
+  for name in entry_points.names(group):
+    try:
+      method = entry_points.load(group, name)
+      if not isinstance(method, Method) or method.name != name:
+        raise ValueError("it must be a specjax.methods.Method with this name")
+      if any(m.name == name or m.heads.kind == method.heads.kind
+             and m.heads is not method.heads for m in METHODS):
+        raise ValueError("specjax has a method or heads of this name")
+      found.append(method)
+    except Exception as e:  # of the package
+      reason = " ".join(str(e).split())
+      print(f"the method {name!r} ({entry_points.described(group, name)}) is "
+            f"left out: {type(e).__name__}: {reason}", file=sys.stderr)
+  return tuple(found)
+
+
+def available() -> tuple[Method, ...]:
+  """Returns `METHODS` and the methods of installed packages.
+
+  A package declares a `Method` under its name in the entry-point group
+  "specjax.methods" (see `utils.entry_points`).
+  """
+  return tuple(_each())
+
+
+def _each() -> Iterator[Method]:
+  # Packages are imported only after METHODS, because a package may look up a
+  # method of specjax while it is imported.
+  yield from METHODS
+  yield from _installed()
 
 
 def by_name(name: str) -> Method:
   """Returns the trained method with this name, for example "medusa"."""
-  return next(method for method in METHODS if method.name == name)
+  return next(method for method in _each() if method.name == name)
 
 
 def of(heads: Heads) -> Method:
-  """Returns the first method in `METHODS` that trains this class of heads."""
-  return next(m for m in METHODS if m.heads.kind == heads.kind)
+  """Returns the first method that trains this class of heads."""
+  return next(m for m in _each() if m.heads.kind == heads.kind)
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,
@@ -100,5 +145,5 @@ def load_heads(directory: str | os.PathLike[str], target: Transformer,
   if on_the_hub or not ours and (
       (path / "config.json").exists() or drafter_layout(path)):
     return load_drafter(directory, target, target_params, dtype=dtype)
-  kinds = tuple(dict.fromkeys(method.heads for method in METHODS))
+  kinds = tuple(dict.fromkeys(method.heads for method in available()))
   return files.load_heads(directory, target, dtype, kinds)

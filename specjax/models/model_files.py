@@ -76,7 +76,8 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
     reason = " ".join(str(e).split())[:200]
     raise ValueError(f"the directory {name} does not exist, and no model of "
                      "this name can be downloaded from the Hugging Face hub "
-                     f"({reason}); correct the name") from None
+                     f"({reason}); correct the name, or check the network"
+                     ) from None
 
 
 def open_directory(directory: pathlib.Path) -> Mapping[str, StoredTensor]:

@@ -86,7 +86,9 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
       f.flush()
       os.fsync(f.fileno())
     os.replace(temporary, path)
-  except BaseException:
+  except BaseException as e:
+    if isinstance(e, OSError) and e.filename == os.fspath(temporary):
+      e.filename = os.fspath(path)
     with contextlib.suppress(OSError):
       temporary.unlink(missing_ok=True)
     raise

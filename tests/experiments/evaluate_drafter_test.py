@@ -18,6 +18,7 @@ from specjax import methods
 
 sys.path.append(str(ROOT / "experiments"))
 
+from lib import common  # noqa: E402
 from lib import drafters  # noqa: E402
 from lib.configurations import decoders  # noqa: E402
 from lib.prompts import reading  # noqa: E402
@@ -194,17 +195,22 @@ def test_rows_have_the_results_of_their_size():
           for i in range(2)}
   rows = drafter_evaluation.Results(
       runs=runs, gammas=[1, 2], temperatures=[1.0], cluster_of=str,
+      rules={"chain": ["token"], "tree": ["traversal"]},
       observed={"chain": ["token", "token, size 1"],
                 "tree": ["traversal", "traversal, size 3"]},
-      sizes={"tree": [3, 6]}).rows()
+      sizes={"tree": [3, 6]}, target_calls={"chain": 2, "tree": 1}).rows()
   assert [(row["draft"], row["gamma"], row["nodes"], row["block_efficiency"])
           for row in rows] == [
-              ("chain", 1, None, 1.5), ("chain", 2, None, 2),
+              ("chain", 1, None, 0.75), ("chain", 2, None, 1),
               ("tree", None, 3, 1.5), ("tree", None, 6, 2.5)]
   [chain, tree] = drafter_evaluation.wide(rows)
   assert (chain["gamma 1"][:4], chain["gamma 2"][:4], chain["6 nodes"]) == (
-      "1.50", "2.00", "")
+      "0.75", "1.00", "")
   assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
+
+
+def _rules(names):
+  return common.verifiers("--verifier", names.split(","))
 
 
 def test_runs_of_another_order_of_rules_are_not_read():
@@ -220,7 +226,7 @@ def test_runs_of_another_order_of_rules_are_not_read():
       target=types.SimpleNamespace(model=model, params=()), rules=rules,
       candidates={"chain": candidate}, gammas=[2], read=read, eos=None,
       new_tokens=4, batch=decoders.Batch(size=1), seed=0).fingerprint()
-            for rules in (["token", "block"], ["block", "token"])}
+            for rules in map(_rules, ("token,block", "block,token"))}
   assert len(prints) == 2
 
 
@@ -275,6 +281,7 @@ def test_a_bad_trace_is_one_line(line, problem, tmp_path):
   assert "--trace" in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_the_script_reports_and_resumes(tmp_path):
   """The block efficiency is the decoder's; the report and files are there."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=3", "--gamma=1,3",
@@ -302,6 +309,7 @@ def test_the_script_reports_and_resumes(tmp_path):
   assert "--drafter is recycling, which drafts" in recycling["code"]
 
 
+@pytest.mark.slow
 def test_the_arena_adds_a_drafter(tmp_path):
   """--add decodes only the new drafter, and other rows stay the same."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=1,2",

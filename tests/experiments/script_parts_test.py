@@ -195,7 +195,8 @@ class _Printer:
 class _Writer:
   """Says how many tokens it was given; Ctrl-C comes in its first answer."""
 
-  decoder = types.SimpleNamespace(num_nodes=3)
+  decoder = types.SimpleNamespace(
+      num_nodes=3, drafter=types.SimpleNamespace(target_calls=2))
 
   def __init__(self):
     self.numbers, self.capacities = [], []
@@ -295,7 +296,8 @@ def test_ctrl_c_keeps_what_was_written(tmp_path, capsys):
       with pytest.raises(KeyboardInterrupt):
         generate._continue(writer, [1, 2], _Printer())
       assert path.read_text() == want
-  assert "1 tokens" in capsys.readouterr().err
+  # The drafter has two target calls per round.
+  assert "1 tokens in 0 rounds: 0.50 per target call" in capsys.readouterr().err
 
 
 def _found(tokens, vocab_size=5, eos=None):
@@ -582,7 +584,10 @@ def test_an_output_that_is_no_file(tmp_path, monkeypatch):
       (tmp_path / "pipe", "not a regular file.*would be replaced")):
     with pytest.raises(ValueError, match=f"^--output is .*{words}"):
       of(path)
-  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  def refuse(**_):
+    raise PermissionError(13, "Permission denied")
+
+  monkeypatch.setattr(common.tempfile, "TemporaryFile", refuse)
   with pytest.raises(ValueError, match="is not writable"):
     of(tmp_path / "new")
 

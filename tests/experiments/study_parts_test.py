@@ -53,8 +53,8 @@ class _Setting:
 
   params = eos = batch = None
 
-  def __init__(self, target, drafter, *_):
-    self.target, self.drafter = target, drafter
+  def __init__(self, target, drafter, groups, *_):
+    self.target, self.drafter, self.groups = target, drafter, groups
 
   def decoder(self, *_):
     pass
@@ -153,6 +153,7 @@ def _unit(number, name, digest):
 def test_intervals_of_a_study_are_over_clusters():
   # Broken: two excerpts of one module, or two seeds of a prompt, count as two.
   rng = np.random.default_rng(0)
+  rules = common.verifiers("--verifier", ["token", "block"])
   units = [_unit(i, name, f"{name}{i}") for i in range(6)
            for name in ("code", "docstrings")]
   units += [("print", 1.0, 1, *unit[3:]) for unit in units]
@@ -166,7 +167,7 @@ def test_intervals_of_a_study_are_over_clusters():
   for words, cluster_of in (("prompts", lambda x: x),
                             ("modules", lambda x: x[-1])):
     study = cells.Study(
-        runs, ["d"], [2], ["token", "block"], {
+        runs, ["d"], [2], rules, {
             "verify": {2: 1.0}, "draft": {"d": 0.1}}, cluster_of)
     rows[words] = study.rows()[1]
     assert study.half_width("block") == pytest.approx(
@@ -182,7 +183,7 @@ def test_intervals_of_a_study_are_over_clusters():
   token, block = (np.array(x)[:, 1:].sum() / (9 * 24) for x in shared)
   assert rows["modules"]["gain"] == pytest.approx((1 + block) / (1 + token) - 1)
   few = cells.Study({unit: runs[unit] for unit in units[:4]}, ["d"], [2],
-                    ["token", "block"])
+                    rules)
   assert few.half_width("block") is None
 
 

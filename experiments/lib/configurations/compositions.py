@@ -10,6 +10,9 @@
   a+b             cascade: a drafts for b, and b drafts for the target
   a|b             fallback: b drafts in rows where a has no draft
 
+Drafters of files and installed packages (see `extensions`) are composed in the
+same way.
+
 `+` binds more tightly than `|`, and both may be repeated. Any other name
 denotes a language model. In a cascade, a language model must have the target's
 vocabulary.
@@ -23,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lib import extensions
 import specjax as sj
 from specjax import strategies
 from specjax import verifiers
@@ -47,8 +51,10 @@ OWN_DEPTH = ("recycling", "suffix_tree")  # drafters that ignore gamma
 _TREES = ("rest", *OWN_DEPTH)
 # Drafters that can use a datastore.
 LOOK_UP = ("rest", "suffix", "sampled_suffix", "suffix_tree")
-HELP = (f"{', '.join(FREE)} (these need no model), a+b (a cascade: a drafts "
-        "for b, half as many tokens) or a|b (b drafts if a has no draft)")
+HELP = (f"{', '.join(FREE)} (these need no model), {extensions.FORM} (your "
+        "own, a function (target, gamma) that returns (strategy, params)), a+b "
+        "(a cascade: a drafts for b, half as many tokens) or a|b (b drafts if "
+        "a has no draft)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +93,13 @@ class Noise(sj.interfaces.Drafter):
 
 def composes(name: str) -> bool:
   """Returns True if a name is a drafter of this file or a composition."""
-  return name in FREE or not os.path.exists(name) and bool(
+  return has_no_model(name) or not os.path.exists(name) and bool(
       {"+", "|"} & set(name))
+
+
+def has_no_model(name: str) -> bool:
+  """Returns True for a drafter of this file, a file or a package."""
+  return name in FREE or extensions.is_own("--drafter", name)
 
 
 def members(name: str) -> list[str]:
@@ -104,7 +115,7 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} lacks a name before or after + or |; "
                        "give two names, such as ngram+small or ngram|small")
     for stage in stages[1:]:
-      if stage in FREE:
+      if has_no_model(stage):
         raise ValueError(f"--drafter={name} has a drafter for {stage}, which "
                          "has no model that a drafter could speed up; put "
                          f"{stage} first")
@@ -114,4 +125,4 @@ def members(name: str) -> list[str]:
       raise ValueError(f"--drafter={name} contains {tree}, which drafts trees, "
                        "and compositions need chains; set "
                        f"--drafter={tree} alone")
-  return [one for one in dict.fromkeys(found) if one not in FREE]
+  return [one for one in dict.fromkeys(found) if not has_no_model(one)]

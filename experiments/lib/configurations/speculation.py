@@ -14,6 +14,7 @@ from absl import flags
 
 from lib import common
 from lib import drafters
+from lib import extensions
 from lib import flags as shared
 from lib import meshes
 from lib import models
@@ -119,16 +120,17 @@ class Speculation:
         f"{copies.CACHES}. int8 and int4 quantise keys and values; streaming "
         "stores only the first tokens (sinks) and a window of the last tokens. "
         "Default: a full cache")
-    self.verifier = flags.DEFINE_enum(
-        "verifier", None, sorted(common.ALL_VERIFIERS), "Verification rule, "
-        "which decides how many draft tokens are accepted. For chains: token, "
-        "block, greedy_block, top_2. For trees: recursive, k_seq, traversal, "
-        "target_walk, typical. For both: coupled, in which target and drafter "
-        "draw with the same noise, so that the output depends on --seed and "
-        "not on the drafter or its flags. typical and top_2 are lossy: they "
-        "change the output distribution. Default: the usual rule of the "
-        "drafter, such as block for a draft model and target_walk for a tree "
-        "of the most likely tokens")
+    self.verifier = flags.DEFINE_string(
+        "verifier", None, "Verification rule, which decides how many draft "
+        "tokens are accepted. For chains: token, block, greedy_block, top_2. "
+        "For trees: recursive, k_seq, traversal, target_walk, typical. For "
+        "both: coupled, in which target and drafter draw with the same noise, "
+        "so that the output depends on --seed and not on the drafter or its "
+        "flags. typical and top_2 are lossy: they change the output "
+        "distribution. Your own: "
+        f"{extensions.FORM}. Default: the usual rule of the drafter, such as "
+        "block for a draft model and target_walk for a tree of the most "
+        "likely tokens")
     self.gamma = shared.gamma(6, "Draft length gamma: number of tokens "
         "drafted as a chain before each target call. Drafters with fewer "
         "heads or look-ahead tokens draft fewer tokens")
@@ -183,8 +185,8 @@ class Speculation:
         "color", "auto", ["auto", "always", "never"], "Whether accepted draft "
         "tokens are printed in green and the target's own tokens in red. auto: "
         "only on a terminal, unless NO_COLOR is set or TERM is dumb")
-    self.output = flags.DEFINE_string(
-        "output", None, "File to which the printed text is also written: at "
+    self.output = shared.output_file(
+        "output", "File to which the printed text is also written: at "
         "the end or after Ctrl-C, in a chat after every answer. Default: no "
         "file")
     self.mesh = shared.mesh()
@@ -192,6 +194,15 @@ class Speculation:
         "split_drafter", False, "With --mesh: also split the drafter's weights "
         "over the devices. Default: a full copy of the drafter on each device"),
                                          self.mesh.mesh)
+
+  @property
+  def rule(self) -> sj.Verifier | None:
+    """Rule of --verifier. None means the default of the drafter."""
+    if self.verifier.value is None:
+      return None
+    [rule] = common.verifiers("--verifier", [self.verifier.value],
+                              common.ALL_VERIFIERS).values()
+    return rule
 
   @property
   def drafter_name(self) -> str:
@@ -220,16 +231,12 @@ class Speculation:
       if self.controller.value:
         raise ValueError("--controller supports one device only, and --mesh is "
                          f"{self.mesh.mesh.value}; leave one of the two out")
-    if self.output.value is not None:
-      common.output_file("--output", self.output.value)
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""
-    name = self.verifier.value
     # With shared noise, the text does not depend on the rule. So the drafter
     # keeps its usual one, and --drafter=none has the same text.
-    rule = {} if self._is_coupled else {
-        "verifier": name and common.ALL_VERIFIERS[name]}
+    rule = {} if self._is_coupled else {"verifier": self.rule}
     _, found, _ = drafters.load(
         self.target.value, [self.drafter_name], drafters.Options(
             **rule, **{flag.name: flag.value for flag in (

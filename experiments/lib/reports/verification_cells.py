@@ -11,15 +11,18 @@ that of token verification, minus 1. "gain" compares both on the same drafts.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
-import statistics
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from lib import common
 from lib.reports import text_rounds
+from lib.rollouts import statistics
+import specjax as sj
 from specjax import analysis
 
 BASELINE = "autoregressive"
@@ -44,6 +47,25 @@ def shared_key(drafter: str):
   return f"{drafter} shared"
 
 
+def observers(verifiers: Mapping[str, sj.Verifier], gammas: Sequence[int]
+              ) -> dict[tuple[str, int | None], sj.Verifier]:
+  """Returns the observers of the shared drafts, by verifier and draft length.
+
+  The first tokens of a long draft are a short draft. For the verifiers of
+  specjax, P(tau >= i) given the first i tokens does not depend on the draft
+  length, so one observer serves all lengths (its length is None). Other
+  verifiers also evaluate the first tokens alone.
+
+  Args:
+    verifiers: verifiers by name.
+    gammas: draft lengths in increasing order.
+  """
+  return {(name, None): rule for name, rule in verifiers.items()} | {
+      (name, gamma): statistics.First(rule, gamma)
+      for name, rule in verifiers.items() if name not in common.VERIFIERS
+      for gamma in gammas[:-1]}
+
+
 class Study:
   """Runs of all configurations, and results of every cell.
 
@@ -51,7 +73,7 @@ class Study:
     runs: `{unit: {name of a configuration: run}}`.
     drafters: names of the drafters.
     gammas: draft lengths.
-    verifiers: names of the verifiers.
+    verifiers: verifiers by name.
     costs: time per pass in seconds, `{"verify": {gamma: ...}, "draft":
       {drafter: ...}}`, or None if the latency was not measured.
     cluster_of: function from a prompt's digest to its cluster label (see
@@ -59,7 +81,8 @@ class Study:
   """
 
   def __init__(self, runs: dict[tuple, dict[str, dict[str, Any]]],
-               drafters: list[str], gammas: Sequence[int], verifiers: list[str],
+               drafters: list[str], gammas: Sequence[int],
+               verifiers: Mapping[str, sj.Verifier],
                costs: dict[str, Any] | None = None,
                cluster_of: Callable[[str], str] = lambda digest: digest):
     self._runs, self._costs, self._cluster_of = runs, costs, cluster_of
@@ -78,7 +101,8 @@ class Study:
       rows.append({
           "prompts": prompts or "all", **cell,
           "num_prompts": len({(r["prompts"], r["number"]) for r in mine}),
-          "lossless": common.VERIFIERS[cell["verifier"]].lossless,
+          "lossless": self._verifiers[cell["verifier"]].lossless,
+          "remembers": self._verifiers[cell["verifier"]].remembers,
           **columns(mine, base), **self._speed(
               self._units(cell["temperature"], prompts), cell["drafter"],
               cell["gamma"], cell["verifier"])})
@@ -140,7 +164,9 @@ class Study:
     shared = (runs.get(shared_key(drafter))
               or runs[key(drafter, max(self._gammas), "token")])
     # Entry 0 is that of the rollout's rule. The verifiers follow in order.
-    survival = shared["survival"][1 + self._verifiers.index(verifier)]
+    observed = list(observers(self._verifiers, self._gammas))
+    survival = shared["survival"][1 + observed.index(
+        at if (at := (verifier, gamma)) in observed else (verifier, None))]
     found = {"shared_accepted": sum(survival[1:gamma + 1]),
              "shared_rounds": shared["rounds"]}
     own = runs.get(key(drafter, gamma, verifier))
@@ -164,7 +190,8 @@ class Study:
     if self._costs is None:
       return {"throughput": own, "throughput_gain":
               own / _tokens_per_second(base_runs) - 1}
-    halves = [[pair for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
+    halves = [[(*pair, self._cluster_of(unit[5]))
+               for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
               for half in (0, 1)]
     return {"tokens_per_second": own, **_speedups(halves),
             **self._round_costs(drafter, gamma, own_runs)}
@@ -176,7 +203,7 @@ class Study:
     """
     verify = self._costs["verify"][gamma]
     draft = self._costs["draft"][drafter]
-    per_round = statistics.median(r["seconds"] / r["rounds"] for r in runs)
+    per_round = median(r["seconds"] / r["rounds"] for r in runs)
     return {"verify_ms": 1e3 * verify, "draft_ms": 1e3 * draft,
             "overhead_ms": 1e3 * (per_round - (verify + gamma * draft))}
 
@@ -194,24 +221,25 @@ def _speedups(halves: list[list[tuple]]):
   equal for all prompts. It makes no assumption about acceptance.
 
   Args:
-    halves: two lists of `(run, autoregressive run)`, one per half of the
-      prompts.
+    halves: two lists of `(run, autoregressive run, cluster label)`, one per
+      half of the prompts.
   """
   # The cost of a round, in autoregressive steps of the same prompt. The ratio
   # cancels the speed of the machine, because it timed both runs.
-  steps = [statistics.median(
+  steps = [median(
       (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
-      for r, b in half) for half in halves]
+      for r, b, _ in half) for half in halves]
   measured, predicted = [], []
   for half, other_steps in zip(halves, steps[::-1]):
-    for run, base in half:
+    for run, base, _ in half:
       measured.append(base["seconds"] / base["tokens"]
                       / (run["seconds"] / run["tokens"]))
       efficiency = 1 + run["expected"][0] / run["rounds"]
       predicted.append(efficiency / other_steps)
-  return {"speedup": statistics.median(measured),
-          "predicted_speedup": statistics.median(predicted),
-          "measured_over_predicted": statistics.median(
+  clusters = [cluster for half in halves for *_, cluster in half]
+  return {**text_rounds.median(measured, clusters).columns("speedup"),
+          "predicted_speedup": median(predicted),
+          "measured_over_predicted": median(
               np.divide(measured, predicted))}
 
 
@@ -239,11 +267,11 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
   clusters = [r["cluster"] for r in rows]
   sums = lambda rows, kind: (of(rows, f"{kind}_accepted"),
                              of(rows, f"{kind}_rounds"))
-  tokens = lambda kind: analysis.estimate(
-      lambda total, count: 1 + total / count, *sums(rows, kind),
-      clusters=clusters, least=1, most=1 + rows[0]["gamma"])
+  tokens = lambda kind: analysis.block_efficiency(
+      *sums(rows, kind), clusters, longest=rows[0]["gamma"])
   gain = lambda kind: analysis.relative_gain(
-      *sums(rows, kind), *sums(base, kind), clusters=clusters)
+      *sums(rows, kind), *sums(base, kind), clusters=clusters,
+      longest=rows[0]["gamma"])
   found = {"paired_block_efficiency": tokens("shared"), "gain": gain("shared")}
   if rows[0]["own_rounds"]:
     found |= {"block_efficiency": tokens("own"), "own_gain": gain("own")}

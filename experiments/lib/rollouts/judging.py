@@ -100,8 +100,9 @@ class Judge:
   Attributes:
     target: target model, or a `traces.Trace`.
     candidates: candidates by name.
-    rules: names of the rules for chains. The rules for trees are those of their
-      strategies.
+    rules: rules for chains by name. The rules for trees are those of their
+      strategies, and the rules in this dict that are not part of specjax, if
+      the drafter provides all properties that they require.
     gammas: draft lengths of chains in increasing order. The last one is that of
       the drafts, except for heads with their own length.
     read: prompts.
@@ -115,7 +116,7 @@ class Judge:
 
   target: Any
   candidates: Mapping[str, Candidate]
-  rules: Sequence[str]
+  rules: Mapping[str, sj.Verifier]
   gammas: Sequence[int]
   read: reading.Prompts
   eos: tuple[int, ...] | None
@@ -125,21 +126,29 @@ class Judge:
   detailed: bool = False
   greedy: bool = False
 
+  def rules_of(self, name: str) -> dict[str, sj.Verifier]:
+    """Returns the rules for the drafts of a candidate, by name."""
+    one = self.candidates[name]
+    if one.is_chain:
+      return dict(self.rules)
+    provided = interfaces.capabilities(one.drafter)
+    return {common.verifier_name(x.verifier): x.verifier
+            for x in one.strategies} | {
+                name: rule for name, rule in self.rules.items()
+                if name not in common.ALL_VERIFIERS
+                and provided.issuperset(rule.requires)}
+
   def observed(self, name: str) -> dict[str, sj.Verifier]:
     """Returns the observers of a candidate: rules and statistics, by name."""
-    one = self.candidates[name]
+    one, found = self.candidates[name], self.rules_of(name)
     if not one.is_chain:
-      found = {common.VERIFIER_NAMES[x.verifier]: x.verifier
-               for x in one.strategies}
       return found | {
           statistics.sized(name, len(nodes)): statistics.Subtree(rule, nodes)
           for name, rule in found.items() for nodes in one.smaller}
-    found = {rule: common.VERIFIERS[rule] for rule in self.rules}
     if one.restarts:
       found |= {
-          statistics.sized(rule, gamma): statistics.Shorter(
-              common.VERIFIERS[rule], gamma)
-          for rule in self.rules for gamma in self.gammas[:-1]}
+          statistics.sized(name, gamma): statistics.Shorter(rule, gamma)
+          for name, rule in self.rules.items() for gamma in self.gammas[:-1]}
     if self.detailed:
       found |= statistics.statistics(
           self.target.model.vocab_size, self.greedy)
@@ -226,6 +235,9 @@ class Judge:
         sizes={name: [*map(len, x.smaller), x.drafter.num_nodes]
                for name, x in self.candidates.items() if not x.is_chain},
         temperatures=temperatures,
+        rules={name: list(self.rules_of(name)) for name in self.candidates},
+        target_calls={name: x.drafter.target_calls
+                      for name, x in self.candidates.items()},
         observed={name: list(self.observed(name)) for name in self.candidates})
 
 

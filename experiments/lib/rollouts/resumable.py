@@ -17,6 +17,7 @@ import jax
 import tqdm
 
 from lib import compilation
+from lib import extensions
 from lib.rollouts import records
 from specjax.utils import fingerprints
 
@@ -25,9 +26,14 @@ _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 def fingerprint(params: Any, *settings: Any) -> str:
-  """Returns a short hash of parameters, settings, backend and jax version."""
+  """Returns a short hash of parameters, settings, backend and jax version.
+
+  If the settings contain rules or drafters that are not part of specjax, the
+  hash includes the text of their files.
+  """
   return fingerprints.fingerprint(
-      params, settings, jax.default_backend(), jax.__version__)
+      params, settings, jax.default_backend(), jax.__version__,
+      *extensions.sources(settings))
 
 
 def digest(prompt: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ probabilities of both models, without random decisions. The sum of a statistic
 divided by the sum of "drafted" is its mean over the draft positions that
 verification reaches.
 
-`Shorter` and `Subtree` are observers that evaluate a rule with shorter drafts
-and smaller trees.
+`First`, `Shorter` and `Subtree` are observers that evaluate a rule with shorter
+drafts and smaller trees.
 """
 
 from collections.abc import Sequence
@@ -88,6 +88,27 @@ class Statistic(_Observer):
     likely, tokens = jax.lax.top_k(q, max(self.top, min(TOPS[-1], q.shape[-1])))
     gained = jnp.take_along_axis(p, tokens, axis=-1) * (likely > 0)
     return jnp.sum(gained[..., :self.top], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class First(_Observer):
+  """Acceptance of a rule with the first `gamma` tokens of a draft."""
+
+  rule: sj.Verifier
+  gamma: int
+
+  def figures(self, draft: Draft, target_probs: jax.Array, state: None,
+              law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the figures of the rule for the first tokens."""
+    del state, law
+    nodes = slice(0, self.gamma + 1)
+    first = Draft.chain(draft.tokens[0], draft.tokens[1:self.gamma + 1],
+                        draft.probs[1:self.gamma + 1])
+    p = target_probs[nodes]
+    expected, survival = self.rule.figures(
+        first, p, None, self.rule.evaluate(first, p), depths[nodes])
+    return expected, jnp.zeros(len(depths), survival.dtype).at[nodes].set(
+        survival)
 
 
 @dataclasses.dataclass(frozen=True)

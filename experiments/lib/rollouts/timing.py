@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.decoding import Decoder
 from specjax.models import Transformer
 from specjax.trees import topology
 
@@ -78,6 +79,38 @@ def passes(model: Transformer, params: Any, capacity: int, used: int,
   ids = jnp.ones((batch, tokens), jnp.int32)
   return Timed(run, params,
                (filled_cache(model, params, capacity, used, batch), ids), steps)
+
+
+def drafts(decoder: Decoder, params: Any, prompt: Sequence[int],
+           capacity: int) -> Timed:
+  """Returns timed drafts of one row, for the time per drafted token.
+
+  Every draft starts at the last drafted token, so that the compiler cannot
+  compute a draft once for all steps.
+
+  Args:
+    decoder: decoder with a drafter of chains.
+    params: parameters of the decoder.
+    prompt: token ids before the drafts.
+    capacity: number of cache slots of the row.
+  """
+  stage, last = decoder.stage, len(prompt) - 1
+  state = decoder.prefill(params, [prompt], jax.random.key(0),
+                          limits=capacity, capacity=capacity)
+
+  def run(fixed, tokens):
+    params, state = fixed
+
+    def step(tokens, uniforms):
+      draft, _ = stage.propose(params, state.replace(tokens=tokens), uniforms)
+      # q is part of a draft. It is used, so that the compiler computes it.
+      impossible = (draft.probs > 2).any().astype(tokens.dtype)
+      return tokens.at[0, last].set(draft.tokens[0, -1] + impossible), None
+
+    return jax.lax.scan(step, tokens, stage.draw_uniforms(state, STEPS))[0]
+
+  return Timed(run, (params, state), jnp.copy(state.tokens),
+               STEPS * (decoder.num_nodes - 1))
 
 
 def large_sum(num_bytes: int) -> Timed:

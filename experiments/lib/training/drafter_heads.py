@@ -87,7 +87,7 @@ class Start:
       heads, params = methods.load_heads(
           self.heads_from, target.model, jnp.float32, target.params)
       if heads.kind != self.method.heads.kind:
-        fitting = [m.name for m in methods.METHODS
+        fitting = [m.name for m in methods.available()
                    if m.heads.kind == heads.kind]
         raise ValueError(
             f"--heads_from contains {type(heads).__name__} and --method="

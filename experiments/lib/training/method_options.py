@@ -26,7 +26,7 @@ class Options:
     """
     self._field = field
     options = dict.fromkeys(
-        option for method in methods.METHODS
+        option for method in methods.available()
         for option in getattr(method, field))
     self.flags = {option.name: _flag(option) for option in options}
 

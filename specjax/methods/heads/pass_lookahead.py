@@ -328,6 +328,10 @@ class PaSS(Drafter):
     return UNIFORMS_A_DRAW * (self.count + (not self.folded))
 
   @property
+  def target_calls(self) -> int:
+    return 1 if self.folded else 2
+
+  @property
   def num_nodes(self) -> int:
     return (1 + self.count)**2 if self.folded else 2 + self.count
 
