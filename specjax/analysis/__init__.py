@@ -56,6 +56,7 @@ from specjax.analysis.several_rounds import BestRule
 from specjax.analysis.several_rounds import fewest_remaining_rounds
 from specjax.analysis.several_rounds import fewest_rounds
 from specjax.analysis.several_rounds import most_tokens
+from specjax.verifiers.coupled import coupled_acceptance
 
 __all__ = [
     "BestRule",
@@ -79,6 +80,7 @@ __all__ = [
     "certify_budget",
     "chain_potential",
     "clusters_needed",
+    "coupled_acceptance",
     "dual_bound",
     "emission_optimum",
     "estimate",
