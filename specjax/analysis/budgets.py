@@ -225,8 +225,8 @@ def best_first(scores: jax.Array, nodes: int) -> jax.Array:
     `[R]` int32 numbers of verified tokens. Their sum is the smaller of `nodes`
     and R gamma.
 
-  Example: a score from the largest q, and one of the drafted tokens themselves,
-  which must not be used.
+  Example: scores from the largest q. With q of the drafted tokens instead, the
+  budget would be biased.
 
     >>> import jax.numpy as jnp
     >>> from specjax import analysis
