@@ -31,8 +31,9 @@ from specjax.methods.strategy import BLOCK
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.models.transformer import Transformer
-from specjax.sampling import inverse_cdf
+from specjax.sampling import draw
 from specjax.sampling import LogitsTransform
+from specjax.sampling import noise_keys
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
@@ -369,6 +370,10 @@ class PaSS(Drafter):
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, Any]:
     roots = rounds.roots(state)
+    if self.transform.coupled:
+      places = jnp.arange(self.num_uniforms // UNIFORMS_A_DRAW)
+      uniforms = noise_keys(
+          state.keys, state.lengths[:, None] + places).reshape(uniforms.shape)
     rows = (uniforms, state.temperature, state.constraints)
     if self.folded:
       draft = jax.vmap(self._folded)(
@@ -429,7 +434,7 @@ class PaSS(Drafter):
     for place, u in enumerate(uniforms.reshape(-1, UNIFORMS_A_DRAW)):
       logits = logits.at[place].set(constraints_lib.constrained(
           constraints, memory, logits[place], drafted=True))
-      token = inverse_cdf(laws(logits)[place], u)
+      token = draw(laws(logits)[place], u)
       memory = constraints_lib.advanced(constraints, memory, token)
     return logits
 
@@ -452,7 +457,7 @@ def _drawn(probs, uniforms):
     probs: distributions `[n, V]`.
     uniforms: uniform samples in [0, 1), `[n * UNIFORMS_A_DRAW]`.
   """
-  return jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
+  return jax.vmap(draw)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
 
 
 def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
