@@ -13,5 +13,5 @@ FAMILY = Family(
     objectives=(blockwise.BlockwiseObjective, hydra.HydraObjective,
         medusa.MedusaObjective, medusa.MedusaJointObjective,
         pass_lookahead.PaSSObjective),
-    methods=(pass_lookahead.PASS, blockwise.BLOCKWISE, medusa.MEDUSA,
-        medusa.MEDUSA_2, hydra.HYDRA))
+    methods=(pass_lookahead.PASS, pass_lookahead.UNO, blockwise.BLOCKWISE,
+        medusa.MEDUSA, medusa.MEDUSA_2, hydra.HYDRA))

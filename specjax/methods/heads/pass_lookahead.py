@@ -1,7 +1,9 @@
-"""PaSS, which drafts with the target and trained look-ahead tokens.
+"""PaSS and UNO, which draft with the target and trained look-ahead tokens.
 
-Monea et al. 2023 (arXiv:2311.13581). The module contains the embeddings of the
-look-ahead tokens, their training loss, the drafter and the strategy.
+PaSS (Monea et al. 2023, arXiv:2311.13581) trains the embeddings of look-ahead
+tokens. UNO (Sahoo et al. 2026, arXiv:2609.04010) also trains low-rank adapters
+of the target's matrices, which only these tokens pass through. The module
+contains the parameters, the training loss, the drafters and the strategy.
 """
 
 import dataclasses
@@ -10,6 +12,7 @@ from typing import ClassVar
 from typing import Self
 
 import chex
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +37,7 @@ from specjax.models.transformer import Transformer
 from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import UNIFORMS_A_DRAW
+from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
 from specjax.training.objective import has_weight
@@ -48,27 +52,41 @@ from specjax.types import Prompt
 from specjax.types import Verdict
 from specjax.utils import fields
 
+_LABELS = "cross_entropy"
+_DIVERGENCES = (_LABELS, *divergences.DIVERGENCES)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSEmbeddings:
-  """Embeddings of the look-ahead tokens [LA]_1..[LA]_L.
+  """Embeddings of the look-ahead tokens [LA]_1..[LA]_L, and their adapters.
 
   PaSS, Monea et al. 2023 (arXiv:2311.13581, section 3). The embeddings, L
   vectors of width D, are the only parameters that PaSS trains.
+
+  UNO, Sahoo et al. 2026 (arXiv:2609.04010), adds an adapter to every kernel of
+  the target: query, key and value (one kernel here), attention output, and the
+  kernels of the MLP. Look-ahead tokens pass through the adapters, and all other
+  tokens through the unchanged kernels. So the target's output is that of the
+  target without adapters. The inputs of UNO are noise tokens of the vocabulary;
+  here they are trained embeddings, as in PaSS.
 
   Attributes:
     count: number L of look-ahead tokens. Their ids are V..V + L - 1, after the
       V tokens of the vocabulary.
     width: hidden width D.
+    lookahead_rank: rank of the adapters. 0 means PaSS, without adapters.
   """
 
   count: int
   width: int
+  lookahead_rank: int = 0
 
   kind: ClassVar[str] = "lookahead"
 
   def __post_init__(self):
     fields.check_fields(self, "count", "width")
+    fields.check_at_least(
+        "lookahead_rank", self.lookahead_rank, 0, ": 0 is PaSS")
 
   @property
   def num_forecasts(self) -> int:
@@ -76,25 +94,33 @@ class PaSSEmbeddings:
     return self.count
 
   @classmethod
-  def for_target(cls, target: Transformer, count: int) -> Self:
-    """Returns embeddings of `count` tokens with the target's width."""
-    return cls(count=count, width=target.config.width)
+  def for_target(cls, target: Transformer, count: int, **options: int) -> Self:
+    """Returns embeddings of `count` tokens with the target's width.
+
+    Args:
+      target: target model.
+      count: number L of look-ahead tokens.
+      **options: `lookahead_rank`.
+    """
+    return cls(count=count, width=target.config.width, **options)
 
   def attach(self, target: Transformer, target_params: Params, params: Params
              ) -> tuple[Transformer, dict[str, Any]]:
     """Returns the target and the parameters for a decoder, `(target, params)`.
 
-    The target and `params["target"]` contain the embeddings.
+    The target and `params["target"]` contain the embeddings and the adapters.
     `params["drafter"]` is ().
     """
     target, extended = with_lookahead(target, target_params, params)
     return target, {"target": extended, "drafter": ()}
 
-  def init(self, key: jax.Array, target_params: Params
-           ) -> dict[str, jax.Array]:
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
     """Returns random float32 parameters `{"embeddings": [L, D]}`.
 
     Each column has the mean and standard deviation of the target's embeddings.
+    With `lookahead_rank`, the entry "adapters" contains the adapters under the
+    names of the target's kernels (see `layers.Adapted`). `adapter_out` is 0, so
+    that untrained adapters have no effect.
 
     Args:
       key: PRNG key.
@@ -102,17 +128,31 @@ class PaSSEmbeddings:
     """
     table = target_params["embedding"].astype(jnp.float32)
     noise = jax.random.normal(key, (self.count, self.width), jnp.float32)
-    return {"embeddings": table.mean(0) + table.std(0) * noise}
+    params = {"embeddings": table.mean(0) + table.std(0) * noise}
+    if not self.lookahead_rank:
+      return params
+    adapters = {}
+    for i, (path, kernel) in enumerate(sorted(
+        traverse_util.flatten_dict(target_params).items())):
+      if path[-1] == "kernel":
+        width, *outputs = kernel.shape
+        adapters[*path[:-1], "adapter_in"] = width**-0.5 * jax.random.normal(
+            jax.random.fold_in(key, i), (width, self.lookahead_rank),
+            jnp.float32)
+        adapters[*path[:-1], "adapter_out"] = jnp.zeros(
+            (self.lookahead_rank, *outputs), jnp.float32)
+    return {**params, "adapters": traverse_util.unflatten_dict(adapters)}
 
 
 def with_lookahead(target: Transformer, params: Params, embeddings: Params
                    ) -> tuple[Transformer, dict[str, Any]]:
-  """Adds the embeddings of look-ahead tokens to a target.
+  """Adds the embeddings of look-ahead tokens and their adapters to a target.
 
   Args:
     target: target model for which the embeddings were trained.
     params: parameters of the target.
-    embeddings: parameters `{"embeddings": [L, D]}` of `PaSSEmbeddings`.
+    embeddings: parameters of `PaSSEmbeddings`, `{"embeddings": [L, D]}` and,
+      with adapters, `{"adapters": ...}`.
 
   Returns:
     `(target, params)` for a decoder with `drafters.PaSS`. The outputs for the V
@@ -128,35 +168,44 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
         f"width of the look-ahead embeddings is {width} and of the target "
         f"{target.config.width}; both must be equal: train them for this "
         "target")
-  config = dataclasses.replace(target.config, lookahead=count)
-  table = table.astype(params["embedding"].dtype)
-  return dataclasses.replace(target, config=config), {
-      **params, "lookahead": table}
+  added = traverse_util.flatten_dict(embeddings.get("adapters", {}))
+  rank = next((x.shape[-1] for path, x in added.items()
+               if path[-1] == "adapter_in"), 0)
+  config = dataclasses.replace(
+      target.config, lookahead=count, lookahead_rank=rank)
+  added = {path: x.astype(params["embedding"].dtype)
+           for path, x in {**added, ("lookahead",): table}.items()}
+  return (dataclasses.replace(target, config=config),
+          traverse_util.unflatten_dict(
+              {**traverse_util.flatten_dict(params), **added}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaSSObjective:
-  """Cross-entropy of the target's predictions at look-ahead tokens.
+  """Loss of the target's predictions at look-ahead tokens.
 
   A row x is cut after a random position m, and the look-ahead tokens
   [LA]_1..[LA]_L are appended. The loss (equation 1 of the paper) is
 
     -sum_{t=1..L} log p(x_{m+t+1} | x_1..x_m, [LA]_1..[LA]_t),
 
-  averaged over `cuts` positions m of every row. One pass reads the row. A
-  second pass reads the cuts * L look-ahead tokens of all cuts. Each cut's
-  tokens attend to the row up to m and to each other. Only the second pass is
-  differentiated.
+  averaged over `cuts` positions m of every row. With `divergence`, each term is
+  the divergence from the target's distribution p(. | x_1..x_{m+t}) instead. UNO
+  is trained with the total variation. One pass reads the row. A second pass
+  reads the cuts * L look-ahead tokens of all cuts. Each cut's tokens attend to
+  the row up to m and to each other. Only the second pass is differentiated.
 
   Attributes:
     model: target model.
     embeddings: look-ahead embeddings of the target.
     cuts: number of cut points per row.
+    divergence: name in `training.divergences.DIVERGENCES`, or "cross_entropy".
   """
 
   model: Transformer
   embeddings: PaSSEmbeddings
   cuts: int = 32
+  divergence: str = _LABELS
 
   needs = ("target", "drafter")
 
@@ -164,6 +213,9 @@ class PaSSObjective:
     check_fits(self.embeddings, self.model)
     if self.cuts < 1:
       raise ValueError(f"cuts is {self.cuts}; it must be at least 1")
+    if self.divergence not in _DIVERGENCES:
+      raise ValueError(f"divergence is {self.divergence!r}; it must be one of "
+                       f"{_DIVERGENCES}")
 
   def __call__(self, trainable: Params, frozen: Params, batch: Batch,
                key: jax.Array) -> Loss:
@@ -175,13 +227,18 @@ class PaSSObjective:
     every = self._cuts(key, weights.all)
     label = lambda x, positions, k: jnp.take_along_axis(
         x, positions + k, axis=1)
+    positions = weights.of_part(every)
+    row, logits = self._read(params, tokens[:, :-1], positions)
 
-    def loss(k, logits, positions):
-      return weights.mean(
-          cross_entropy(logits, label(tokens[:, 1:], positions, k)),
-          label(weights.all, every, k))
+    def loss(k, logits):
+      if self.divergence == _LABELS:
+        values = cross_entropy(logits, label(tokens[:, 1:], positions, k))
+      else:
+        values = divergences.DIVERGENCES[self.divergence](
+            self.model.logits_at(params["target"], row, positions + k), logits)
+      return weights.mean(values, label(weights.all, every, k))
 
-    losses = self._scores(params, tokens, weights.of_part(every), loss)
+    losses = self._stacked(loss, logits)
     return jnp.sum(losses), {
         f"head_{k}/train_loss": x for k, x in enumerate(losses, 1)}
 
@@ -198,7 +255,8 @@ class PaSSObjective:
         true token before each cut.
     """
     positions = self._cuts(key, jnp.ones_like(tokens[:, 1:]))
-    return self._scores(params, tokens, positions, score)
+    _, logits = self._read(params, tokens[:, :-1], positions)
+    return self._stacked(lambda k, x: score(k, x, positions), logits)
 
   def _cuts(self, key, weights):
     """Returns random cut positions `[B, cuts]` for `weights [B, S]`.
@@ -225,16 +283,15 @@ class PaSSObjective:
     keep = jnp.take_along_axis(useful, positions, axis=1) | (number == 0)
     return jnp.where(keep, positions, again)
 
-  def _scores(self, params, tokens, positions, score):
-    """Returns the stacked results of `score` for cuts at `positions [B, n]`."""
-    logits = self.logits(params, tokens[:, :-1], positions)
-    scores = [score(t, logits[:, :, t - 1], positions)
+  def _stacked(self, score, logits):
+    """Returns `score(t, logits at [LA]_t)` for t = 1..L, stacked."""
+    scores = [score(t, logits[:, :, t - 1])
               for t in range(1, self.embeddings.count + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
 
-  def logits(self, params: Params, tokens: jax.Array, positions: jax.Array
-             ) -> jax.Array:
-    """Returns the logits of [LA]_1..[LA]_L after each cut.
+  def _read(self, params: Params, tokens: jax.Array, positions: jax.Array
+            ) -> tuple[ModelOutput, jax.Array]:
+    """Runs the target over rows, and over the look-ahead tokens after each cut.
 
     Args:
       params: parameters `{"target": ..., "drafter": ...}`.
@@ -242,8 +299,8 @@ class PaSSObjective:
       positions: position m of the last token before each cut, `[B, n]` int32.
 
     Returns:
-      Logits `[B, n, L, V]`. Entry t - 1 of the axis L predicts the token at
-      position m + 1 + t.
+      Output of the target at the rows, without gradient, and logits `[B, n, L,
+      V]`. Entry t - 1 of the axis L predicts the token at position m + 1 + t.
     """
     chex.assert_rank([tokens, positions], 2)
     batch, size = tokens.shape
@@ -252,8 +309,8 @@ class PaSSObjective:
     target = params["target"]
     cache = BlockCache(lengths=jnp.zeros((batch,), jnp.int32))
     row, causal = topology.causal(batch, size)
-    cache = jax.lax.stop_gradient(
-        self.model(target, tokens, row, causal, cache).cache)
+    read = jax.lax.stop_gradient(
+        self.model(target, tokens, row, causal, cache))
 
     steps = jnp.tile(jnp.arange(1, count + 1, dtype=jnp.int32), cuts)
     cut = jnp.repeat(jnp.arange(cuts), count)
@@ -264,8 +321,8 @@ class PaSSObjective:
          jnp.broadcast_to(own, (batch, branch, branch))], axis=-1)
     model, extended = with_lookahead(self.model, target, params["drafter"])
     ids = jnp.broadcast_to(self.model.vocab_size - 1 + steps, (batch, branch))
-    logits = model(extended, ids, last + steps, ancestors, cache).logits
-    return logits.reshape(batch, cuts, count, -1)
+    logits = model(extended, ids, last + steps, ancestors, read.cache).logits
+    return read, logits.reshape(batch, cuts, count, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -480,8 +537,8 @@ def pass_lookahead(embeddings: PaSSEmbeddings, folded: bool = True,
 PASS = Method(
     name="pass", heads=PaSSEmbeddings,
     learning_rate=LearningRate(bundled=0.05),
-    objective=lambda target, heads, cuts: PaSSObjective(
-        model=target, embeddings=heads, cuts=cuts),
+    objective=lambda target, heads, **options: PaSSObjective(
+        model=target, embeddings=heads, **options),
     measure=lambda target, heads: PaSSObjective(
         model=target, embeddings=heads, cuts=CUTS),
     chain=lambda heads: pass_lookahead(heads, verifier=TOKEN),
@@ -492,6 +549,14 @@ PASS = Method(
         name: tuple(pass_lookahead(heads, folded, verifier=rule)
                     for rule in (BLOCK, TOKEN))
         for name, folded in (("two passes", False), ("folded", True))},
-    options=(Option("cuts", 32,
-                    "pass: positions per training row at which look-ahead "
-                    "tokens are inserted"),))
+    options=(
+        Option("cuts", 32, "pass, uno: positions per training row at which "
+               "look-ahead tokens are inserted"),
+        Option("divergence", _LABELS, "pass, uno: loss at look-ahead tokens, "
+               "the cross-entropy of the tokens of the text, or a divergence "
+               "from the target's distributions", _DIVERGENCES)))
+UNO = dataclasses.replace(
+    PASS, name="uno", learning_rate=LearningRate(bundled=0.005),
+    head_options=(Option(
+        "lookahead_rank", 16, "uno: rank of the adapters that look-ahead "
+        "tokens pass through in every matrix of the target"),))
