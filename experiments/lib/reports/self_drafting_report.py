@@ -34,9 +34,9 @@ _ON_TREES = {
 def passes(drafter: str):
   """Returns the number of target passes per round.
 
-  It is 2 for the published variant of PaSS, and 1 for all other drafters.
+  It is 2 for the published variants of PaSS, and 1 for all other drafters.
   """
-  return 2 if _kind(drafter) == "two passes" else 1
+  return 2 if _kind(drafter).startswith("two passes") else 1
 
 
 def _kind(drafter: str):
