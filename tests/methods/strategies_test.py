@@ -46,7 +46,8 @@ _OF_BLOCK = ("ddtree", "parallel")
 _OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")
 _LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
-_OTHER = {"pass_lookahead": {"folded": False, "parents": _TREE},
+_OTHER = {"pass_lookahead": {"folded": False, "parents": _TREE,
+                             "verifier": sj.verifiers.Traversal()},
           "blockwise": {"distance": 1},
           "eagle": {"parents": _TREE},
           "mtp": {"heads": _MODULES, "parents": _TREE},
