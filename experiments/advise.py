@@ -92,6 +92,7 @@ def main() -> None:
                      f"room for {room} tokens before a draft; give at most "
                      f"{room}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "advice")
+  common.claim(output_dir, "advice")
   rounds = round_costs.Rounds(
       target=target, candidates=candidates, gammas=gammas or [1],
       batches=batches, contexts=contexts)

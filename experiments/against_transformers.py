@@ -197,10 +197,9 @@ def _rows(runs: dict[tuple, dict[str, Any]], variants: list[str],
 def _row(name: str, variant: str, runs: list[dict[str, dict[str, Any]]],
          clusters: Sequence[str]):
   speed = lambda run: len(run["tokens"]) / run["seconds"]
-  tokens = analysis.estimate(
-      lambda accepted, rounds: 1 + accepted / rounds,
+  tokens = analysis.block_efficiency(
       [generation.accepted(r[variant]) for r in runs],
-      [r[variant]["rounds"] for r in runs], clusters=clusters, least=1)
+      [r[variant]["rounds"] for r in runs], clusters)
   row = {"prompts": name, "variant": variant, "num_prompts": len(runs),
          "clusters": tokens.clusters, **tokens.columns("tokens_per_round"),
          "tokens_per_second": float(np.median([
@@ -293,6 +292,7 @@ def main():
   variants |= _their_variants(model, assistant, eos)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "against_transformers")
   used = [target, *members.values()]
   fingerprint = resumable.fingerprint(
       [m.params for m in used], [m.model for m in used], list(variants),

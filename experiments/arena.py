@@ -74,6 +74,7 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/arena")
+shared.figure_style()
 
 
 def main() -> None:
@@ -94,6 +95,7 @@ def main() -> None:
   prompts_lib.check_room(
       read.longest, _NEW_TOKENS.value, *judging.context(found))
   output_dir = common.output_directory(_OUTPUT_DIR.value, "arena")
+  common.claim(output_dir, "arena", drafter=names, add=[])
   rows = []
   for name, candidate in found.items():
     # Each candidate's runs are stored in a separate file. So --add decodes only

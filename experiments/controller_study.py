@@ -172,6 +172,7 @@ def main():
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value,
                          target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "controller")
 
   fingerprint = resumable.fingerprint(
       [target.params, *(drafters_lib.own_params(x.params, target.params)

@@ -72,6 +72,7 @@ _NEW_TOKENS = shared.new_tokens(160)
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained drafter, the target's answers and "
     "checkpoints; it is created if needed")
+shared.figure_style()
 _ROWS_A_FILE = flags.DEFINE_integer(
     "rows_per_file", 64, "Number of the target's answers that are stored in "
     "one file. It is also the number of prompts held out for evaluation, "
@@ -356,6 +357,8 @@ def main() -> None:
   schedule = runs.trapezoid(
       lengths, _LEARNING_RATE.value, _WARMUP_FRACTION.value,
       _DECAY_FRACTION.value)
+  initial = {"drafter": drafter.init(jax.random.key(_SEED.value))}
+  before = evaluate(loop.cast(initial, dtype))
   trained = loop.Trainer(
       objective=objective, optimizer=optimizers.muon(schedule),
       batch=lambda step: rows.rows(order.batch(step)),
@@ -367,11 +370,11 @@ def main() -> None:
       checkpoint_every=_CHECKPOINT_EVERY.value,
       tokens_per_step=_BATCH_SIZE.value * _ROW_TOKENS.value, seed=_SEED.value,
       mesh=mesh, param_shardings=specs
-  ).run({"drafter": drafter.init(jax.random.key(_SEED.value))})["drafter"]
+  ).run(initial)["drafter"]
   saved = loop.cast(processes.gathered(trained), _SAVE_DTYPE.value)
   checkpoint.save_model(output_dir, drafter, saved)
 
-  curves.draw(output_dir, ["held_out_acceptance"], "nats per token")
+  curves.draw(output_dir, ["held_out_acceptance"], "nats per token", before)
   params = loop.cast(saved, dtype)
   progress.say("measuring the drafter")
   prompts = [text[:n] for text, n in zip(measured.tokens, measured.starts)]

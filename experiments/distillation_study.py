@@ -238,10 +238,10 @@ def _row(loss: str, runs: Sequence[Totals], before: Totals) -> Row:
   row = {"loss": loss, "seeds": len(runs)}
   for rule in _RULES:
     accepted, rounds = (sum(run[rule][i] for run in runs) for i in (0, 1))
-    tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                               accepted, rounds, least=1,
-                               most=1 + _GAMMA.value)
-    gain = analysis.relative_gain(accepted, rounds, *before[rule])
+    tokens = analysis.block_efficiency(
+        accepted, rounds, longest=_GAMMA.value)
+    gain = analysis.relative_gain(
+        accepted, rounds, *before[rule], longest=_GAMMA.value)
     row |= {"clusters": tokens.clusters, **gain.columns(f"{rule}_gain"),
             **tokens.columns(f"{rule}_tokens_per_round")}
     row[f"{rule}_by_seed"] = [
@@ -327,6 +327,7 @@ def main() -> None:
   for loss in losses:  # rejects invalid combinations before writing
     _objective(loss, first.model, target.model)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "distillation")
   progress.say("reading the text")
   texts = _texts(target, tokenizer, output_dir, batch)
   before, totals = _totals(losses, target, first, texts, output_dir, batch)

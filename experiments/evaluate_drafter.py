@@ -128,6 +128,7 @@ _DTYPE = shared.dtype()
 _SEED = shared.seed()
 _BATCH = batches.untimed_flags(size=16)
 _OUTPUT_DIR = shared.output_dir("results/evaluation")
+shared.figure_style()
 
 # Flags that have no effect with --trace.
 _OF_TARGET = ("target", "dtype", "prompts", "field", "chat", "num_prompts",
@@ -247,6 +248,7 @@ def main() -> None:
   else:
     temperatures, judge = [0.0], _of_trace(rules, gammas, batch)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "evaluation")
+  common.claim(output_dir, "evaluation")
   results = judge.results(temperatures, output_dir / "runs.jsonl")
   faults = (_faults(judge, heads, tokenizer)
             if _CONFORMANCE.value and heads else None)

@@ -67,8 +67,8 @@ from lib import flags as shared
 from lib import models
 from lib.configurations import decoders
 from lib.configurations import generation
-from lib.figures import style
 from lib.prompts import reading as prompts_lib
+from lib.reports import free_drafts_report as report
 from lib.rollouts import batches
 from lib.rollouts import resumable
 import numpy as np
@@ -107,8 +107,10 @@ _SEED = shared.seed()
 _BATCH = batches.flags()
 _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/free_drafts")
+shared.figure_style()
 
-_ALONE, _THEIRS, _LOOKUP = "none", "transformers", "transformers, prompt lookup"
+_ALONE = report.ALONE
+_THEIRS, _LOOKUP = "transformers", "transformers, prompt lookup"
 _LOOKUP_TOKENS = 10  # draft length in the documentation of transformers
 _CONTROLLED = ", controller"
 _NODES = 64  # size of the draft trees of heads
@@ -198,8 +200,7 @@ def _row(prompts: str, temperature: float, name: str, rule: str,
   """
   mine = [run[name] for run in runs]
   accepted, rounds = _accepted(runs, name)
-  tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                             accepted, rounds, clusters=clusters, least=1)
+  tokens = analysis.block_efficiency(accepted, rounds, clusters)
   gain = analysis.relative_gain(
       accepted, rounds, *_accepted(runs, base), clusters=clusters)
   row = {"target": models.label(_TARGET.value), "prompts": prompts,
@@ -303,35 +304,6 @@ def _ratio(row: dict[str, Any], column: str) -> str:
   return f" {ratio:>21s} {row[f'{column}_total']:5.2f}"
 
 
-def _draw(rows: list[dict[str, Any]], output_dir: pathlib.Path):
-  """Draws two figures: block efficiency, and speed over no drafts."""
-  temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-  for column, title in (("tokens_per_round", "tokens per round"),
-                        ("speedup", "speed over decoding without drafts")):
-    if column not in rows[0]:
-      continue
-    figure, axes = style.panels(len(temperatures), width=7.0)
-    for panel, temperature in zip(axes[:, 0], temperatures):
-      _draw_bars(panel, [
-          row for row in rows if row["temperature"] == temperature
-          and row["drafter"] != _ALONE], column)
-      panel.set(ylabel=title, title=f"temperature {temperature:g}")
-    end = column.split("_")[0]
-    style.save(figure, output_dir / f"free_drafts_{end}.png")
-
-
-def _draw_bars(panel: Any, rows: list[dict[str, Any]], column: str):
-  """Draws a group of bars per prompt set, with a bar per drafter."""
-  names = list(dict.fromkeys(row["drafter"] for row in rows))
-  sets = list(dict.fromkeys(row["prompts"] for row in rows))
-  for i, (name, color) in enumerate(zip(names, style.shades(len(names)))):
-    at = np.arange(len(sets)) + 0.8 * (i + 0.5) / len(names) - 0.4
-    panel.bar(at, [row[column] for row in rows if row["drafter"] == name],
-              0.8 / len(names), label=name, color=color)
-  panel.axhline(1, color="black", linewidth=0.8)
-  panel.set_xticks(range(len(sets)), sets)
-
-
 def _fingerprint(target: Pretrained, drafters: Mapping[str, Any],
                  eos: tuple[int, ...] | None, versions: dict[str, Any] | None,
                  batch: decoders.Batch | None):
@@ -379,6 +351,7 @@ def main():
                          target.model.context_length)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "free_drafts")
   runs = _decoded(
       read, temperatures, _fingerprint(target, drafters, eos, versions, batch),
       lambda temperature: {
@@ -395,7 +368,7 @@ def main():
   _check_different(different, len(runs))
   _print_table(rows)
   common.write_csv(output_dir / "free_drafts.csv", rows)
-  _draw(rows, output_dir)
+  report.draw(output_dir, rows)
   common.finish(output_dir, "free_drafts", {
       "rows": rows, "source": read.source, "gamma": _GAMMA.value,
       "different": different})

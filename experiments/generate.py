@@ -126,7 +126,8 @@ def _ids(session: speculation.Session):
 def _continue(writer: streaming.Writer, ids: list[int],
               printer: streaming.Printer):
   """Continues a prompt, then prints statistics (also after Ctrl-C)."""
-  answer = streaming.Answer()
+  answer = streaming.Answer(
+      target_calls=writer.decoder.drafter.target_calls)
   state = writer.start(ids, _SPECULATION.max_new_tokens.value)
   try:
     if not _CHAT.value:

@@ -113,6 +113,7 @@ _SEEDS = flags.DEFINE_integer(
     "other random prompts", 1)
 _SEED = shared.seed()
 _OUTPUT_DIR = shared.output_dir("results/online")
+shared.figure_style()
 
 
 def _streams(tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -250,7 +251,7 @@ def _rows(arm: str, windows: Windows) -> list[Row]:
   rows = []
   for (topic, window), accepted in windows.items():
     mean = analysis.ratio_estimate(accepted, np.ones(len(accepted)),
-                                   least=0)
+                                   least=0, most=_GAMMA.value)
     rows.append({
         "drafter": arm, "topic": ("code", "prose")[topic],
         "tokens": (window + 0.5) * _WINDOW.value, "clusters": mean.clusters,
@@ -261,12 +262,13 @@ def _rows(arm: str, windows: Windows) -> list[Row]:
 def _plot(rows: Sequence[Row], path: pathlib.Path) -> None:
   figure, grid = style.panels(width=6.0)
   axes, arms = grid[0, 0], list(dict.fromkeys(r["drafter"] for r in rows))
-  for arm, color in zip(arms, style.shades(len(arms))):
+  for arm, look in zip(arms, style.looks(len(arms))):
     mine = [r for r in rows if r["drafter"] == arm]
     place = [r["tokens"] - (r["topic"] == "code") * _CODE_TOKENS.value
              for r in mine]
     axes.errorbar(place, [r["accepted"] for r in mine],
-                  style.errors(mine, "accepted"), label=arm, color=color)
+                  style.errors(mine, "accepted"), label=arm, markersize=4,
+                  **look)
   axes.axvline(0, color="black", linewidth=0.8)
   axes.set_xlabel("tokens generated after the change from code to prose")
   axes.set_ylabel("accepted tokens per round")
@@ -292,6 +294,7 @@ def main() -> None:
   [(name, drafter)] = loaded.items()
   small = drafter.draft_model
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "online")
   streams = _streams(tokenizer)
   params = {"target": target.params, "drafter": small.params}
   files.claim(output_dir / runs.MANIFEST, {

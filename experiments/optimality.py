@@ -82,7 +82,6 @@ The last line of stdout names optimality.json.
 """
 
 import itertools
-import pathlib
 import sys
 from typing import Any
 
@@ -95,6 +94,7 @@ import jax.numpy as jnp
 from lib import flags as shared
 from lib.figures import style
 from lib.reports import growth
+from lib.reports import optimality_report as report
 from lib.reports import several_rounds
 import numpy as np
 import optax
@@ -122,6 +122,7 @@ _STARTS = flags.DEFINE_integer(
     "'extremal'. Cases with more than 300 possible drafts use a quarter of it",
     1)
 _OUTPUT_DIR = shared.output_dir("results/optimality")
+shared.figure_style()
 
 _KINDS = ("dense", "zeros", "mixed")
 _RULES = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block(),
@@ -327,50 +328,6 @@ def _extremal(gammas: list[int]):
   return rows
 
 
-def _plot_rounds(bernoulli: dict[str, list[float]], path: pathlib.Path):
-  """Plots expected tokens per round against the number of rounds, by rule."""
-  figure, [[axes]] = style.panels()
-  rounds = np.arange(1, _ROUNDS + 1)
-  for name, totals in bernoulli.items():
-    axes.plot(rounds, np.array(totals) / rounds, marker="o",
-              color=style.color(name), label=style.label(name))
-  axes.set(xlabel="rounds", ylabel="expected tokens per round", xticks=rounds)
-  style.save(figure, path, "The paper's Bernoulli example, gamma 2")
-
-
-def _plot_pairs(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Plots the accepted tokens of each rule against those of full information.
-  """
-  figure, grid = style.panels(1, 2, sharex=True, sharey=True)
-  top = max(r["full_information"] for r in rows)
-  for axes, name in zip(grid[0], ("token", "block")):
-    axes.plot([0, top], [0, top], color="grey", linewidth=0.8, zorder=1,
-              label="full information")
-    axes.scatter([r["full_information"] for r in rows],
-                 [r[name] for r in rows], s=9, color=style.color(name),
-                 label=style.label(name))
-    axes.set(xlabel="accepted with full information")
-  grid[0, 0].set_ylabel("accepted tokens, expected")
-  style.save(figure, path, f"{len(rows)} random pairs of models")
-
-
-def _plot_extremal(rows: list[dict[str, Any]], path: pathlib.Path):
-  """Plots the largest ratio of block to token verification against gamma."""
-  figure, [[axes]] = style.panels()
-  gammas = sorted({r["gamma"] for r in rows})
-  kinds = ("i.i.d.", "context")
-  for models, color in zip(kinds, style.shades(len(kinds))):
-    best = [max(r["ratio"] for r in rows
-                if r["gamma"] == g and r["models"] == models) for g in gammas]
-    axes.plot(gammas, best, marker="o", color=color,
-              label=f"found by ascent,\n{models} models")
-  axes.plot(gammas, [next(r["supremum"] for r in rows if r["gamma"] == g)
-                     for g in gammas], "k--", label="supremum (grid)")
-  axes.set(xlabel="draft length gamma", ylabel="block over token")
-  style.tried(axes, gammas)
-  style.save(figure, path, "The largest ratio of tokens in one round")
-
-
 def main():
   gammas = common.draft_lengths("--gamma", _GAMMAS.value)
   if 2**max(gammas) > _LEAVES:
@@ -378,6 +335,7 @@ def main():
                      f"enumerates all drafts, at most {_LEAVES}: set lengths "
                      f"of at most {_LEAVES.bit_length() - 1}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "optimality")
   print("compiling the rules; the whole study takes minutes", file=sys.stderr,
         flush=True)
   bernoulli = _bernoulli()
@@ -394,17 +352,7 @@ def main():
   extremal = _extremal(gammas)
   explicit = growth.table()
   constants = growth.constants()
-  common.write_csv(output_dir / "optimality.csv", rows)
-  _plot_rounds(bernoulli, output_dir / "optimality_rounds.png")
-  _plot_pairs(rows, output_dir / "optimality_pairs.png")
-  several_rounds.plot_counterexample(output_dir / "optimality_two_rounds.png")
-  several_rounds.plot_best_rules(
-      best_rules, output_dir / "optimality_best_rules.png")
-  _plot_extremal(extremal, output_dir / "optimality_extremal.png")
-  growth.plot(explicit, {row["gamma"]: row["supremum"] for row in extremal},
-              output_dir / "optimality_growth.png")
-  print(f"wrote optimality.csv and six figures to {output_dir}")
-  common.finish(output_dir, "optimality", {
+  found = {
       "bernoulli": bernoulli, "pairs": len(rows),
       "max_lp_gap": worst["lp_gap"], "max_prefix_gap": worst["prefix_gap"],
       "max_certificate_gap": worst["certificate_gap"],
@@ -413,7 +361,11 @@ def main():
       "two_rounds": two_rounds, **best_rules, "round_pairs": len(texts),
       **margins,
       "draft_lengths": lengths, "extremal": extremal, "growth": explicit,
-      "constant": constants})
+      "constant": constants}
+  common.write_csv(output_dir / "optimality.csv", rows)
+  report.draw(output_dir, rows, found)
+  print(f"wrote optimality.csv and six figures to {output_dir}")
+  common.finish(output_dir, "optimality", found)
 
 
 if __name__ == "__main__":

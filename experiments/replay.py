@@ -158,7 +158,8 @@ def _over_best(replayed: analysis.Replayed, best: analysis.Replayed,
                     for rule in (replayed, best))
   rounds = [len(x) for x in replayed.survival]
   return analysis.relative_gain(accepted, rounds, most, rounds,
-                                clusters=clusters)
+                                clusters=clusters,
+                                longest=replayed.survival[0].shape[1] - 1)
 
 
 def _row(name: str, verifier: sj.Verifier, record: analysis.Record,

@@ -155,6 +155,7 @@ def main():
       tokenizer, _PROMPTS.value, field=_FIELD.value, count=_NUM_PROMPTS.value,
       tokens=_PROMPT_TOKENS.value, seed=_SEED.value, chat=_CHAT.value)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "rounds")
   rows, lengths = [], []
   for name, drafter in drafters.items():
     decoder = sj.Decoder(

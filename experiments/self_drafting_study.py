@@ -71,6 +71,7 @@ from lib import progress
 from lib.configurations import decoders
 from lib.prompts import reading as prompts_lib
 from lib.reports import self_drafting_report as report
+from lib.reports import text_rounds
 from lib.rollouts import batches
 from lib.rollouts import resumable
 from lib.rollouts import timing
@@ -108,6 +109,7 @@ _NEW_TOKENS = shared.new_tokens(96)
 _SEED = shared.seed()
 _BATCH = batches.flags()
 _OUTPUT_DIR = shared.output_dir("results/self_drafting")
+shared.figure_style()
 
 _CALIBRATION_PROMPTS = 16  # extra prompts on which head accuracy is measured
 _RANKS = 10  # maximum number of candidates per head in a tree
@@ -331,13 +333,14 @@ def _row(runs: list[dict[str, dict[str, Any]]], name: str, source: _Source,
   drafter, verifier = name.split(" | ")
   own = [r[name] for r in runs]
   rounds = [r["rounds"] for r in own]
-  tokens = analysis.estimate(
-      lambda total, count: 1 + total / count,
-      [r["expected"][0] for r in own], rounds, clusters=clusters, least=1)
+  tokens = analysis.block_efficiency(
+      [r["expected"][0] for r in own], rounds, clusters,
+      longest=decoder.drafter.num_nodes - 1)
   survival = np.sum([r["survival"][0] for r in own], axis=0) / sum(rounds)
   reached = np.flatnonzero(survival > 0)[-1]
   speeds = {} if _BASELINE not in runs[0] else _speeds(
-      own, [r[_BASELINE] for r in runs], tokens.value, pass_seconds[drafter])
+      own, [r[_BASELINE] for r in runs], tokens.value, pass_seconds[drafter],
+      clusters)
   return {
       "drafter": drafter, "verifier": verifier,
       "temperature": decoder.transform.temperature,
@@ -345,13 +348,14 @@ def _row(runs: list[dict[str, dict[str, Any]]], name: str, source: _Source,
       "clusters": tokens.clusters, **tokens.columns("block_efficiency"),
       "added_parameters": source.added, **speeds,
       "nodes": decoder.drafter.num_nodes,
+      "target_calls": decoder.drafter.target_calls,
       "survival": survival[1:reached + 1].tolist(),
       **{f"training_{key}": source.training.get(key)
          for key in ("method", "tokens", "minutes")}}
 
 
 def _speeds(runs: list[dict[str, Any]], baseline: list[dict[str, Any]],
-            tokens: float, pass_seconds: float):
+            tokens: float, pass_seconds: float, clusters: Sequence[str]):
   """Returns the speed columns of a row.
 
   Args:
@@ -359,12 +363,14 @@ def _speeds(runs: list[dict[str, Any]], baseline: list[dict[str, Any]],
     baseline: autoregressive rollouts of the same prompts.
     tokens: block efficiency of the draft.
     pass_seconds: seconds of the target's pass over the nodes of the draft.
+    clusters: cluster label of every prompt.
   """
   pace = lambda runs: np.array([r["seconds"] / r["tokens"] for r in runs])
   base = pace(baseline)
   step = statistics.median(base)
   spent = statistics.median(r["seconds"] / r["rounds"] for r in runs)
-  return {"speedup": statistics.median(base / pace(runs)),
+  speedup = text_rounds.median(base / pace(runs), clusters)
+  return {**speedup.columns("speedup"),
           "predicted_speedup": tokens * step / spent,
           "round_over_step": spent / step,
           "draft_over_step": (spent - pass_seconds) / step}
@@ -386,7 +392,8 @@ def _paired(runs: list[dict[str, dict[str, Any]]], name: str,
   for law, other in enumerate(decoder.observers, 1):
     gain = analysis.relative_gain(
         [r["expected"][0] for r in own], rounds,
-        [r["expected"][law] for r in own], rounds, clusters=clusters)
+        [r["expected"][law] for r in own], rounds, clusters=clusters,
+        longest=decoder.drafter.num_nodes - 1)
     rows.append({"drafter": drafter,
                  "temperature": decoder.transform.temperature,
                  "verifier": verifier, "over": common.verifier_name(other),
@@ -456,6 +463,7 @@ def main():
   capacity = _capacity(sources, read.longest)
 
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "self_drafting")
   groups = _groups(sources, temperatures, capacity, eos, batch)
   pass_seconds = {}
   if batch is None:

@@ -217,9 +217,8 @@ def _row(part: tuple, found: Any, params: Any):
   name, search, score, count, sublayers = part
   cost = _cost(params, sublayers)
   ones = np.ones(len(found.accepted))
-  tokens = analysis.estimate(lambda total, count: 1 + total / count,
-                             found.accepted, ones, least=1,
-                             most=1 + _GAMMA.value)
+  tokens = analysis.block_efficiency(
+      found.accepted, ones, longest=_GAMMA.value)
   agreement = analysis.ratio_estimate(found.agreement, ones, least=0, most=1)
   lengths = np.arange(1, _GAMMA.value + 1)
   speeds = (1 + np.cumsum(found.survival.mean(0))) / (1 + lengths * cost)
@@ -252,7 +251,8 @@ def _gains(rows: list[dict[str, Any]], found: list):
     if score != "accepted" or other is None:
       continue
     ones = np.ones(len(one.accepted))
-    gain = analysis.relative_gain(one.accepted, ones, other.accepted, ones)
+    gain = analysis.relative_gain(one.accepted, ones, other.accepted, ones,
+                                  longest=_GAMMA.value)
     gains.append({"search": search, "left_out": count,
                   "clusters": gain.clusters, **gain.columns("gain")})
   return gains
@@ -289,6 +289,7 @@ def main():
   target = batches.with_placed_params(batch, target)
   _counts(target.model.config.layers)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "skipping")
   progress.say("reading the text")
   rows, held_out = _texts(target, tokenizer, output_dir, batch)
   progress.say("compiling the target")

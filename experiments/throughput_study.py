@@ -68,6 +68,7 @@ _SEED = shared.seed(
     "Random seed of prompts, lengths, arrivals and sampling")
 _DTYPE = shared.dtype()
 _OUTPUT_DIR = shared.output_dir("results/throughput")
+shared.figure_style()
 
 _NO_DRAFTS, _WAITING = "none", ", waiting"
 _FEWEST = 4  # minimum output length; the minimum prompt length is twice this
@@ -242,12 +243,13 @@ def _draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     lines.setdefault(row["variant"], []).append(row)
   drafters = list(dict.fromkeys(
       name.removesuffix(_WAITING) for name in lines))
-  colors = dict(zip(drafters, style.shades(len(drafters))))
+  looks = dict(zip(drafters, style.looks(len(drafters))))
   for panel, (column, title) in zip(axes[0], columns.items()):
     for variant, line in lines.items():
+      look = looks[variant.removesuffix(_WAITING)] | {
+          "linestyle": "--" if variant.endswith(_WAITING) else "-"}
       panel.plot([row["slots"] for row in line], [row[column] for row in line],
-                 "--" if variant.endswith(_WAITING) else "-", marker="o",
-                 label=variant, color=colors[variant.removesuffix(_WAITING)])
+                 label=variant, markersize=4, **look)
     style.tried(panel, [row["slots"] for row in rows])
     panel.set(xlabel="batch size (requests)", ylabel=title, ylim=(0, None))
   style.save(figure, path)
@@ -270,6 +272,7 @@ def main():
   prompts_lib.check_room(
       longest, 4 * _NEW_TOKENS.value, target.model.context_length)
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "throughput")
   fingerprint = resumable.fingerprint(
       [target.params, *(drafters_lib.own_params(x.params, target.params)
                         for x in drafters.values())], names, _GAMMA.value,

@@ -153,6 +153,7 @@ _PREVIEW = flags.DEFINE_integer(
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the trained heads and checkpoints, required; it is "
     "created if needed")
+shared.figure_style()
 _HEADS = flags.DEFINE_integer(
     "heads", 4, "Number of tokens that are drafted after the target's next "
     "token. Depending on --method, it is the number of heads, modules, draft "
@@ -424,7 +425,7 @@ def main() -> None:
                                  if name in {**trainable, **frozen}})
   saved = saves.write(processes.gathered(trainer.run(trainable, frozen)))
 
-  drafter_report.draw_curves(output_dir, heads, trainer.log.loss)
+  drafter_report.draw_curves(output_dir, heads, trainer.log.loss, before)
   saves.print_best()
   drafter_report.write(output_dir, method, taken(steps), added, before,
                        measure(saved))

@@ -99,6 +99,7 @@ _FIELD = shared.field()
 _OUTPUT_DIR = shared.output_dir(
     None, "Directory for the model and its checkpoints, required; it is "
     "created if needed")
+shared.figure_style()
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "Tokenizer of the model: a file tokenizer.json, or a "
     f"model whose tokenizer is used ({shared.PUBLISHED}). Default: train a "
@@ -418,6 +419,7 @@ def main() -> None:
     tokenizer.save(tokenizer_path)
   schedule, make = _schedule(lengths), {
       "muon": optimizers.muon, "adamw": optimizers.adamw}
+  before = evaluate(loop.cast(trainable, dtype))
   trained = loop.Trainer(
       objective=objective, optimizer=make[_OPTIMIZER.value](schedule),
       batch=lambda step: {"tokens": windows.batch(step),
@@ -440,7 +442,7 @@ def main() -> None:
   if heads is not None:
     final |= _save_heads(
         output_dir, objective, saved, corpus, spent, dtype)
-  curves.draw(output_dir, ["bits_per_byte"], "nats per token")
+  curves.draw(output_dir, ["bits_per_byte"], "nats per token", before)
   common.finish(output_dir, "train_lm", {
       **spent, "parameters": num_params, **final})
 

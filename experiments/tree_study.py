@@ -139,6 +139,7 @@ _BOUNDS = flags.DEFINE_bool(
     "bounds", True, "Also compute upper bounds for all valid rules on the same "
     "trees. This decodes every prompt again for every kind and size of tree")
 _OUTPUT_DIR = shared.output_dir("results/trees")
+shared.figure_style()
 
 _CHILDREN = 8  # children of the root when acceptance rates are measured
 _DEPTH = 12  # maximum depth of a tree in tokens
@@ -610,6 +611,7 @@ def main():
   setting, read = _load(budgets, temperatures, batches.settings(_BATCH))
   prompts = read.all
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "trees")
   fingerprint = _fingerprint(setting, read, budgets)
   units = [(fingerprint, t, n, i, resumable.digest(row)) for t in temperatures
            for n in budgets for i, row in enumerate(prompts)]

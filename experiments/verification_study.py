@@ -146,6 +146,7 @@ _OWN_ROLLOUTS = flags.DEFINE_bool(
     "verifier on its own output. --noown_rollouts compares verifiers only on "
     "the same drafts, which is faster")
 _OUTPUT_DIR = shared.output_dir("results/verification")
+shared.figure_style()
 
 _PILOT = 12  # number of prompts of the pilot run (see --error)
 
@@ -476,6 +477,7 @@ def main():
   setting = _load(temperatures, gammas, verifiers, batch)
   setting.check_room()
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "verification")
   read = setting.read
   costs = None if batch else _Costs(
       setting.target, setting.drafters, gammas, setting.capacity, read.longest,

@@ -275,10 +275,11 @@ class RoundStats:
 
   @property
   def block_efficiency(self) -> jax.Array:
-    """Tokens per target call: committed tokens of all rows divided by rounds.
+    """Tokens per round: committed tokens of all rows divided by rounds.
 
-    In the last round of a row, only the tokens up to its limit or end token
-    count.
+    They are tokens per target call, except with a drafter of several
+    `target_calls`. In the last round of a row, only the tokens up to its limit
+    or end token count.
     """
     return jnp.sum(self.emitted) / jnp.sum(self.active)
 

@@ -52,6 +52,11 @@ ALL_VERIFIERS = VERIFIERS | TREE_VERIFIERS
 VERIFIER_NAMES = {verifier: name for name, verifier in ALL_VERIFIERS.items()}
 
 
+_FLAGS = "flags.json"  # flags of the study in an output directory
+_GROWS = "num_prompts", "seeds"  # larger values extend a study
+_NEUTRAL = {  # flags that do not affect the results of a study
+    "output_dir", "compilation_cache", "figure_style", "mesh", "coordinator",
+    "process_id", "num_processes"}
 _HELD = contextlib.ExitStack()  # locked directories, released at exit
 
 
@@ -213,6 +218,8 @@ def _parsed(argv: list[str]):
   """Returns the positional arguments; ends the program on a bad flag."""
   try:
     rest = flags.FLAGS(argv)
+  except SystemExit:  # --help was printed
+    sys.exit(0)
   except flags.Error as e:
     text = " ".join(str(e).split())
     missing = re.fullmatch(
@@ -276,6 +283,55 @@ def output_directory(path: str | os.PathLike[str], what: str) -> pathlib.Path:
   processes.by_the_first(
       lambda: _HELD.enter_context(files.locked(path, what)))
   return pathlib.Path(path)
+
+
+def claim(directory: pathlib.Path, study: str, **values: Any) -> None:
+  """Checks that the results of an earlier study may be replaced.
+
+  The flags of a study are stored in flags.json. Another study in the same
+  directory may add entries to its lists, prompts and seeds, and it may change
+  flags that do not affect results.
+
+  Args:
+    directory: output directory.
+    study: name of the study, as in `finish`.
+    **values: values of flags that replace those of the command line.
+
+  Raises:
+    ValueError: the directory has the results of a study with other flags.
+  """
+  processes.by_the_first(lambda: _claim(directory, study, values))
+
+
+def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
+  of_script = {
+      name: flags.FLAGS[name].value for name in flags.FLAGS
+      if not flags.FLAGS.find_module_defining_flag(name).startswith(
+          ("absl", "orbax"))}
+  now = {name: value for name, value in (of_script | values).items()
+         if name not in _NEUTRAL}
+  # Rows are independent, so the batch size matters only for measured speeds.
+  if now.get("timing") != "throughput" and "batch" in now:
+    now["batch"] = min(now["batch"], 2 if "timing" in now else 1)
+  path = directory / _FLAGS
+  if path.exists() and (directory / f"{study}.json").exists():
+    before = files.read_json(path, "delete it")
+    other = [name for name in now if name in before
+             and not _extends(name, before[name], now[name])]
+    if other:
+      raise ValueError(
+          f"{directory} has results of "
+          f"{' '.join(shared.shown(x, before[x]) for x in other)}, which "
+          f"{' '.join(shared.shown(x, now[x]) for x in other)} would replace; "
+          "choose another --output_dir, or delete the results")
+  files.write_json(path, now, indent=2)
+
+
+def _extends(name: str, before: Any, now: Any) -> bool:
+  """Returns True if results of the value `now` contain those of `before`."""
+  if isinstance(before, list):
+    return isinstance(now, list) and set(before) <= set(now)
+  return now == before or name in _GROWS and now > before
 
 
 def temporary_directory() -> pathlib.Path:

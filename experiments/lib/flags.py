@@ -12,6 +12,7 @@ in some scripts and a comma-separated list in others, under the same name:
 
 from collections.abc import Iterable
 import importlib.util
+from typing import Any
 from typing import NamedTuple
 
 from absl import flags
@@ -86,9 +87,9 @@ def naming(value: str) -> str:
   return value
 
 
-def shown(name: str) -> str:
-  """Returns a flag with its value, as on the command line."""
-  value = flags.FLAGS[name].value
+def shown(name: str, *values: Any) -> str:
+  """Returns a flag with its value, or another value, as on the command line."""
+  [value] = values or (flags.FLAGS[name].value,)
   if isinstance(value, bool):
     return f"--{'' if value else 'no'}{name}"
   return f"--{name}={','.join(value) if isinstance(value, list) else value}"
@@ -308,6 +309,15 @@ def written(flag: flags.FlagHolder, kind: str) -> flags.FlagHolder:
   """
   flags.FLAGS[flag.name].written = kind
   return flag
+
+
+def figure_style():
+  """Defines --figure_style, which `figures.style` reads."""
+  return flags.DEFINE_enum(
+      "figure_style", "screen", ["screen", "paper"],
+      "Layout of figures, which are written as PNG and PDF. paper: 3.3 inches "
+      "wide (one column), panels below each other, a legend above each panel, "
+      "no title, and 300 dpi")
 
 
 def directory(name: str, default: str | None, help_: str,

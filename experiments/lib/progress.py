@@ -21,16 +21,18 @@ def say(stage: str) -> None:
   print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
+def is_script() -> bool:
+  """Returns True if the main program is an experiment script."""
+  main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+  return pathlib.Path(main).resolve().parent == _EXPERIMENTS
+
+
 def importing() -> None:
   """Reports slow imports, and makes Ctrl-C stop them with a one-line message.
 
   Importing jax takes seconds, and the error handling of `common.run` starts
-  only afterwards. If the main program is not an experiment script, this
-  function does nothing.
+  only afterwards.
   """
-  main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-  if pathlib.Path(main).resolve().parent != _EXPERIMENTS:
-    return
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop)
   global _timer

@@ -78,9 +78,7 @@ def main(sequences: str = "16", rounds: str = "96"):
     variants = [decoded(target, prompts, count, tries, int(rounds))
             for tries in (0, 64)]
     for name, (accepted, active, sets) in zip(("none", "64"), variants):
-      ends = (analysis.estimate(lambda total, count: 1 + total / count, *x,
-                                least=1)
-              for x in zip(accepted, active))
+      ends = (analysis.block_efficiency(*x) for x in zip(accepted, active))
       gain = analysis.relative_gain(
           accepted[1], active[1], variants[0][0][1], variants[0][1][1])
       print(f"| {count} | {name} | " + " | ".join(

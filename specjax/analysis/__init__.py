@@ -13,6 +13,7 @@ from specjax.analysis.draft_lengths import DraftLengths
 from specjax.analysis.duals import chain_potential
 from specjax.analysis.duals import dual_bound
 from specjax.analysis.duals import tree_potential
+from specjax.analysis.estimates import block_efficiency
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.estimates import relative_gain
 from specjax.analysis.intervals import clusters_needed
@@ -67,6 +68,7 @@ __all__ = [
     "best_gamma",
     "best_quantile",
     "best_rule_over_rounds",
+    "block_efficiency",
     "bound_terms",
     "chain_potential",
     "clusters_needed",

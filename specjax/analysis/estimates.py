@@ -35,9 +35,41 @@ def ratio_estimate(totals: ArrayLike, counts: ArrayLike,
                   clusters=clusters, least=least, most=most)
 
 
+def block_efficiency(accepted: ArrayLike, rounds: ArrayLike,
+                     clusters: Sequence[Hashable] | None = None, *,
+                     longest: float = np.inf, target_calls: int = 1
+                     ) -> Estimate:
+  """Returns the number of tokens per target call, with its 95 % interval.
+
+  A round has one token more than it accepts. The interval of `estimate`
+  contains only values that are possible.
+
+  >>> found = block_efficiency([4, 6, 2, 9, 3], [2, 4, 2, 3, 3], longest=4)
+  >>> f"{found:.2f}"
+  '2.71 [1.91, 5.00] n=5'
+
+  Args:
+    accepted: `[n]` accepted tokens of each prompt, or their expectations.
+    rounds: `[n]` numbers of rounds of each prompt.
+    clusters: `[n]` labels, equal for prompts of one cluster. None means that
+      each prompt is a cluster.
+    longest: largest number of accepted tokens in a round, such as the draft
+      length.
+    target_calls: target calls in a round, see `Drafter.target_calls`.
+
+  Raises:
+    ValueError: the lengths differ, or all rounds are 0.
+  """
+  _check_rounds(rounds)
+  return estimate(lambda total, count: (1 + total / count) / target_calls,
+                  accepted, rounds, clusters=clusters, least=1 / target_calls,
+                  most=(1 + longest) / target_calls)
+
+
 def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
                   base_counts: ArrayLike,
-                  clusters: Sequence[Hashable] | None = None) -> Estimate:
+                  clusters: Sequence[Hashable] | None = None, *,
+                  longest: float = np.inf) -> Estimate:
   """Returns (1 + ratio) / (1 + base ratio) - 1, with its 95 % interval.
 
   A ratio is sum(totals) / sum(counts). If totals are accepted tokens and counts
@@ -46,13 +78,15 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
   `estimate` computes the interval over clusters.
 
   Args:
-    totals: `[n]` sums over the rounds of each prompt. Not negative, so the
-      interval ends at -1.
+    totals: `[n]` sums over the rounds of each prompt, not negative.
     counts: `[n]` numbers of rounds of each prompt.
     base_totals: `[n]` sums of the baseline rule on the same prompts.
     base_counts: `[n]` numbers of rounds of the baseline rule.
     clusters: `[n]` labels, equal for prompts of one cluster. None means that
       each prompt is a cluster.
+    longest: largest possible ratio, such as the draft length. The interval
+      contains only values that are possible: from 1 / (1 + longest) - 1 to
+      longest.
 
   Raises:
     ValueError: the lengths differ, or all counts of a rule are 0.
@@ -63,7 +97,7 @@ def relative_gain(totals: ArrayLike, counts: ArrayLike, base_totals: ArrayLike,
       lambda total, count, base, base_count: (
           (1 + total / count) / (1 + base / base_count) - 1),
       totals, counts, base_totals, base_counts, clusters=clusters,
-      least=-1)
+      least=1 / (1 + longest) - 1, most=longest)
 
 
 def _check_rounds(counts: ArrayLike) -> None:

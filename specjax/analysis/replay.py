@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from specjax import interfaces
+from specjax.analysis import estimates
 from specjax.analysis.intervals import Estimate
-from specjax.analysis.intervals import estimate
 from specjax.analysis.recording import Record
 from specjax.interfaces import Verifier
 from specjax.trees import topology
@@ -60,10 +60,10 @@ class Replayed:
     Args:
       clusters: `[prompts]` labels of clusters, see `analysis.estimate`.
     """
-    return estimate(lambda accepted, rounds: 1 + accepted / rounds,
-                    [x.sum(dtype=np.float64) for x in self.expected],
-                    [len(x) for x in self.expected], clusters=clusters,
-                    least=1, most=self.survival[0].shape[1])
+    return estimates.block_efficiency(
+        [x.sum(dtype=np.float64) for x in self.expected],
+        [len(x) for x in self.expected], clusters,
+        longest=self.survival[0].shape[1] - 1)
 
 
 def evaluate(record: Record, verifier: Verifier) -> Replayed:

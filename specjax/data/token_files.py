@@ -224,13 +224,15 @@ def _write(path, source, field, tokenizer, chat, last_turn):
   items = (functools.partial(_answered, source, field, last_turn, silent)
            if chat else functools.partial(corpora.iter_documents, source, field)
            )
-  digest, documents, seen = Digest(), [0, 0], set()
+  digest, documents, seen, size = Digest(), [0, 0], set(), 0
 
   def names():
+    nonlocal size
     for i, item in enumerate(items()):
       content = repr((item.messages, item.variables)) if chat else item
       digest.add(f"[0][{i}]", content)
       seen.add(hash(content if chat else item.text))
+      size += 1 if chat else len(item.text)
       yield item.name
 
   held_out = corpora.held_out(names())
@@ -238,13 +240,15 @@ def _write(path, source, field, tokenizer, chat, last_turn):
     documents[side] += 1
   with contextlib.ExitStack() as stack:
     writer = _Writer(stack, path)
-    sides = iter(tqdm.tqdm(
-        zip(held_out, items()), total=len(held_out), disable=None,
-        desc="tokenising", unit="conversation" if chat else "document"))
+    # A text counts in characters, because a corpus may be one document.
+    bar = stack.enter_context(tqdm.tqdm(
+        total=size, disable=None, desc="tokenising", dynamic_ncols=True,
+        unit="conversation" if chat else "character", unit_scale=not chat))
+    sides = zip(held_out, items())
     if chat:
-      _write_chats(writer, tokenizer, sides, tuple(silent))
+      _write_chats(writer, tokenizer, sides, tuple(silent), bar)
     else:
-      _write_texts(writer, tokenizer, sides)
+      _write_texts(writer, tokenizer, sides, bar)
   both, first = Digest(), Digest()
   for i, side in enumerate(_SIDES):
     both.add_array(f"[0][{i}]", path / f"{side}.tokens", _DTYPE)
@@ -262,7 +266,7 @@ def _write(path, source, field, tokenizer, chat, last_turn):
       "note": writer.note}))
 
 
-def _write_texts(writer, tokenizer, documents):
+def _write_texts(writer, tokenizer, documents, bar):
   waiting, sizes = ([], []), [0, 0]
   between = token_streams.separator(tokenizer)
 
@@ -271,7 +275,11 @@ def _write_texts(writer, tokenizer, documents):
     for ids in token_streams.encode(tokenizer, waiting[side]):
       # Text is never encoded as the special token between documents.
       writer.add(side, ids, np.flatnonzero(ids == between))
+      done = min(sizes[side], token_streams.TOGETHER)
+      sizes[side] -= done
+      bar.update(done)
     waiting[side].clear()
+    bar.update(sizes[side])
     sizes[side] = 0
 
   for side, document in documents:
@@ -283,7 +291,7 @@ def _write_texts(writer, tokenizer, documents):
     write(side)
 
 
-def _write_chats(writer, tokenizer, chats, silent):
+def _write_chats(writer, tokenizer, chats, silent, bar):
   """Writes conversations and sets the note about skipped ones."""
   refused, written = [], 0
 
@@ -300,6 +308,7 @@ def _write_chats(writer, tokenizer, chats, silent):
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     while some := list(itertools.islice(chats, _TOGETHER)):
       for (side, chat), found in zip(some, pool.map(encode, some)):
+        bar.update()
         if isinstance(found, str):
           refused.append(f"{chat.place}: {found}")
         else:

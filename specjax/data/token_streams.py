@@ -13,7 +13,7 @@ from specjax.data import token_bytes
 if TYPE_CHECKING:  # avoids an import cycle
   from specjax.data.tokenizers import Tokenizer
 
-_TOGETHER = 2**20  # number of characters that are encoded in one call
+TOGETHER = 2**20  # number of characters that are encoded in one call
 _LONG = 2**22  # largest number of characters of a piece of a document
 _NEAR = 1000  # characters on each side of a cut whose tokens are compared
 _LINE = re.compile(r"(?<=\w\n)(?=\w)")  # begin of a line
@@ -42,7 +42,7 @@ def encode(tokenizer: "Tokenizer", texts: Iterable[str]
     for piece in cut(tokenizer, text):
       waiting.append((before, piece))
       before, size = [], size + len(piece)
-      if size >= _TOGETHER:
+      if size >= TOGETHER:
         yield _joined(tokenizer, waiting)
         waiting, size = [], 0
   if waiting:
@@ -86,7 +86,7 @@ def cut(tokenizer: "Tokenizer", text: str) -> Iterator[str]:
       text[a:b], add_special_tokens=False).ids
   start = 0
   while len(text) - start > _LONG:
-    places = _LINE.finditer(text, start + _TOGETHER, start + _LONG)
+    places = _LINE.finditer(text, start + TOGETHER, start + _LONG)
     end = next((
         at for at in (match.end() for match in itertools.islice(places, 9))
         if encode(at - _NEAR, at + _NEAR)

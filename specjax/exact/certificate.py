@@ -5,10 +5,13 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 from typing import NamedTuple
+
+import tqdm
 
 from specjax.exact import enumeration
 from specjax.exact import schemes as schemes_lib
@@ -140,7 +143,8 @@ def certify(verifier: Verifier | Compiled, *,
             trees: Sequence[Sequence[int]] | None = None,
             schemes: Sequence[str | schemes_lib.Scheme] | None = None,
             thorough: bool = True, at: Sequence[tuple[int, int]] = (),
-            stop: Stop | None = None) -> Certificate:
+            stop: Stop | None = None, progress: bool | None = None
+            ) -> Certificate:
   """Proves a verifier lossless on small models, or shows a counterexample.
 
   Use at least two vocabularies of 3 or more tokens. Most bugs do not appear
@@ -183,6 +187,7 @@ def certify(verifier: Verifier | Compiled, *,
       of q as hidden states. It may also be a jax function `(probs [gamma, V],
       tokens [gamma]) -> length []` that returns the number of submitted tokens.
       A function is refuted if its result depends on dropped tokens.
+    progress: if True, report progress on stderr. None means only on a terminal.
 
   Returns:
     A `Certificate`. Its string is a report, after a failure with a draft that
@@ -215,16 +220,30 @@ def certify(verifier: Verifier | Compiled, *,
       None if stop is None else ended_by(stop))
   settings.check()
   _check_at(at)
-  chains, small_trees = settings.chains(), settings.small_trees()
-  groups = [*(settings.thorough_groups() if thorough else ()),
+  others = [*(settings.thorough_groups() if thorough else ()),
             *(settings.at_size(*size) for size in at)]
-  others = []
-  for trial in itertools.chain(*groups):  # until the rule is refuted
-    others.append(trial)
-    if trial.fails:
-      break
-  return _certificate(chains, small_trees, others, dtype, rule,
+  with tqdm.tqdm(total=2 + len(others), desc="certifying", unit="group",
+                 dynamic_ncols=True,
+                 disable=None if progress is None else not progress) as bar:
+    counted = functools.partial(_counted, bar)
+    chains, small_trees = map(
+        list, (counted(settings.chains()), counted(settings.small_trees())))
+    found = []
+    for trial in itertools.chain.from_iterable(map(counted, others)):
+      found.append(trial)
+      if trial.fails:  # the other groups are left out
+        break
+  return _certificate(chains, small_trees, found, dtype, rule,
                       dict(compiled.coverage))
+
+
+def _counted(bar: tqdm.tqdm, group: Iterable[trials.Found]
+             ) -> Iterator[trials.Found]:
+  """Yields the trials of a group, and shows their number in a progress bar."""
+  for number, trial in enumerate(group, 1):
+    bar.set_postfix_str(f"trial {number} of group {bar.n + 1}")
+    yield trial
+  bar.update()
 
 
 def _is_chain_only(rule: Verifier, drafting: str | None,
@@ -294,24 +313,22 @@ class _Settings(NamedTuple):
     for vocab_size, drafted in itertools.product(self.vocab_sizes, lengths):
       enumeration.check_size(vocab_size, drafted, drafted + 1)
 
-  def chains(self) -> list[trials.Found]:
-    """Returns the results of all enumerations of small models with chains."""
-    several = []
+  def chains(self) -> Iterator[trials.Found]:
+    """Yields the results of all enumerations of small models with chains."""
     for vocab_size, gamma in itertools.product(self.vocab_sizes, self.gammas):
       once = (self.rounds is None and not self.compiled.rule.remembers
               and vocab_size**(2 * gamma + 1) > _TWO_ROUNDS)
-      several += trials.on_chains(
+      yield from trials.on_chains(
           self.compiled, vocab_size, (gamma,), self.kinds, self.seeds,
           1 if once else self.several_rounds, self.dtype,
           self.drafting or "autoregressive", self.padded_to, self.ended)
-    return several
 
-  def small_trees(self) -> list[trials.Found]:
-    """Returns the results of all enumerations of small models with trees."""
-    return [trial for vocab_size in self.vocab_sizes
-            for trial in trials.on_trees(
-                self.compiled, vocab_size, self.trees, self.schemes, self.kinds,
-                self.seeds, self.several_rounds, self.dtype)]
+  def small_trees(self) -> Iterator[trials.Found]:
+    """Yields the results of all enumerations of small models with trees."""
+    for vocab_size in self.vocab_sizes:
+      yield from trials.on_trees(
+          self.compiled, vocab_size, self.trees, self.schemes, self.kinds,
+          self.seeds, self.several_rounds, self.dtype)
 
   def thorough_groups(self) -> Iterator[Iterator[trials.Found]]:
     """Yields groups of the trials that `thorough` of `certify` adds."""

@@ -72,11 +72,16 @@ class Drafter:
       once. If None, `propose` receives one PRNG key per row.
     context_length: length in tokens of the longest sequence that the drafter
       can read.
+    target_calls: largest number of target calls in a round, including the
+      verifying pass. Tokens per target call are tokens per round divided by it.
+      A pass of a part of the target (its first layers, some of its layers, or
+      all layers with a part of the cache) is a draft step, not a target call.
   """
 
   provides: tuple[str, ...] = ()
   num_uniforms: int | None = None
   context_length: float = math.inf
+  target_calls: int = 1
 
   @property
   def num_nodes(self) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 import optax
 
+from specjax.analysis import estimates
 from specjax.analysis.intervals import Estimate
-from specjax.analysis.intervals import estimate
 from specjax.decoding.decoder import Decoder
 from specjax.decoding.decoder import raise_if_not_finite
 from specjax.interfaces import Model
@@ -166,8 +166,9 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
                      clusters: Sequence[Hashable] | None = None) -> Measure:
   """Returns a function that measures the block efficiency on held-out prompts.
 
-  The block efficiency is 1 + E[tau], with the number tau of accepted tokens in
-  a round. In each round, tau is replaced by its expectation given the draft
+  The block efficiency is the number of tokens per target call,
+  (1 + E[tau]) / `Drafter.target_calls`, with the number tau of accepted tokens
+  in a round. In each round, tau is replaced by its expectation given the draft
   (Rao-Blackwell). Rounds of completed rows are excluded.
 
   Args:
@@ -203,20 +204,21 @@ def block_efficiency(decoder: Decoder, prompts: Sequence[ArrayLike], *,
       raise ValueError(
           f"no prompt leaves room in the context of {decoder.context_length} "
           "tokens, so no round was decoded; give shorter prompts")
-    return _with_interval("block_efficiency", accepted, active, clusters)
+    return _with_interval("block_efficiency", accepted, active, clusters,
+                          decoder.drafter.target_calls)
 
   return evaluate
 
 
 def _with_interval(name: str, totals: np.ndarray, counts: np.ndarray,
-                   clusters: Sequence[Hashable] | None = None
-                   ) -> dict[str, float]:
-  """Returns 1 + sum(totals) / sum(counts) by name, and its interval.
+                   clusters: Sequence[Hashable] | None = None,
+                   calls: int = 1) -> dict[str, float]:
+  """Returns (1 + sum(totals) / sum(counts)) / calls by name, and its interval.
 
   The keys are `name`, `name/low` and `name/high`.
   """
-  result = estimate(lambda total, count: 1 + total / count, totals, counts,
-                    clusters=clusters, least=1)
+  result = estimates.block_efficiency(
+      totals, counts, clusters, target_calls=calls)
   ends = {} if np.isnan(result.low) else {
       f"{name}/low": result.low, f"{name}/high": result.high}
   return {name: result.value, **ends}

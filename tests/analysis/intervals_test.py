@@ -171,10 +171,25 @@ def test_bounds_of_the_figure():
   assert held == (free.value, 1, 1.3, 5)
   few = analysis.ratio_estimate(values[:4], np.ones(4), least=1)
   assert np.isnan(few.low)
-  # Accepted tokens are not negative, so that no gain is below -1.
-  gain = analysis.relative_gain([0, 0, 0, 0, 90], np.ones(5),
-                                [0, 99, 99, 99, 99], np.ones(5))
-  assert gain.low >= -1
+  # Accepted tokens are not negative, so that no gain is below -1, or with two
+  # tokens at most below 1/3 - 1 and above 3 - 1.
+  accepted = [0, 0, 0, 0, 90], np.ones(5), [0, 99, 99, 99, 99], np.ones(5)
+  assert analysis.relative_gain(*accepted).low >= -1
+  few, many = np.array([0, 0, 0, 0.0, 0.5]), np.array([0, 2, 2, 2.0, 2])
+  for one, other, end in ((few, many, "low"), (many, few, "high")):
+    case = one, np.ones(5), other, np.ones(5)
+    least, most = 1 / 3 - 1, 2
+    free, held = analysis.relative_gain(*case), analysis.relative_gain(
+        *case, longest=2)
+    assert getattr(free, end) != getattr(held, end) == (
+        least if end == "low" else most)
+  # A round of drafts of 2 tokens has 1 to 3 tokens, also over two target calls.
+  for calls in 1, 2:
+    low = analysis.block_efficiency(few, np.ones(5), target_calls=calls)
+    assert low.value == pytest.approx(1.1 / calls) and low.low == 1 / calls
+    high = analysis.block_efficiency(
+        many, np.ones(5), longest=2, target_calls=calls)
+    assert high.value == pytest.approx(2.6 / calls) and high.high == 3 / calls
 
 
 def test_clusters():

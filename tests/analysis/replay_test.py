@@ -79,6 +79,7 @@ class _LawOnly(sj.Verifier):
     return sj.verifiers.Block().law(draft, target_probs)
 
 
+@pytest.mark.slow
 def test_other_verifiers_are_judged_as_observers_are(tmp_path):
   # Broken: a rule is judged on other drafts offline than online.
   observers = (sj.verifiers.Block(), sj.verifiers.GreedyBlock(),

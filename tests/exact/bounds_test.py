@@ -57,6 +57,7 @@ def test_every_table_bounds_every_valid_rule(kind, scheme):
       assert _bound(terms, weights, table) >= optimum - 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["iid", "without_replacement"])
 def test_a_fitted_table_is_close_to_the_best_possible(scheme):
   # Broken: the fit finds nothing, and the bound says no more than the height.

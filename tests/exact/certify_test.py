@@ -113,6 +113,16 @@ def test_roots_are_tokens_of_their_context():
     assert not exact.certify(rule, thorough=False, **_FEW).lossless
 
 
+def test_progress_is_reported_if_it_is_wanted(capsys):
+  # Broken: half a minute without a word, or bars in logs and tests.
+  few = dict(vocab_sizes=(3,), gammas=(1,), kinds=("mixed",), thorough=False)
+  assert exact.certify(Token(), **few) == exact.certify(
+      Token(), progress=False, **few)
+  assert capsys.readouterr().err == ""
+  exact.certify(Token(), progress=True, **few)
+  assert "certifying: 100%" in capsys.readouterr().err
+
+
 def test_a_sparse_enumeration_is_the_dense_one():
   # Broken: the total variation of large models is not what it says.
   gamma, vocab_size = 2, 3

@@ -198,6 +198,7 @@ def test_sound_samplers_are_approved(name):
   assert found.trees if trees else found.models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _RULES)
 @pytest.mark.parametrize("vocab_size", [3, 4])
 def test_boxes_have_the_law_of_the_rule(name, vocab_size):

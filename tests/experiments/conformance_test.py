@@ -67,6 +67,7 @@ def test_the_score_is_that_of_training(method):
       rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", methods.METHODS, ids=lambda m: m.name)
 def test_differences_can_be_undone(method):
   # Broken: a change is tried, but not the change that corrects it.

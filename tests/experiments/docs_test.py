@@ -26,6 +26,7 @@ def _with_examples():
       yield name.removesuffix(".__init__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*_with_examples()])
 def test_examples_of_docstrings(name):
   # Broken: the first thing that a reader pastes does not work.
@@ -42,6 +43,7 @@ def _id(path):
   return str(path.relative_to(_ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [p for p in _DOCUMENTS if _blocks(p, "python")], ids=_id)
 def test_python_of_documents(path, capsys):

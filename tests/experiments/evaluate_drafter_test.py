@@ -198,14 +198,14 @@ def test_rows_have_the_results_of_their_size():
       rules={"chain": ["token"], "tree": ["traversal"]},
       observed={"chain": ["token", "token, size 1"],
                 "tree": ["traversal", "traversal, size 3"]},
-      sizes={"tree": [3, 6]}).rows()
+      sizes={"tree": [3, 6]}, target_calls={"chain": 2, "tree": 1}).rows()
   assert [(row["draft"], row["gamma"], row["nodes"], row["block_efficiency"])
           for row in rows] == [
-              ("chain", 1, None, 1.5), ("chain", 2, None, 2),
+              ("chain", 1, None, 0.75), ("chain", 2, None, 1),
               ("tree", None, 3, 1.5), ("tree", None, 6, 2.5)]
   [chain, tree] = drafter_evaluation.wide(rows)
   assert (chain["gamma 1"][:4], chain["gamma 2"][:4], chain["6 nodes"]) == (
-      "1.50", "2.00", "")
+      "0.75", "1.00", "")
   assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
 
 
@@ -281,6 +281,7 @@ def test_a_bad_trace_is_one_line(line, problem, tmp_path):
   assert "--trace" in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_the_script_reports_and_resumes(tmp_path):
   """The block efficiency is the decoder's; the report and files are there."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=3", "--gamma=1,3",
@@ -308,6 +309,7 @@ def test_the_script_reports_and_resumes(tmp_path):
   assert "--drafter is recycling, which drafts" in recycling["code"]
 
 
+@pytest.mark.slow
 def test_the_arena_adds_a_drafter(tmp_path):
   """--add decodes only the new drafter, and other rows stay the same."""
   flags = ["--drafter=tiny", "--prompts=code", "--num_prompts=2", "--gamma=1,2",

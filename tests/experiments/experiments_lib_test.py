@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import imported
 from scripts import ROOT
 
 import specjax as sj
@@ -26,7 +27,6 @@ from lib.configurations import generation  # noqa: E402
 from lib.configurations import one_of  # noqa: E402
 from lib.rollouts import records  # noqa: E402
 from lib.rollouts import resumable  # noqa: E402
-import redraw  # noqa: E402
 
 
 def _decoder(verifier):
@@ -192,14 +192,23 @@ def test_the_kept_code_stays_small(tmp_path):
       "2-cache", "3-cache", "other"]
 
 
-def test_redraw(tmp_path, capsys):
+@pytest.fixture
+def redraw():
+  with imported("redraw.py") as module:
+    yield module
+
+
+@pytest.mark.slow
+def test_redraw(redraw, tmp_path, capsys):
   # Broken: a table or a figure here cannot be had from the numbers beside it,
   # or README's first table has other numbers.
   shutil.copy(ROOT / "experiments/results/verification_prompts.csv", tmp_path)
   for name in ("verification", "self_drafting/self_drafting"):
     here = ROOT / f"experiments/results/{name}.csv"
     shutil.copy(here, tmp_path)
-    redraw.draw(tmp_path / here.name)
+    redraw.draw(tmp_path / here.name, latex=True)
+    text = (tmp_path / here.with_suffix(".tex").name).read_text()
+    assert text.count(r"\begin{table}") == text.count(r"\bottomrule") > 0
     for figure in here.parent.glob(f"{here.stem}_*.png"):
       assert (tmp_path / figure.name).stat().st_size > 10_000
   assert (tmp_path / "verification.md").read_text() == (

@@ -195,7 +195,8 @@ class _Printer:
 class _Writer:
   """Says how many tokens it was given; Ctrl-C comes in its first answer."""
 
-  decoder = types.SimpleNamespace(num_nodes=3)
+  decoder = types.SimpleNamespace(
+      num_nodes=3, drafter=types.SimpleNamespace(target_calls=2))
 
   def __init__(self):
     self.numbers, self.capacities = [], []
@@ -295,7 +296,8 @@ def test_ctrl_c_keeps_what_was_written(tmp_path, capsys):
       with pytest.raises(KeyboardInterrupt):
         generate._continue(writer, [1, 2], _Printer())
       assert path.read_text() == want
-  assert "1 tokens" in capsys.readouterr().err
+  # The drafter has two target calls per round.
+  assert "1 tokens in 0 rounds: 0.50 per target call" in capsys.readouterr().err
 
 
 def _found(tokens, vocab_size=5, eos=None):

@@ -19,6 +19,7 @@ from lib import common  # noqa: E402
 _LETTERS = testing.ListTokenizer(tuple(bytes([c]) for c in b"\n abcdefg"))
 
 
+@pytest.mark.slow
 def test_throughput_study(tmp_path, monkeypatch, capsys):
   # Broken: texts that are not those alone pass, a study that was killed begins
   # anew, or a figure belongs to another variant.

@@ -65,6 +65,7 @@ _MODELS = {
 _QUICK = ("one row", "tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
     for name in _MODELS])

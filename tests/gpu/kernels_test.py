@@ -58,6 +58,7 @@ _CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES)
 def test_attention(case):
   # Broken: a slot, an ancestor, a window or a rotation; or what a kernel writes

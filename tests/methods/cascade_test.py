@@ -139,6 +139,7 @@ def _composed(name):
       _CertainlySometimes(vocab_size=VOCAB))), (own, None), [own] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cascade", "fallback", "merge"])
 def test_every_draft_has_the_law_that_it_says(name):
   # Broken: after a rejection, or after another drafter's tokens, a stage's

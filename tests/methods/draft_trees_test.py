@@ -113,14 +113,16 @@ class _CutByItsOwnChildren(_Tree):
         same[:, None, None], 0, rows[:, jnp.array([1, 4, 5])]))
 
 
+@pytest.mark.slow
 def test_a_right_tree_passes():
   # Broken: what is refused below is refused for another reason.
   assert assert_exact(_Tree()).drafts.log_p > np.log(0.01)
 
 
 @pytest.mark.parametrize("drafter", [
-    _Sorted, _SiblingsForgotten, _WrongBelow, _BranchesShareUniforms,
-    _CutByItsOwnChildren], ids=lambda d: d.__name__)
+    _Sorted, *(pytest.param(drafter, marks=pytest.mark.slow) for drafter in (
+        _SiblingsForgotten, _WrongBelow, _BranchesShareUniforms,
+        _CutByItsOwnChildren))], ids=lambda d: d.__name__)
 def test_a_wrong_tree_is_refused(drafter):
   # Broken: a drafter of this kind passes the bar.
   drafter = dataclasses.dataclass(frozen=True, kw_only=True)(drafter)
@@ -136,6 +138,7 @@ class _CommitsOneMore(sj.caches.KVCache):
     return super().rollback(lengths + (lengths > self.lengths))
 
 
+@pytest.mark.slow
 def test_a_wrong_text_is_refused():
   # Broken: drafts are right, and nobody looks at what becomes of them.
   config = small_pair().target.config

@@ -108,11 +108,13 @@ def test_a_right_drafter_passes():
   assert found.texts.log_p > np.log(0.01) and found.tokens > 30_000
 
 
+@pytest.mark.slow
 def test_a_right_drafter_passes_in_small_batches():
   # Broken: a small batch of drafts contains a row twice, with the same draws.
   assert_exact(Chain(), rows=48, calls=8)
 
 
+@pytest.mark.slow
 def test_a_short_context_passes():
   # Broken: prompts or the calls of many rounds need more tokens than there are.
   pair = testing.tiny_pair(VOCAB, seed=2, context_length=24)
@@ -232,9 +234,7 @@ _WHERE = {
         lambda i, state, _: state.limits - state.lengths == 1, ""),
 }
 
-_QUICK = {"from row 128", "after full acceptance", "temperature 0.7",
-          "temperature 0.3", "from round 6", "prompt over 32", "top-k",
-          "one row left", "most rows done"}
+_QUICK = {"from row 128", "after full acceptance", "temperature 0.7"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -406,7 +406,11 @@ _PLANTED = {
 }
 
 
-@pytest.mark.parametrize("drafter", _PLANTED, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("drafter", [
+    pytest.param(drafter, marks=() if drafter in (
+        _InThePrompt17, _NotNormalised, _RowsShareUniforms)
+                 else pytest.mark.slow) for drafter in _PLANTED],
+    ids=lambda d: d.__name__)
 def test_a_wrong_chain_is_refused(drafter):
   # Broken: a drafter of this kind passes the bar.
   # Few draws are wrong, or all are by little.

@@ -68,6 +68,7 @@ def _alone():
   return _rounds(sj.drafters.Empty(), 8)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [
     dict(post_norm=True, learned_positions=True, windows=(0, 4, 0)),
     dict(parallel_residual=True, norm="layer", logit_softcap=4.0)])
@@ -142,6 +143,7 @@ def test_what_is_left_out():
   np.testing.assert_allclose(*exits, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exit", range(1, _LAYERS))
 def test_greedy_texts_at_every_exit(exit):
   # Broken: a shared key, a stream or a position of any exit is another one.
@@ -154,6 +156,7 @@ def test_greedy_texts_at_every_exit(exit):
     np.testing.assert_array_equal(got[:n], want[:n])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [dense.KVCache, sj.caches.Paged(page=8)])
 def test_a_shared_pass_is_the_target_s_own(cache):
   # Broken: the verifying pass does not go on where the drafts stopped, or a
@@ -184,6 +187,7 @@ def test_a_shared_pass_is_the_target_s_own(cache):
       np.testing.assert_allclose(a[:, :, :held], b[:, :, :held], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_tree_s_shared_pass_is_the_target_s_own():
   # Broken: the verifying pass, whose order is not the draft's, gives a node
   # another one's logits, or keeps another one's keys.
@@ -202,6 +206,7 @@ def test_a_tree_s_shared_pass_is_the_target_s_own():
   np.testing.assert_array_equal(mine.target_cache.lengths, mine.lengths - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [
     lambda exit: (sj.drafters.Merge(drafters=(
         exit, sj.drafters.NGram(gamma=2))), sj.verifiers.Traversal(), None),

@@ -247,3 +247,14 @@ def test_drafters_tell_the_truth(drafter, chain, iid, autoregressive):
       "chain", "iid", "autoregressive", "conditional"}
   assert hash(drafter) == hash(dataclasses.replace(drafter))
   assert isinstance(drafter, sj.interfaces.Drafter)
+
+
+def test_target_calls():
+  # Broken: a drafter that drafts with a complete pass of the target is ranked
+  # by half of its cost, also as a member of a combination.
+  twice, once = _CASES["published"][0], PaSS(embeddings=_EMBEDDINGS)
+  assert (twice.target_calls, once.target_calls) == (2, 1)
+  ngram = sj.drafters.NGram(gamma=2)
+  for drafter, calls in ((twice, 2), (once, 1)):
+    assert sj.drafters.Fallback(
+        first=ngram, second=drafter).target_calls == calls

@@ -107,6 +107,7 @@ class _NotRenormalised(NetworkDrafter):
     return draft.replace(probs=probs), cache
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_renormalised_are_caught():
   # Broken: contribution_test.py, which decodes with all of these, cannot see a
   # dishonest row of a tree.

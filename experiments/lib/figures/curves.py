@@ -1,5 +1,6 @@
 """Figure of the learning curves of a training run."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 import sys
@@ -10,7 +11,8 @@ from specjax.utils import processes
 _FILE = "curves.png"
 
 
-def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
+def draw(directory: pathlib.Path, measures: Sequence[str], loss: str,
+         before: Mapping[str, float]) -> None:
   """Writes `curves.png` from the `metrics.csv` of a run.
 
   The panels show the losses, the held-out metrics of all heads together, the
@@ -22,6 +24,8 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
     measures: names of held-out metrics. The name of a metric of a single head
       contains a slash.
     loss: description of the loss, the title of the first panel.
+    before: values of held-out metrics at step 0, by name. metrics.csv has no
+      row of this step.
   """
   if not processes.is_first():
     return
@@ -34,14 +38,13 @@ def draw(directory: pathlib.Path, measures: Sequence[str], loss: str) -> None:
           "'specjax[experiments]'", file=sys.stderr)
     return
   names = [name for curves in panels.values() for name in curves]
-  # Neighbouring shades are similar, so neighbouring curves get distant shades.
-  colors = dict(zip([*names[::2], *names[1::2]], style.shades(len(names))))
+  looks = dict(zip(names, style.looks(len(names))))
   for panel, (title, curves) in zip(axes, panels.items()):
     for name in curves:
-      found = metrics.read(directory, name)
+      found = [*((0, x) for x in (before.get(name),) if x is not None),
+               *metrics.read(directory, name)]
       if found:
-        panel.plot(*zip(*found), color=colors[name], label=name,
-                   marker="." if len(found) < 20 else None)
+        style.line(panel, *zip(*found), label=name, **looks[name])
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("step")
   axes[-1].set_yscale("log")

@@ -1,7 +1,11 @@
-"""Names and colours of methods, and layout of figures, in all studies.
+"""Names and looks of methods, and layout of figures, in all studies.
 
-A method has one name in all tables and one colour in all figures. Other curves,
-such as training runs, have shades of a separate palette.
+A method has one name in all tables, and one colour, marker and dash pattern in
+all figures. Other curves, such as training runs, have `looks`. Curves are
+distinguishable in grey, because neighbours differ in marker and dashes.
+
+--figure_style=paper makes figures for one column of a paper: 3.3 inches wide,
+panels below each other, a legend above each panel, no title, and 300 dpi.
 """
 
 from collections.abc import Sequence
@@ -9,6 +13,7 @@ import pathlib
 import textwrap
 from typing import Any
 
+from absl import flags
 import numpy as np
 
 from specjax.utils import processes
@@ -17,24 +22,33 @@ MOST = 8  # maximum number of curves in a readable panel
 
 _APART = 3.0  # sideways shift between curves with equal x, in points
 _LEGEND = 2.4  # width of the legend in inches
-# Name of each method in tables, and its colour, by its name in flags and files.
+_COLUMN = 3.3  # width of a paper's column in inches
+_LINE = 0.13  # height in inches of a line of a legend in a paper
+_SMALL = 3.0  # panels below this width in inches stay side by side in a paper
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000",
+           "#56b4e9", "#8c564b")
+_MARKERS = "os^DvP<X"
+_DASHES = "-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1))
+# Name of each method in tables, and its colour, marker and dashes in figures,
+# by the method's name in flags and files.
 _METHODS = {
-    "token": ("token", "#1f77b4"),
-    "block": ("block", "#ff7f0e"),
-    "greedy_block": ("greedy block", "#2ca02c"),
-    "chain_token": ("chain, token", "#1f77b4"),
-    "chain_block": ("chain, block", "#ff7f0e"),
-    "specinfer": ("i.i.d., recursive (SpecInfer)", "#9467bd"),
-    "iid_traversal": ("i.i.d., traversal", "#ff9896"),
-    "k_seq": ("i.i.d., K-SEQ", "#8c564b"),
-    "without_replacement": ("without replacement, recursive", "#e377c2"),
-    "traversal": ("without replacement, traversal", "#d62728"),
-    "hybrid": ("hybrid, recursive", "#17becf"),
-    "top_k": ("top-k, target walk", "#7f7f7f"),
-    "typical": ("typical (LOSSY)", "#bcbd22"),
-    "top_2": ("top 2 (LOSSY)", "#393b79"),
-    "autoregressive": ("autoregressive", "#000000"),
-    "dynamic_program": ("dynamic program's choice", "#000000"),
+    "token": ("token", "#0072b2", "o", "-"),
+    "block": ("block", "#d55e00", "s", "--"),
+    "greedy_block": ("greedy block", "#009e73", "^", "-."),
+    "chain_token": ("chain, token", "#0072b2", "o", "-"),
+    "chain_block": ("chain, block", "#d55e00", "s", "--"),
+    "specinfer": ("i.i.d., recursive (SpecInfer)", "#cc79a7", "v", ":"),
+    "iid_traversal": ("i.i.d., traversal", "#aa3377", "P", "-."),
+    "k_seq": ("i.i.d., K-SEQ", "#8c564b", "X", (0, (5, 1))),
+    "without_replacement": ("without replacement, recursive", "#56b4e9", "<",
+                            ":"),
+    "traversal": ("without replacement, traversal", "#117733", "D", "-"),
+    "hybrid": ("hybrid, recursive", "#e69f00", ">", "--"),
+    "top_k": ("top-k, target walk", "#7f7f7f", "h", "-."),
+    "typical": ("typical (LOSSY)", "#999933", "p", ":"),
+    "top_2": ("top 2 (LOSSY)", "#332288", "d", (0, (5, 1))),
+    "autoregressive": ("autoregressive", "#000000", "None", "-"),
+    "dynamic_program": ("dynamic program's choice", "#000000", "*", "None"),
 }
 
 _SHIPPED = len(_METHODS)
@@ -61,17 +75,36 @@ def label(method: str) -> str:
 
 def color(method: str) -> str:
   """Returns the colour of a method in all figures of a script."""
+  return look(method)["color"]
+
+
+def look(method: str) -> dict[str, Any]:
+  """Returns arguments of `Axes.plot`: colour, marker and dashes of a method."""
   if method not in _METHODS:
-    others = len(_METHODS) - _SHIPPED
-    _METHODS[method] = method, _OTHERS[others % len(_OTHERS)]
-  return _METHODS[method][1]
+    number = len(_METHODS) - _SHIPPED
+    _METHODS[method] = (method, *(
+        kinds[number % len(kinds)] for kinds in (_OTHERS, _MARKERS, _DASHES)))
+  return dict(zip(("color", "marker", "linestyle"), _METHODS[method][1:]))
 
 
-def shades(count: int):
-  """Returns colours for curves other than methods, from dark to light."""
-  import matplotlib  # pylint: disable=g-import-not-at-top
-  return matplotlib.colormaps["viridis"]([
-      0.9 * i / max(count - 1, 1) for i in range(count)])
+def looks(count: int) -> list[dict[str, Any]]:
+  """Returns arguments of `Axes.plot` for curves other than methods."""
+  return [{"color": _COLORS[i % MOST], "marker": _MARKERS[i % MOST],
+           "linestyle": _DASHES[(i + i // MOST) % len(_DASHES)]}
+          for i in range(count)]
+
+
+def line(axes: Any, x: Sequence[float], y: Sequence[float], **kwargs: Any
+         ) -> None:
+  """Plots a curve, without markers if many of them would hide it."""
+  axes.plot(x, y, markersize=4, **kwargs | (
+      {} if len(x) < 20 else {"marker": None}))
+
+
+def is_paper() -> bool:
+  """Returns True with --figure_style=paper."""
+  return "figure_style" in flags.FLAGS and (
+      flags.FLAGS["figure_style"].value == "paper")
 
 
 def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
@@ -81,8 +114,10 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
   Args:
     rows: number of rows of panels.
     columns: number of columns of panels.
-    width: width of a panel in inches.
-    height: height of a panel in inches.
+    width: width of a panel in inches, on a screen. In a paper, panels are below
+      each other if they are wide and at most four. Otherwise two are side by
+      side.
+    height: height of a panel in inches, on a screen.
     **kwargs: keyword arguments of `pyplot.subplots`.
 
   Returns:
@@ -91,9 +126,26 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 4.0,
   import matplotlib  # pylint: disable=g-import-not-at-top
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  return plt.subplots(
-      rows, columns, squeeze=False, layout="constrained",
-      figsize=(width * columns + _LEGEND, height * rows + 0.3), **kwargs)
+  if not is_paper():
+    return plt.subplots(
+        rows, columns, squeeze=False, layout="constrained",
+        figsize=(width * columns + _LEGEND, height * rows + 0.3), **kwargs)
+  plt.rcParams.update({"font.size": 7, "lines.linewidth": 1,
+                       "lines.markersize": 4, "pdf.fonttype": 42})
+  count = rows * columns
+  side = 2 if count > 1 and (width < _SMALL or count > 4) else 1
+  lines = -(-count // side)
+  figure, axes = plt.subplots(  # every panel has tick labels on its x-axis
+      lines, side, squeeze=False, layout="constrained",
+      figsize=(_COLUMN, 0.7 * height * lines), **kwargs | {"sharex": False})
+  for unused in axes.flat[count:]:
+    unused.set_visible(False)
+  return figure, axes.reshape(-1)[:count].reshape(rows, columns)
+
+
+def whole(axes: Any) -> None:
+  """Puts ticks of the x-axis at whole numbers, such as draft positions."""
+  axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def tried(axes: Any, values: Sequence[float]) -> None:
@@ -143,25 +195,61 @@ def errors(rows: list[dict[str, Any]], name: str):
 
 
 def save(figure: Any, path: pathlib.Path, title: str | None = None) -> None:
-  """Writes a figure with one legend for all panels, to the right of them.
+  """Writes a figure as PNG, and as PDF with the same name.
 
-  Also writes a PDF with the same name to the same directory. If there are
-  several processes, only the first one writes.
+  On a screen, all panels share one legend on their right. In a paper, every
+  panel has a legend above it, whose heading is the title of the panel, and
+  `title` is left out. If there are several processes, only the first one
+  writes.
   """
   import matplotlib.pyplot as plt  # pylint: disable=g-import-not-at-top
-  found = {}
-  for axes in figure.axes:
+  shown = [axes for axes in figure.axes if axes.get_visible()]
+  legends = []  # {label: handle} of every panel
+  for axes in shown:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    for handle, name in zip(*axes.get_legend_handles_labels()):
-      found.setdefault(name, handle)
-  figure.legend(found.values(), found.keys(), loc="outside right upper",
-                fontsize=8)
-  if title:
-    room = figure.get_figwidth() - _LEGEND
-    figure.suptitle(textwrap.fill(title, int(13 * room)), fontsize=10, x=0.01,
-                    horizontalalignment="left")
+    legends.append(dict(zip(*reversed(axes.get_legend_handles_labels()))))
+  if is_paper():
+    grid = shown[0].get_subplotspec().get_gridspec()
+    legends = [{textwrap.fill(label, 44 // grid.ncols): handle
+                for label, handle in legend.items()} for legend in legends]
+    for axes, legend in zip(shown, legends):
+      _complete(axes, shown, legend)
+    lines = max(sum(1 + label.count("\n") for label in legend)
+                for legend in legends)
+    figure.set_figheight(
+        figure.get_figheight() + _LINE * grid.nrows * lines)
+  else:
+    found = {label: handle for legend in reversed(legends)
+             for label, handle in legend.items()}
+    names = list(dict.fromkeys(x for legend in legends for x in legend))
+    figure.legend([found[name] for name in names], names,
+                  loc="outside right upper", fontsize=8)
+    if title:
+      room = figure.get_figwidth() - _LEGEND
+      figure.suptitle(textwrap.fill(title, int(13 * room)), fontsize=10, x=0.01,
+                      horizontalalignment="left")
   if processes.is_first():
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=300 if is_paper() else 110)
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
   plt.close(figure)
+
+
+def _complete(axes: Any, panels: Sequence[Any], legend: dict[str, Any]) -> None:
+  """Adds missing axis labels and the legend to a panel of a paper's figure."""
+  from matplotlib import ticker  # pylint: disable=g-import-not-at-top
+  # On a screen, only the outer panels of a grid have axis labels.
+  label = lambda get: next(filter(None, map(get, (axes, *panels))), "")
+  axes.set_xlabel(label(lambda x: x.get_xlabel()))
+  axes.tick_params(labelsize=7)
+  if isinstance(axes.xaxis.get_major_locator(), ticker.MaxNLocator):
+    axes.locator_params(axis="x", nbins=4)  # for narrow panels
+  axes.set_ylabel(label(lambda x: x.get_ylabel())
+                  if axes.get_subplotspec().is_first_col() else "")
+  heading = axes.get_title() if len(panels) > 1 else None
+  axes.set_title("")
+  if legend:
+    axes.legend(
+        legend.values(), legend.keys(), title=heading, loc="lower right",
+        bbox_to_anchor=(1, 1), fontsize=7, title_fontsize=7, alignment="left",
+        frameon=False, borderaxespad=0.2, labelspacing=0.2)

@@ -141,7 +141,8 @@ def chat(writer: streaming.Writer, tokenizer: Tokenizer,
     slots = _SLOTS
     while slots < len(ids) + new_tokens + writer.decoder.num_nodes:
       slots *= 2
-    printer, answer = printer_of(), streaming.Answer()
+    printer, answer = printer_of(), streaming.Answer(
+        target_calls=writer.decoder.drafter.target_calls)
     try:
       state = writer.start(ids, new_tokens, number, slots)
       writer.write(state, printer, answer)

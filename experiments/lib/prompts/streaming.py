@@ -91,17 +91,20 @@ class Answer:
     drafted: number of accepted draft tokens among `tokens`.
     seconds: time of decoding and printing, except the printing of the last two
       rounds.
+    target_calls: target calls in a round, see `sj.Drafter`.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
   rounds: int = 0
   drafted: int = 0
   seconds: float = 0.0
+  target_calls: int = 1
 
   def __str__(self):
     total = len(self.tokens)
     return (f"{total} tokens in {self.rounds} rounds: "
-            f"{total / max(self.rounds, 1):.2f} per target call, "
+            f"{total / max(self.rounds, 1) / self.target_calls:.2f} per target "
+            "call, "
             f"{100 * self.drafted / max(total, 1):.0f} % of them drafted, "
             f"{total / max(self.seconds, 1e-9):.0f} tokens/s")
 

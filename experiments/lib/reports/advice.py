@@ -9,7 +9,7 @@ from typing import Any
 
 from lib import common
 from lib.figures import style
-from lib.reports import drafter_evaluation
+from lib.reports import tables
 from lib.rollouts import round_costs
 from specjax.utils import files
 
@@ -50,13 +50,15 @@ def predict(rows: Sequence[dict[str, Any]], costs: Costs,
   for batch, context, row in itertools.product(batches, contexts, rows):
     plain, seconds = costs.seconds(
         row["draft"], _length(row, costs.rounds), batch, context)
-    ratio = plain / seconds
     name = "block_efficiency"
+    calls = row.get("target_calls", 1)  # older results have tokens per round
+    ratio = calls * plain / seconds
     found.append({
         "temperature": row["temperature"], "batch": batch, "context": context,
         **{key: row[key] for key in ("draft", "verifier", "gamma", name)},
+        "target_calls": calls,
         "round_ms": 1e3 * seconds, "no_draft_ms": 1e3 * plain,
-        "tokens_per_second": batch * row[name] / seconds,
+        "tokens_per_second": batch * calls * row[name] / seconds,
         **{"speedup" + end: row[name + end] and row[name + end] * ratio
            for end in ("", "_low", "_high")}})
   return found
@@ -136,7 +138,8 @@ def check(rows: Sequence[dict[str, Any]], costs: round_costs.Measured) -> str:
     for row in group:
       place = _place(row, costs)
       plain, seconds = costs.exact(*place)
-      row["measured_speedup"] = row["block_efficiency"] * plain / seconds
+      row["measured_speedup"] = (
+          row["block_efficiency"] * row["target_calls"] * plain / seconds)
       if costs.is_between(*place):
         predicted = costs.interpolated(*place)
         errors[place] = abs(
@@ -197,7 +200,7 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]], *,
         "speed-up": f"{best['speedup']:.2f}{interval}",
         "round (ms)": f"{best['round_ms']:.3g}",
         "without draft (ms)": f"{best['no_draft_ms']:.3g}"})
-  text += "\n## Fastest draft\n\n" + drafter_evaluation.markdown(table)
+  text += "\n## Fastest draft\n\n" + tables.markdown(table)
   text += ("\nIf the draft is *none*, the numbers are those of the fastest "
            "draft, and decoding without drafts is faster.\n")
   text += "\n## Where drafts pay\n\n" + "".join(

@@ -7,6 +7,7 @@ from typing import Any
 from lib import common
 from lib.figures import style
 from lib.reports import drafter_evaluation
+from lib.reports import tables
 from specjax.utils import files
 
 
@@ -20,18 +21,28 @@ def write(output_dir: pathlib.Path, rows: Sequence[dict[str, Any]],
     target: name of the target.
   """
   text = (f"# Arena of {target}\n\nTokens per target call, with 95 % "
-          "intervals.\n")
-  for temperature in dict.fromkeys(row["temperature"] for row in rows):
-    mine = [row for row in rows if row["prompts"] == "all"
-            and row["temperature"] == temperature]
-    table = drafter_evaluation.wide(sorted(mine, key=_best(mine)))
-    text += (f"\n## Temperature {temperature:g}\n\n"
-             + drafter_evaluation.markdown(table))
+          f"intervals over n clusters of prompts. {drafter_evaluation.CALLS}\n")
+  for caption, table in captioned(rows).items():
+    text += f"\n## {caption}\n\n{tables.markdown(table)}"
   print(text, end="")
   with files.atomically(output_dir / "arena.md") as f:
     f.write(text.encode())
   common.write_csv(output_dir / "arena.csv", list(rows))
-  _draw(rows, output_dir / "arena.png")
+  draw(output_dir, rows)
+
+
+def captioned(rows: Sequence[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns a table for every temperature, over all prompt sets.
+
+  The draft with the best result is first.
+  """
+  found = {}
+  for temperature in dict.fromkeys(row["temperature"] for row in rows):
+    mine = [row for row in rows if row["prompts"] == "all"
+            and row["temperature"] == temperature]
+    found[f"Temperature {temperature:g}"] = drafter_evaluation.wide(
+        sorted(mine, key=_best(mine)))
+  return found
 
 
 def _best(rows: Sequence[dict[str, Any]]):
@@ -42,7 +53,7 @@ def _best(rows: Sequence[dict[str, Any]]):
   return lambda row: (-best[row["draft"]], row["draft"])
 
 
-def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+def draw(directory: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
   """Draws tokens per target call of every draft and rule.
 
   The draft length is the best one for each draft and rule.
@@ -65,15 +76,16 @@ def _draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
       places = [-drafts.index(row["draft"]) + 0.25 * (i - len(rules) / 2)
                 / len(rules) for row in mine]
       panel.errorbar([row["block_efficiency"] for row in mine], places,
-                     xerr=style.errors(mine, "block_efficiency"), fmt="o",
+                     xerr=style.errors(mine, "block_efficiency"),
                      markersize=4, capsize=2, label=style.rule(rule),
-                     color=style.color(_COLORS.get(rule, rule)))
+                     **style.look(_LOOKS.get(rule, rule)) | {
+                         "linestyle": "None"})
     panel.set_yticks([-i for i in range(len(drafts))], drafts, fontsize=8)
     panel.set(xlabel="tokens per target call",
               title=f"temperature {temperature:g}")
-  style.save(figure, path)
+  style.save(figure, directory / "arena.png")
 
 
 # In other figures, the name of a rule on trees includes the kind of tree. A
-# rule has the colour of one of these names.
-_COLORS = {"recursive": "without_replacement", "target_walk": "top_k"}
+# rule has the look of one of these names.
+_LOOKS = {"recursive": "without_replacement", "target_walk": "top_k"}

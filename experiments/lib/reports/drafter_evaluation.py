@@ -14,13 +14,17 @@ import numpy as np
 from lib import common
 from lib.conformance import Result
 from lib.figures import style
+from lib.reports import tables
 from lib.rollouts import statistics
 from specjax import analysis
 from specjax.utils import files
 
+CALLS = ("A target call is a complete pass of the target. A draft step with a "
+         "part of the target (some of its layers, or a part of its cache) is "
+         "not counted.")
 _EXPLAINED = {
-    "Block efficiency": "Tokens per target call, with 95 % intervals over "
-    "prompts.",
+    "Block efficiency": "Tokens per target call, with 95 % intervals over n "
+    "clusters of prompts. " + CALLS,
     "Positions": "*Reached*: probability that the draft has this position and "
     "all its earlier tokens are accepted (token verification). *Accepted*: "
     "probability that the token is accepted if its position is reached. "
@@ -50,6 +54,7 @@ class Results:
       `judging.Judge.observed`).
     sizes: sizes of trees in nodes, by kind of draft. The last one is that of
       the drafted trees. The other kinds of draft are chains.
+    target_calls: `Drafter.target_calls` by kind of draft.
     cluster_of: function from a prompt's digest to its cluster label (see
       `analysis.estimate`).
   """
@@ -60,6 +65,7 @@ class Results:
   rules: Mapping[str, Sequence[str]]
   observed: Mapping[str, Sequence[str]]
   sizes: Mapping[str, Sequence[int]]
+  target_calls: Mapping[str, int]
   cluster_of: Callable[[str], str]
 
   def _cells(self):
@@ -83,13 +89,13 @@ class Results:
     for name, temperature, kind, units, runs in self._cells():
       place = {"prompts": name, "temperature": temperature, "draft": kind}
       clusters = [self.cluster_of(unit[5]) for unit in units]
+      calls = self.target_calls[kind]
 
-      def efficiency(accepted, starts, size, clusters=clusters):
-        found = analysis.estimate(lambda total, count: 1 + total / count,
-                                  accepted, starts, clusters=clusters,
-                                  least=1, most=1 + size)
+      def efficiency(accepted, starts, size, clusters=clusters, calls=calls):
+        found = analysis.block_efficiency(
+            accepted, starts, clusters, longest=size, target_calls=calls)
         return {"num_prompts": len(starts), "clusters": found.clusters,
-                **found.columns("block_efficiency")}
+                "target_calls": calls, **found.columns("block_efficiency")}
 
       names = self.observed[kind]
       for rule in self.rules[kind]:
@@ -190,15 +196,15 @@ def write(output_dir: pathlib.Path, results: Results,
     title: names of the drafter and the target.
   """
   rows, positions = results.rows(), results.positions()
-  tables = {"Block efficiency": wide(rows)}
+  found = {"Block efficiency": wide(rows)}
   if positions:
-    tables |= {"Positions": _formatted(positions, ".3f"),
+    found |= {"Positions": _formatted(positions, ".3f"),
                "Oracle length": _formatted(results.oracle(), ".2f"),
                "Entropy": _formatted(results.entropies(), ".3f")}
   text = f"# Evaluation of {title}\n"
-  for name, table in tables.items():
+  for name, table in found.items():
     if table:
-      text += f"\n## {name}\n\n{_EXPLAINED[name]}\n\n{markdown(table)}"
+      text += f"\n## {name}\n\n{_EXPLAINED[name]}\n\n{tables.markdown(table)}"
   text += _fault_section(faults)
   print(text, end="")
   with files.atomically(output_dir / "report.md") as f:
@@ -207,10 +213,10 @@ def write(output_dir: pathlib.Path, results: Results,
   if positions:
     common.write_csv(output_dir / "positions.csv", [
         dict.fromkeys(max(positions, key=len), "") | row for row in positions])
-    _draw(rows, positions, output_dir)
+    draw(output_dir, rows, positions)
 
 
-def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+def wide(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
   """Returns the rows of a table of block efficiency by draft length.
 
   The table has one column per draft length and size of trees.
@@ -219,14 +225,14 @@ def wide(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
   for row in rows:
     place = row["prompts"], row["temperature"], row["draft"], row["verifier"]
     cells = table.setdefault(place, dict(
-        prompts=row["prompts"], T=f"{row['temperature']:g}",
-        draft=row["draft"], verifier=style.rule(row["verifier"])))
+        prompts=row["prompts"], n=str(row["clusters"]),
+        T=f"{row['temperature']:g}", draft=row["draft"],
+        verifier=style.rule(row["verifier"])))
     column = (f"gamma {row['gamma']}" if row["gamma"]
               else f"{row['nodes']} nodes")
-    cells[column] = format(analysis.Estimate.of_columns(
-        row, "block_efficiency"), ".2f").rpartition(" ")[0]
+    cells[column] = tables.shown(row, "block_efficiency", ".2f")
   numbers = lambda name: sorted({row[name] for row in rows if row[name]})
-  columns = ["prompts", "T", "draft", "verifier",
+  columns = ["prompts", "n", "T", "draft", "verifier",
              *(f"gamma {gamma}" for gamma in numbers("gamma")),
              *(f"{nodes} nodes" for nodes in numbers("nodes"))]
   return [dict.fromkeys(columns, "") | row for row in table.values()]
@@ -247,13 +253,6 @@ def _formatted(rows: list[dict[str, Any]], form: str) -> list[dict[str, str]]:
           for row in rows]
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
-  """Returns rows as a Markdown table."""
-  lines = [list(rows[0]), ["---"] * len(rows[0]), *(
-      list(row.values()) for row in rows)]
-  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def _fault_section(faults: Result | None) -> str:
   if faults is None:
     return ""
@@ -262,8 +261,8 @@ def _fault_section(faults: Result | None) -> str:
       for i, fault in enumerate(faults.findings))
 
 
-def _draw(rows: list[dict[str, Any]], positions: list[dict[str, Any]],
-          output_dir: pathlib.Path) -> None:
+def draw(output_dir: pathlib.Path, rows: list[dict[str, Any]],
+         positions: list[dict[str, Any]]) -> None:
   """Draws block efficiency by draft length, and acceptance by position."""
   temperatures = list(dict.fromkeys(row["temperature"] for row in positions))
   figure, axes = style.panels(len(temperatures), 2)
@@ -276,16 +275,18 @@ def _draw(rows: list[dict[str, Any]], positions: list[dict[str, Any]],
       style.apart(left.errorbar(
           [row["gamma"] for row in mine],
           [row["block_efficiency"] for row in mine],
-          style.errors(mine, "block_efficiency"), marker="o", capsize=2,
-          color=style.color(rule), label=style.label(rule)), i, len(rules))
+          style.errors(mine, "block_efficiency"), capsize=2, markersize=4,
+          label=style.label(rule), **style.look(rule)), i, len(rules))
     left.set(xlabel="draft length", ylabel="tokens per target call",
              title=f"temperature {temperature:g}")
+    if chains:  # trees have no draft lengths
+      style.tried(left, [row["gamma"] for row in chains])
     mine = [row for row in positions if row["temperature"] == temperature]
-    for name, color, marker in (("reached", "black", "s"),
-                                ("accepted", style.color("token"), "o")):
+    for name, look in zip(("reached", "accepted"), style.looks(2)):
       right.plot([row["position"] for row in mine],
-                 [row[name] for row in mine], color=color, marker=marker,
+                 [row[name] for row in mine], markersize=4, **look,
                  label=f"{name} (token verification)")
+    style.whole(right)
     right.set(xlabel="position in the draft", ylabel="probability",
               ylim=(0, 1.02), title=f"temperature {temperature:g}")
   style.save(figure, output_dir / "evaluation.png")

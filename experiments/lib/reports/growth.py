@@ -271,7 +271,7 @@ def constants() -> list[dict]:
 
 def plot(rows: list[dict[str, Any]], suprema: dict[int, float],
          path: pathlib.Path) -> None:
-  """Plots ratios of explicit pairs, suprema and the bound, divided by gamma.
+  """Plots ratios of explicit pairs, suprema and the bound by gamma.
 
   Args:
     rows: result of `table`.
@@ -285,11 +285,12 @@ def plot(rows: list[dict[str, Any]], suprema: dict[int, float],
       ("supremum (grid)", suprema),
       ("explicit pairs", {row["gamma"]: row["ratio"] for row in rows}),
       ("simple pairs", {row["gamma"]: row["two_phase"] for row in rows}))
-  for (label, curve), color in zip(curves, style.shades(len(curves))):
-    axes.plot(sorted(curve), [curve[g] / g for g in sorted(curve)], marker="o",
-              color=color, label=label)
-  axes.set(xlabel="draft length gamma", ylabel="(block / token) / gamma",
-           ylim=(0, None))
+  for (label, curve), look in zip(curves, style.looks(len(curves))):
+    axes.plot(sorted(curve), [curve[g] for g in sorted(curve)], markersize=4,
+              label=label, **look)
+  axes.set(xlabel="draft length gamma", ylabel="block over token")
+  axes.set_yscale("log", base=2)
+  axes.yaxis.set_major_formatter("{x:g}")
   style.tried(axes, gammas)
   axes.tick_params(axis="x", rotation=60)
   style.save(figure, path, "The largest ratio of tokens in one round grows "

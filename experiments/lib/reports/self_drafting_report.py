@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lib.figures import style
+from lib.reports import tables
 from specjax.analysis import Estimate
 
 _SHOWN = 6  # printed positions of a draft, and printed guesses of a head
@@ -29,14 +30,6 @@ _ON_TREES = {
     ("sampled dynamic tree", "recursive"): "without_replacement",
     ("sampled dynamic tree", "traversal"): "traversal",
 }
-
-
-def passes(drafter: str):
-  """Returns the number of target passes per round.
-
-  It is 2 for the published variants of PaSS, and 1 for all other drafters.
-  """
-  return 2 if _kind(drafter).startswith("two passes") else 1
 
 
 def _kind(drafter: str):
@@ -67,7 +60,7 @@ def print_tables(rows: list[dict[str, Any]], paired: list[dict[str, Any]],
     print(f"{r['temperature']:3g} {r['drafter']:{width}s} "
           f"{style.rule(r['verifier']):15s} "
           f"{shown(r):>26s} "
-          f"{r['block_efficiency'] / passes(r['drafter']):6.2f} "
+          f"{r['block_efficiency'] / r['target_calls']:6.2f} "
           + (f"{r['speedup']:7.2f}x {r['predicted_speedup']:8.2f}x "
              f"{r['draft_over_step']:10.2f} " if speeds else "")
           + f"{r['added_parameters']:9,d}  "
@@ -96,6 +89,18 @@ def _print_accuracy(sources: list):
               + " ".join(f"{x:.3f}" for x in row[:_SHOWN]))
 
 
+def captioned(rows: list[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns the table of all drafters, by caption."""
+  return {"Tokens per round, target calls per round, and speed":
+          tables.without_empty([{
+              "T": f"{r['temperature']:g}", "drafter": r["drafter"],
+              "verifier": style.rule(r["verifier"]),
+              "tokens per round": tables.shown(r, "block_efficiency", ".2f"),
+              "target calls": str(r["target_calls"]),
+              "speed-up": f"{r['speedup']:.2f}" if "speedup" in r else "-"}
+                                for r in rows])}
+
+
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
          curves: dict[str, list], name: str = "self_drafting"):
   """Writes the figures.
@@ -110,15 +115,16 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]],
   """
   _plot_drafts(
       rows, directory / f"{name}_tokens.png",
-      lambda r: r["block_efficiency"] / passes(r["drafter"]),
-      lambda r: style.errors([r], "block_efficiency") / passes(r["drafter"]),
-      "tokens per target pass",
-      "Tokens per pass of the target; 95 % intervals over prompts")
+      lambda r: r["block_efficiency"] / r["target_calls"],
+      lambda r: style.errors([r], "block_efficiency") / r["target_calls"],
+      "tokens per target call",
+      "Tokens per target call; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot_drafts(
         rows, directory / f"{name}_speed.png", lambda r: r["speedup"],
-        lambda r: None, "speed-up",
-        "Speed over that of autoregressive decoding")
+        lambda r: style.errors([r], "speedup"), "speed-up",
+        "Speed over that of autoregressive decoding, median over prompts"
+        + "; 95 % intervals" * ("speedup_low" in rows[0]))
   _plot_positions(rows, directory / f"{name}_positions.png")
   if curves:
     _plot_training(curves, directory / f"{name}_training.png")
@@ -141,7 +147,7 @@ def _plot_drafts(rows: list[dict[str, Any]], path: pathlib.Path,
     mine = [r for r in rows if r["temperature"] == temperature]
     for r in sorted(mine, key=lambda r: r["drafter"].startswith(_UNTRAINED)):
       _plot_draft(axes, r, _height(r, mine, drafts), value(r), error(r),
-                  name == "tokens per target pass")
+                  name == "tokens per target call")
     axes.set_yticks(range(len(drafts)), drafts, fontsize=8)
     axes.set_title(f"temperature {temperature:g}", fontsize=10)
     axes.set_xlabel(name)
@@ -164,13 +170,14 @@ def _plot_draft(axes: Any, row: dict[str, Any], y: float, value: float,
                 error: Any, of_tokens: bool) -> None:
   """Plots the point of one draft and verifier."""
   before = row["drafter"].startswith(_UNTRAINED)
-  color = "black" if before else style.color(_method(row))
+  look = ({"color": "black", "marker": "o", "markerfacecolor": "none"}
+          if before else style.look(_method(row)))
   axes.errorbar(
-      value, y, xerr=error, fmt="o", markersize=5, color=color,
-      markerfacecolor="none" if before else color,
+      value, y, xerr=error, markersize=5, **look | {"linestyle": "None"},
       label="before training" if before else style.label(_method(row)))
-  if of_tokens and not before and passes(row["drafter"]) > 1:
-    axes.plot(row["block_efficiency"], y, "|", color=color, markersize=9,
+  if of_tokens and not before and row["target_calls"] > 1:
+    axes.plot(row["block_efficiency"], y, "|", color=look["color"],
+              markersize=9,
               label="tokens per round\nof two passes")
 
 
@@ -183,8 +190,8 @@ def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
       source = r["drafter"].partition(", ")[0]
       found.setdefault(source, {}).setdefault(_kind(r["drafter"]), r)
   kinds = list(dict.fromkeys(k for kept in found.values() for k in kept))
-  colors = dict(zip(kinds, style.shades(len(kinds))))
-  columns = min(4, len(found))
+  looks = dict(zip(kinds, style.looks(len(kinds))))
+  columns = len(found) if style.is_paper() else min(4, len(found))
   figure, grid = style.panels(
       -(-len(found) // columns), columns, width=2.6, height=2.4, sharex=True,
       sharey=True)
@@ -194,13 +201,15 @@ def _plot_positions(rows: list[dict[str, Any]], path: pathlib.Path):
     for place, (kind, r) in enumerate(drafts.items()):
       positions = np.arange(1, len(r["survival"]) + 1)
       style.apart(axes.plot(
-          positions, r["survival"], marker="o", markersize=4,
-          color=colors[kind], label=kind or "chain"), place, len(drafts))
+          positions, r["survival"], markersize=4, label=kind or "chain",
+          **looks[kind]), place, len(drafts))
     axes.set_title(source, fontsize=9)
     axes.set_ylim(0, 1.05)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-  figure.supxlabel("position", fontsize=9)
-  figure.supylabel("probability of acceptance", fontsize=9)
+    style.whole(axes)
+  for axes in grid[:, 0]:
+    axes.set_ylabel("P(accepted)")
+  for axes in grid.flat[:len(found)][-columns:]:
+    axes.set_xlabel("position")
   style.save(figure, path, "Probability that a draft is accepted up to a "
              f"position, temperature {first:g}")
 
@@ -211,10 +220,9 @@ def _plot_training(curves: dict[str, list], path: pathlib.Path):
   groups = [names[i:i + style.MOST] for i in range(0, len(names), style.MOST)]
   figure, grid = style.panels(1, len(groups), sharex=True, sharey=True)
   for axes, group in zip(grid[0], groups):
-    for name, color in zip(group, style.shades(len(group))):
+    for name, look in zip(group, style.looks(len(group))):
       tokens, value = zip(*curves[name])
-      axes.plot(np.array(tokens) / 1e6, value, marker="o", markersize=4,
-                color=color, label=name)
+      style.line(axes, np.array(tokens) / 1e6, value, label=name, **look)
     axes.set_xlabel("million training tokens")
   grid[0, 0].set_ylabel("tokens per round")
   style.save(figure, path, "The heads' most likely chain on held-out rows")

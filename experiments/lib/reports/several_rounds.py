@@ -141,7 +141,7 @@ def plot_best_rules(tables: dict[str, Any], path: pathlib.Path) -> None:
     for side, rule, label, color in (
         (-0.27, "block", "block", style.color("block")),
         (0, "patient", "Patient", "black"),
-        (0.27, "best", "best valid rule", style.shades(3)[1])):
+        (0.27, "best", "best valid rule", style.looks(7)[6]["color"])):
       axes.bar(np.arange(len(rows)) + side, [row[rule] for row in rows], 0.27,
                color=color, label=label)
     axes.set_xticks(range(len(rows)), [

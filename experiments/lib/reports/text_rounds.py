@@ -51,7 +51,7 @@ def compared(rounds: Any, base: Any, clusters: Sequence[str]):
     interval of "rounds_p90" missed the true value in 0 to 4 % of the cases.
   """
   within, within_base = _within(rounds, base)
-  limit = _quantile(within_base.mean(0))
+  limit = _quantile(within_base.mean(0), LEVEL)
   gain = analysis.estimate(
       lambda mine, other: mine / other - 1, (1 - within).sum(1),
       (1 - within_base).sum(1), clusters=clusters, least=-1)
@@ -86,28 +86,46 @@ def print_table(rows: list[dict[str, Any]]):
         "verification.")
 
 
-def quantile(within: np.ndarray, clusters: Sequence[str]):
-  """Returns the 90 % quantile of the rounds, with its 95 % interval.
+def median(values: Any, clusters: Sequence[str]) -> analysis.Estimate:
+  """Returns the median of `values [N]`, with the interval of `quantile`.
+
+  Args:
+    values: one number per sequence, such as its speed-up.
+    clusters: `[N]`, cluster labels of the sequences.
+  """
+  values = np.asarray(values, np.float64)
+  steps = np.unique(values)
+  found = quantile((values[:, None] <= steps).astype(np.float64), clusters, 0.5)
+  low, high = (x if np.isnan(x) else float(steps[int(x)])
+               for x in (found.low, found.high))
+  return analysis.Estimate(
+      float(np.median(values)), low, high, found.clusters)
+
+
+def quantile(within: np.ndarray, clusters: Sequence[str],
+             level: float = LEVEL) -> analysis.Estimate:
+  """Returns a quantile of the rounds, with its 95 % interval.
 
   P(at most k rounds) is a mean over sequences. The interval of the quantile
-  contains every k for which the interval of this mean contains 0.9 (Woodruff
-  1952). The lower end of the mean's interval is at most the Clopper-Pearson
-  bound for the case that all sequences need at most k rounds, with clusters as
-  observations. With fewer than 36 clusters, this bound is below 0.9, and the
-  interval of the quantile is NaN.
+  contains every k for which the interval of this mean contains `level`
+  (Woodruff 1952). The lower end of the mean's interval is at most the
+  Clopper-Pearson bound for the case that all sequences need at most k rounds,
+  with clusters as observations. With fewer than 36 clusters, this bound is
+  below 0.9 (below 0.5 with fewer than 6), and the interval is NaN.
 
   Args:
     within: `[N, K]`, P(at most k rounds) of each of N sequences.
     clusters: `[N]`, cluster labels of the sequences.
+    level: probability of the quantile, such as 0.5 for the median.
   """
-  value = _quantile(within.mean(0))
+  value = _quantile(within.mean(0), level)
   low = 0
   for k in range(within.shape[1]):
     share = analysis.estimate(np.divide, within[:, k], np.ones(len(within)),
                               clusters=clusters, least=0, most=1)
-    if share.high < LEVEL:
+    if share.high < level:
       low = k + 1
-    if min(share.low, _TAIL**(1 / share.clusters)) >= LEVEL:
+    if min(share.low, _TAIL**(1 / share.clusters)) >= level:
       return analysis.Estimate(value, low, k, share.clusters)
   return analysis.Estimate(value, np.nan, np.nan, share.clusters)
 
@@ -162,6 +180,6 @@ def _within(*rounds: Any):
   return [(x[:, None] <= np.arange(most)).astype(np.float64) for x in rounds]
 
 
-def _quantile(shares: np.ndarray):
-  # The smallest k with P(at most k rounds) >= LEVEL.
-  return int((shares < LEVEL - 1e-9).sum())
+def _quantile(shares: np.ndarray, level: float):
+  # The smallest k with P(at most k rounds) >= level.
+  return int((shares < level - 1e-9).sum())

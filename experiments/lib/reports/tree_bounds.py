@@ -145,11 +145,12 @@ def columns(judged: Any, clusters: Sequence[str]):
     most[half == mine] = analysis.accepted_bound(take(half == mine), table)
   total = lambda x: np.bincount(judged.prompts, x, len(clusters))
   rounds, bound = total(np.ones(len(half))), total(most)
-  tokens = lambda accepted: analysis.ratio_estimate(
-      rounds + accepted, rounds, clusters=clusters, least=1)
+  tokens = lambda accepted: analysis.block_efficiency(
+      accepted, rounds, clusters, longest=judged.height)
   return [{
       **tokens(accepted).columns("bounded_tokens"),
       **tokens(bound).columns("bound"),
-      **analysis.relative_gain(accepted, rounds, bound, rounds,
-                               clusters=clusters).columns("over_bound"),
+      **analysis.relative_gain(
+          accepted, rounds, bound, rounds, clusters=clusters,
+          longest=judged.height).columns("over_bound"),
   } for accepted in map(total, judged.expected.T)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from lib import common
 from lib.figures import style
+from lib.reports import tables
 from lib.reports import text_rounds
 from specjax import analysis
 from specjax.analysis import Estimate
@@ -39,26 +40,29 @@ def figures(runs: list[dict[str, dict[str, Any]]], own: str, shared: str,
   """
   once = runs[:len(clusters)]
   others, mine = ([run[name] for run in once] for name in (shared, own))
-  tokens, alone = (analysis.estimate(
-      lambda total, count: 1 + total / count,
+  tokens, alone = (analysis.block_efficiency(
       [r["expected"][i] for r in rollouts], [r["rounds"] for r in rollouts],
-      clusters=clusters, least=1) for rollouts, i in ((others, law), (mine, 0)))
+      clusters, longest=len(rollouts[0]["survival"][i]) - 1)
+                   for rollouts, i in ((others, law), (mine, 0)))
   return {"clusters": alone.clusters, **tokens.columns("tokens_per_pass"),
           **alone.columns("own_tokens_per_pass"),
           **text_rounds.columns([r["rounds"] for r in mine], clusters),
-          **_over_best(others, law, best, clusters), **_speed(runs, own)}
+          **_over_best(others, law, best, clusters),
+          **_speed(runs, own, clusters)}
 
 
-def _speed(runs: list[dict[str, dict[str, Any]]], own: str
-           ) -> dict[str, float]:
+def _speed(runs: list[dict[str, dict[str, Any]]], own: str,
+           clusters: Sequence[str]) -> dict[str, float | None]:
   """Returns the columns of speed. Empty if the runs were not timed."""
   if "seconds" not in runs[0][own]:
     return {}
   pace, baseline = (np.array([
       run[name]["seconds"] / run[name]["tokens"] for run in runs])
                     for name in (own, BASELINE))
+  speedup = text_rounds.median(
+      baseline / pace, [*clusters] * (len(runs) // len(clusters)))
   return {"tokens_per_second": 1 / statistics.median(pace),
-          "speedup": statistics.median(baseline / pace)}
+          **speedup.columns("speedup")}
 
 
 def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
@@ -70,7 +74,8 @@ def _over_best(runs: list[dict[str, Any]], law: int, best: int | None,
   totals, most = ([sum(r["survival"][i][1:]) for r in runs]
                   for i in (law, best))
   return analysis.relative_gain(
-      totals, rounds, most, rounds, clusters=clusters).columns("over_best")
+      totals, rounds, most, rounds, clusters=clusters,
+      longest=len(runs[0]["survival"][law]) - 1).columns("over_best")
 
 
 def print_table(rows: list[dict[str, Any]]):
@@ -132,14 +137,28 @@ def write(directory: pathlib.Path, rows: list[dict[str, Any]]):
   draw(directory, rows)
 
 
+def captioned(rows: list[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns the table of all methods, by caption."""
+  return {"Tokens per target call and speed of draft trees":
+          tables.without_empty([{
+              "T": f"{r['temperature']:g}", "method": style.label(r["method"]),
+              "nodes": str(r["nodes"]),
+              "tokens, same drafts": tables.shown(r, "tokens_per_pass", ".2f"),
+              "tokens, own rollouts": tables.shown(
+                  r, "own_tokens_per_pass", ".2f"),
+              "speed-up": f"{r['speedup']:.2f}" if "speedup" in r else "-"}
+                                for r in rows])}
+
+
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """Writes the figures from rows of trees.csv."""
   _plot(rows, directory / "trees_tokens.png", "tokens_per_pass",
-        "tokens per target pass", "Tokens per pass of the target, same drafts "
+        "tokens per target call", "Tokens per target call, same drafts "
         "for all rules on the same trees; 95 % intervals over prompts")
   if "speedup" in rows[0]:
     _plot(rows, directory / "trees_speed.png", "speedup", "speed-up",
-          "Speed over that of autoregressive decoding")
+          "Speed over that of autoregressive decoding, median over prompts"
+          + "; 95 % intervals" * ("speedup_low" in rows[0]))
 
 
 def _plot(rows: list[dict[str, Any]], path: pathlib.Path, figure_of: str,
@@ -166,15 +185,14 @@ def _plot_panel(axes: Any, rows: list[dict[str, Any]], figure_of: str) -> None:
   for place, (method, line) in enumerate(lines.items()):
     style.apart(axes.errorbar(
         [r["nodes"] for r in line], [r[figure_of] for r in line],
-        style.errors(line, figure_of), marker="o", markersize=4, capsize=2,
-        color=style.color(method), label=style.label(method)),
-                place, len(lines))
+        style.errors(line, figure_of), markersize=4, capsize=2,
+        label=style.label(method), **style.look(method)), place, len(lines))
   nodes = [r["nodes"] for line in lines.values() for r in line]
   if figure_of == "speedup":  # the dynamic program chooses the number of nodes
     [chosen] = chosen
     nodes.append(chosen["nodes"])
-    axes.plot(chosen["nodes"], chosen[figure_of], "*", markersize=11,
-              color=style.color(FASTEST), label=style.label(FASTEST))
+    axes.plot(chosen["nodes"], chosen[figure_of], markersize=11,
+              label=style.label(FASTEST), **style.look(FASTEST))
     axes.axhline(1, color=style.color(BASELINE), linewidth=0.8,
                  label=style.label(BASELINE))
   style.tried(axes, nodes)

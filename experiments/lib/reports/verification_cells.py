@@ -190,7 +190,8 @@ class Study:
     if self._costs is None:
       return {"throughput": own, "throughput_gain":
               own / _tokens_per_second(base_runs) - 1}
-    halves = [[pair for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
+    halves = [[(*pair, self._cluster_of(unit[5]))
+               for unit, pair in zip(units, pairs) if unit[4] % 2 == half]
               for half in (0, 1)]
     return {"tokens_per_second": own, **_speedups(halves),
             **self._round_costs(drafter, gamma, own_runs)}
@@ -220,22 +221,23 @@ def _speedups(halves: list[list[tuple]]):
   equal for all prompts. It makes no assumption about acceptance.
 
   Args:
-    halves: two lists of `(run, autoregressive run)`, one per half of the
-      prompts.
+    halves: two lists of `(run, autoregressive run, cluster label)`, one per
+      half of the prompts.
   """
   # The cost of a round, in autoregressive steps of the same prompt. The ratio
   # cancels the speed of the machine, because it timed both runs.
   steps = [median(
       (r["seconds"] / r["rounds"]) / (b["seconds"] / b["tokens"])
-      for r, b in half) for half in halves]
+      for r, b, _ in half) for half in halves]
   measured, predicted = [], []
   for half, other_steps in zip(halves, steps[::-1]):
-    for run, base in half:
+    for run, base, _ in half:
       measured.append(base["seconds"] / base["tokens"]
                       / (run["seconds"] / run["tokens"]))
       efficiency = 1 + run["expected"][0] / run["rounds"]
       predicted.append(efficiency / other_steps)
-  return {"speedup": median(measured),
+  clusters = [cluster for half in halves for *_, cluster in half]
+  return {**text_rounds.median(measured, clusters).columns("speedup"),
           "predicted_speedup": median(predicted),
           "measured_over_predicted": median(
               np.divide(measured, predicted))}
@@ -265,11 +267,11 @@ def estimates(rows: list[dict[str, Any]], base: list[dict[str, Any]]):
   clusters = [r["cluster"] for r in rows]
   sums = lambda rows, kind: (of(rows, f"{kind}_accepted"),
                              of(rows, f"{kind}_rounds"))
-  tokens = lambda kind: analysis.estimate(
-      lambda total, count: 1 + total / count, *sums(rows, kind),
-      clusters=clusters, least=1, most=1 + rows[0]["gamma"])
+  tokens = lambda kind: analysis.block_efficiency(
+      *sums(rows, kind), clusters, longest=rows[0]["gamma"])
   gain = lambda kind: analysis.relative_gain(
-      *sums(rows, kind), *sums(base, kind), clusters=clusters)
+      *sums(rows, kind), *sums(base, kind), clusters=clusters,
+      longest=rows[0]["gamma"])
   found = {"paired_block_efficiency": tokens("shared"), "gain": gain("shared")}
   if rows[0]["own_rounds"]:
     found |= {"block_efficiency": tokens("own"), "own_gain": gain("own")}

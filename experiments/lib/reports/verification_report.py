@@ -5,15 +5,19 @@ from typing import Any
 
 from lib import common
 from lib.figures import style
+from lib.reports import tables
 from lib.reports import text_rounds
 from lib.reports import verification_cells as cells
-from specjax import analysis
 from specjax.utils import files
 
-# Columns of the printed table: name, format and width.
-_SHOWN = (("block_efficiency", ".2f", 20),
-          ("paired_block_efficiency", ".2f", 20), ("own_gain", "+.1%", 21),
-          ("gain", "+.1%", 21))
+# Columns of the printed table: name, format, width, two lines of the header.
+_SHOWN = (
+    ("block_efficiency", ".2f", 20, "tokens of a round", "own rollouts"),
+    ("paired_block_efficiency", ".2f", 20, "tokens of a round", "same drafts"),
+    ("own_gain", "+.1%", 21, "gain over token", "own rollouts"),
+    ("gain", "+.1%", 21, "gain over token", "same drafts"),
+    ("speedup", "", 17, "speed-up over", "autoregressive"),
+    ("predicted_speedup", "", 9, "", "predicted"))
 _TABLE_GAMMA = 8  # draft length of the tables by prompt set and by temperature
 
 
@@ -28,29 +32,20 @@ def _judged_afresh(row: dict[str, Any]):
           else common.VERIFIERS[row["verifier"]].remembers)
 
 
-def _shown(row: dict[str, Any], name: str, form: str):
-  """Returns an estimate with its interval as text, or "-" if it is missing."""
-  if name not in row:
-    return "-"
-  return format(
-      analysis.Estimate.of_columns(row, name), form).rpartition(" ")[0]
-
-
 def print_table(rows: list[dict[str, Any]]):
   """Prints the results of all cells over all prompts."""
   width = max(len("drafter"), *(len(r["drafter"]) for r in rows))
   rules = max(13, *(len(_starred(r)) for r in rows))
-  print(f"{'':{width + rules + 12}s} {'tokens of a round':>41s} "
-        f"{'gain over token':>43s} {'speed-up over':>14s}")
+  shown = [column for column in _SHOWN if column[0] in rows[0]]
+  print(f"{'':{width + rules + 12}s} " + " ".join(
+      f"{head:>{wide}s}" for *_, wide, head, _ in shown))
   print(f"{'drafter':{width}s} {'T':>4s} {'gamma':>5s} {'verifier':{rules}s} "
-        f"{'own rollouts':>20s} {'same drafts':>20s} {'own rollouts':>21s} "
-        f"{'same drafts':>21s} {'autoregressive':>14s} {'predicted':>9s}")
+        + " ".join(f"{head:>{wide}s}" for *_, wide, _, head in shown))
   for r in rows:
     print(f"{r['drafter']:{width}s} {r['temperature']:4g} {r['gamma']:5d} "
-          f"{_starred(r):{rules}s} " + "".join(
-              f"{_shown(r, x, form):>{wide}s} " for x, form, wide in _SHOWN) +
-          f"{_speedup(r, 'speedup'):>14s} "
-          f"{_speedup(r, 'predicted_speedup'):>9s}")
+          f"{_starred(r):{rules}s} " + " ".join(
+              f"{tables.shown(r, x, form) if form else _speedup(r, x):>{wide}s}"
+              for x, form, wide, *_ in shown))
   print(f"95 % intervals over {rows[0]['clusters']} clusters of prompts")
   afresh = {style.label(r["verifier"]) for r in rows
             if _judged_afresh(r)}
@@ -102,10 +97,17 @@ def write(directory: pathlib.Path, rows: list[dict[str, Any]],
 
 def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
   """Writes verification.md and the figures, from rows of verification.csv."""
-  by_prompts = [r for r in rows if r["prompts"] != "all"]
-  rows = [r for r in rows if r["prompts"] == "all"]
   with files.atomically(directory / "verification.md") as f:
-    f.write(_tables(rows, by_prompts).encode())
+    f.write((_EXPLAINED + "".join(
+        f"\nTable {number}. {caption}.\n\n{tables.markdown(table)}"
+        for number, (caption, table) in enumerate(
+            captioned(rows).items(), 1))).encode())
+  rows = [r for r in rows if r["prompts"] == "all"]
+  if "speedup" in rows[0]:
+    _plot_speed(rows, directory / "verification_speed.png")
+  # In a figure of shared drafts, a rule that decides every round as a first
+  # round would appear to be better than on its own rollouts.
+  rows = [r for r in rows if not _judged_afresh(r)]
   _plot_estimate(
       rows, directory / "verification_tokens.png", "paired_block_efficiency",
       "tokens per target call", "Tokens per target call on the same drafts; "
@@ -114,8 +116,6 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
       rows, directory / "verification_gain.png", "gain", "gain in %",
       "Gain in tokens per target call over token verification, on the same "
       "drafts; 95 % intervals over prompts", scale=100, skipped=("token",))
-  if "speedup" in rows[0]:
-    _plot_speed(rows, directory / "verification_speed.png")
 
 
 def summary(rows: list[dict[str, Any]]):
@@ -136,41 +136,49 @@ def summary(rows: list[dict[str, Any]]):
             "block: tokens per target call", "gain on the same drafts",
             "gain of own rollouts", "n")), "|---" * 6 + "|",
       *(line((str(gamma), f"{token[gamma]['block_efficiency']:.3f}",
-              f"{row['block_efficiency']:.3f}", _shown(row, "gain", "+.1%"),
-              _shown(row, "own_gain", "+.1%"), str(row["clusters"])))
+              f"{row['block_efficiency']:.3f}",
+              tables.shown(row, "gain", "+.1%"),
+              tables.shown(row, "own_gain", "+.1%"), str(row["clusters"])))
         for gamma, row in block.items())]
 
 
-def _tables(rows: list[dict[str, Any]], by_prompts: list[dict[str, Any]]):
-  """Returns the three tables of verification.md as Markdown."""
-  gammas = sorted({r["gamma"] for r in rows})
+_EXPLAINED = (
+    "Tokens: tokens per target call (block efficiency). Gain: relative "
+    "increase in tokens per target call over token verification. Same drafts: "
+    "all rules are evaluated on the drafts of one output. Own rollouts: each "
+    "rule generates its own output. On the same drafts, greedy block "
+    "verification decides every round as a first round. Intervals: 95 %, over "
+    "n clusters of prompts. Speed-up: speed over autoregressive decoding, "
+    "median over prompts.\n")
+
+
+def captioned(rows: list[dict[str, Any]]) -> dict[str, tables.Table]:
+  """Returns the tables of verification.md by caption.
+
+  Args:
+    rows: rows of verification.csv.
+  """
+  every = [r for r in rows if r["prompts"] == "all"]
+  gammas = sorted({r["gamma"] for r in every})
   gamma = _TABLE_GAMMA if _TABLE_GAMMA in gammas else max(gammas)
-  first = rows[0]["temperature"]
-  best = rows[0]["drafter"]
+  first, best = every[0]["temperature"], every[0]["drafter"]
   pick = lambda rows, **want: [
       r for r in rows if all(r[k] == v for k, v in want.items())]
-  by_set = pick(by_prompts + rows, drafter=best, gamma=gamma,
-                temperature=first)
-  return "\n".join([
-      "Tokens: tokens per target call (block efficiency) of each rule on its "
-      "own rollouts. Gain: relative increase in tokens per target call over "
-      "token verification, on the same drafts or on each rule's own rollouts. "
-      "On the same drafts, greedy block verification decides every round as a "
-      "first round. Intervals: 95 %, over n clusters of prompts. Speed-up: "
-      "tokens per second over autoregressive decoding.", "",
-      f"Table 1. By prompt set: gamma {gamma}, temperature {first:g}, drafter "
-      f"{best}.", "",
-      *_table(by_set, ["prompts"]), "",
-      f"Table 2. By drafter and gamma: temperature {first:g}, all prompts.", "",
-      *_table(pick(rows, temperature=first), ["drafter", "gamma"]), "",
-      f"Table 3. By drafter and temperature: gamma {gamma}, all prompts.", "",
-      *_table(pick(rows, gamma=gamma), ["drafter", "temperature"]), ""])
+  by_set = sorted(pick(rows, drafter=best, gamma=gamma, temperature=first),
+                  key=lambda r: r["prompts"] == "all")
+  return {
+      f"By prompt set: gamma {gamma}, temperature {first:g}, drafter {best}":
+          _table(by_set, ["prompts"]),
+      f"By drafter and gamma: temperature {first:g}, all prompts":
+          _table(pick(every, temperature=first), ["drafter", "gamma"]),
+      f"By drafter and temperature: gamma {gamma}, all prompts":
+          _table(pick(every, gamma=gamma), ["drafter", "temperature"])}
 
 
-def _table(rows: list[dict[str, Any]], labels: list[str]):
-  """Returns a Markdown table as lines, one line per setting.
+def _table(rows: list[dict[str, Any]], labels: list[str]) -> tables.Table:
+  """Returns a table with one line per setting, for all verifiers.
 
-  A line contains the results of all verifiers.
+  Tokens are those of own rollouts, or without them those of the same drafts.
 
   Args:
     rows: rows of verification.csv.
@@ -178,30 +186,26 @@ def _table(rows: list[dict[str, Any]], labels: list[str]):
   """
   lines = {}
   for r in rows:
-    lines.setdefault(tuple(r[label] for label in labels), []).append(r)
-  verifiers = [style.label(r["verifier"]) for r in next(iter(lines.values()))]
-  head = [*labels, "n", *(f"own rollouts: tokens of {v}" for v in verifiers),
-          *(f"{what}: gain of {v}" for v in verifiers if v != "token"
-            for what in ("same drafts", "own rollouts")),
-          *(f"speed-up of {v}" for v in verifiers)]
-  markdown = lambda cells: "| " + " | ".join(cells) + " |"
-  return [markdown(head), "|---" * len(head) + "|", *(
-      markdown(_line(values, mine)) for values, mine in lines.items())]
-
-
-def _line(values: tuple, rows: list[dict[str, Any]]) -> list[str]:
-  """Returns the table cells of one setting.
-
-  Args:
-    values: values that identify the setting.
-    rows: rows of verification.csv of the setting, one for each verifier.
-  """
-  return [*(f"{v:g}" if isinstance(v, float) else str(v) for v in values),
-          str(rows[0]["clusters"]),
-          *(_shown(r, "block_efficiency", ".2f") for r in rows),
-          *(_shown(r, name, "+.1%") for r in rows if r["verifier"] != "token"
-            for name in ("gain", "own_gain")),
-          *(_speedup(r, "speedup").rstrip("x") for r in rows)]
+    values = tuple(r[label] for label in labels)
+    lines.setdefault(values, dict(zip(labels, (
+        f"{v:g}" if isinstance(v, float) else str(v) for v in values)))
+        | {"n": str(r["clusters"])})
+  own = "block_efficiency" in rows[0]
+  for part in ("tokens", "gain", "speed-up"):
+    for r in rows:
+      line = lines[tuple(r[x] for x in labels)]
+      name, same = style.label(r["verifier"]), "same drafts" + (
+          ", first round" * _judged_afresh(r))
+      if part == "tokens":
+        kind, column = (("own rollouts", "block_efficiency") if own else
+                        (same, "paired_block_efficiency"))
+        line[f"{kind}: tokens of {name}"] = tables.shown(r, column, ".2f")
+      elif part == "speed-up":
+        line[f"speed-up of {name}"] = _speedup(r, "speedup").rstrip("x")
+      elif r["verifier"] != "token":
+        for kind, column in ((same, "gain"), ("own rollouts", "own_gain")):
+          line[f"{kind}: gain of {name}"] = tables.shown(r, column, "+.1%")
+  return tables.without_empty(list(lines.values()))
 
 
 def _panels(rows: list[dict[str, Any]]):
@@ -238,19 +242,13 @@ def _curves(rows: list[dict[str, Any]]) -> list[tuple]:
           for place, verifier in enumerate(verifiers)]
 
 
-def _name(row: dict[str, Any]):
-  """Returns the label of a verifier's curve on shared drafts."""
-  return style.label(row["verifier"]) + (
-      "\n(first round only)" * _judged_afresh(row))
-
-
 def _measured(axes: Any, verifier: str, rows: list[dict[str, Any]], name: str,
               place: tuple[int, int], scale: float = 1):
   """Plots the points of an estimate with their 95 % intervals."""
   style.apart(axes.errorbar(
       [r["gamma"] for r in rows], [scale * r[name] for r in rows],
-      scale * style.errors(rows, name), marker="o", markersize=4, capsize=3,
-      color=style.color(verifier), label=_name(rows[0])), *place)
+      scale * style.errors(rows, name), markersize=4, capsize=3,
+      label=style.label(verifier), **style.look(verifier)), *place)
 
 
 def _plot_estimate(rows: list[dict[str, Any]], path: pathlib.Path, name: str,
@@ -273,14 +271,16 @@ def _plot_speed(rows: list[dict[str, Any]], path: pathlib.Path):
     axes.axhline(1, color=style.color("autoregressive"), linewidth=0.8,
                  label=style.label("autoregressive"))
     for verifier, mine, place in curves:
-      color, x = style.color(verifier), [r["gamma"] for r in mine]
+      x = [r["gamma"] for r in mine]
+      style.apart(axes.errorbar(
+          x, [r["speedup"] for r in mine], style.errors(mine, "speedup"),
+          markersize=4, capsize=3, label=style.label(verifier),
+          **style.look(verifier)), *place)
       style.apart(axes.plot(
-          x, [r["speedup"] for r in mine], marker="o", markersize=4,
-          color=color, label=style.label(verifier)), *place)
-      style.apart(axes.plot(
-          x, [r["predicted_speedup"] for r in mine], "s",
-          markerfacecolor="none", color=color, markersize=8,
+          x, [r["predicted_speedup"] for r in mine], "o",
+          markerfacecolor="none", color=style.color(verifier), markersize=8,
           label="predicted by the\nother prompts' costs"
           if verifier == curves[-1][0] else None), *place)
     axes.set_ylabel("speed-up")
-  style.save(figure, path, "Speed over that of autoregressive decoding")
+  style.save(figure, path, "Speed over that of autoregressive decoding, median "
+             "over prompts" + "; 95 % intervals" * ("speedup_low" in rows[0]))

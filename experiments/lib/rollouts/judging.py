@@ -236,6 +236,8 @@ class Judge:
                for name, x in self.candidates.items() if not x.is_chain},
         temperatures=temperatures,
         rules={name: list(self.rules_of(name)) for name in self.candidates},
+        target_calls={name: x.drafter.target_calls
+                      for name, x in self.candidates.items()},
         observed={name: list(self.observed(name)) for name in self.candidates})
 
 

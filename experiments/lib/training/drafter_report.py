@@ -96,10 +96,12 @@ def scalars(measured: Measured) -> dict[str, float]:
   return {name: x for name, x in measured.items() if name != "by_row"}
 
 
-def draw_curves(output_dir: pathlib.Path, heads: Heads, loss: str) -> None:
+def draw_curves(output_dir: pathlib.Path, heads: Heads, loss: str,
+                before: Measured) -> None:
   """Writes the learning curves of a run (see `curves.draw`)."""
   curves.draw(output_dir, [CURVE, "block_efficiency", *(
-      f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))], loss)
+      f"head_{k}/top_1" for k in range(1, heads.num_forecasts + 1))],
+              loss, before)
 
 
 def spent(output_dir: pathlib.Path, tokens_per_step: int, before: float,

@@ -44,6 +44,10 @@ class Combined(Drafter):
   def context_length(self) -> float:
     return min(member.context_length for member in self.members)
 
+  @property
+  def target_calls(self) -> int:
+    return 1 + sum(member.target_calls - 1 for member in self.members)
+
   def shared(self, *names: str) -> tuple[str, ...]:
     """Returns the names of capabilities that every member provides."""
     return tuple(name for name in names if all(

@@ -91,6 +91,7 @@ class LookAhead(_forecasts.ProductNetwork):
 
   stateless = True
   always_drafts = True
+  target_calls = 2
 
   @property
   def vocab_size(self) -> int:
