@@ -111,10 +111,8 @@ def _fields(text, count):
 
 def _word(column, text):
   """Returns the name of a value in tables."""
-  try:
-    word = _NAMES[column](text)
-  except KeyError:  # no method, or one of a single study
-    word = _WORDS.get(text, text)
+  name = _NAMES.get(column, lambda text: text)
+  word = _WORDS[text] if text in _WORDS else name(text)
   return word.replace("|", "\\|")
 
 

@@ -34,6 +34,7 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 from absl import flags
+import jax.numpy as jnp
 from lib import flags as shared
 import numpy as np
 
@@ -433,6 +434,36 @@ def _filter_order():
       f"  verification   {shown(verified[worst])}")
 
 
+def _shared_budget(score, is_capped=True):
+  """Returns the measure of a budget of 2 tokens for two rows of 2 tokens.
+
+  The tokens with the largest scores are verified. With `is_capped` False, they
+  are selected without the minimum over the earlier tokens of their row, and
+  only those before the first gap of a row are verified.
+
+  Args:
+    score: function `(probs [2, 2, V], q [2, 2]) -> [2, 2]`, where q is the
+      probability of the drafted tokens.
+    is_capped: if True, select by `analysis.best_first`.
+  """
+  def budget(probs, tokens):
+    q = jnp.take_along_axis(probs, tokens[..., None], -1)[..., 0]
+    scores = score(probs, q)
+    if is_capped:
+      return sj.analysis.best_first(scores, 2)
+    best = jnp.argsort(-scores.T.reshape(-1), stable=True)[:2]
+    taken = jnp.zeros(scores.size, int).at[best].set(1).reshape(2, 2)
+    return jnp.cumprod(taken, axis=0).sum(0)
+
+  def measure():
+    found = sj.analysis.certify_budget(
+        budget, sj.verifiers.Token(), vocab_sizes=(3,), gammas=(2,),
+        kinds=_KINDS)
+    return found.total_variation, str(found)
+
+  return measure
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A verification rule, or a rule and a drafter, of a public engine.
@@ -520,6 +551,9 @@ CASES = (
     _R("dcut_argmax", "confidence cut of a batch, argmax drafts",
        "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)", "described",
        sampler=_token, scheme=_batch_cut("argmax"), gammas=(1,)),
+    _R("batch_max_q", "two rows share tokens by the product of max q",
+       "vllm-project/vllm #52228, ranking over a batch", "described",
+       measure=_shared_budget(lambda probs, q: jnp.cumprod(probs.max(-1), 1))),
     _R("spectr_k_seq", "K-SEQ on independent children", "arXiv:2310.15141",
        "described", sampler=_tree(_k_seq), trees=(_TREE,)),
     _R("traversal", "traversal verification", "arXiv:2505.12398", "described",
@@ -592,6 +626,16 @@ CASES = (
        "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)", "described",
        "rank by max q, which is known before the draw, or use argmax drafts",
        sampler=_token, scheme=_batch_cut("sampled"), gammas=(1,)),
+    _D("dcut_two_rows", "two rows share tokens by the product of q of the "
+       "drafted tokens", "Tencent/AngelSpec, D-Cut (arXiv:2607.14647)",
+       "described",
+       "rank each token by a score of earlier tokens and max q, see "
+       "analysis.best_first",
+       measure=_shared_budget(lambda probs, q: jnp.cumprod(q, 1))),
+    _D("batch_single_max_q", "two rows share tokens by max q of single tokens, "
+       "up to the first gap of a row", "a variant of vllm-project/vllm #52228",
+       "described", "use the product, or the minimum, of max q up to the token",
+       measure=_shared_budget(lambda probs, q: probs.max(-1), False)),
     _D("tree_slice", "rows of p of another node",
        "NVIDIA/TensorRT-LLM #15098 (merged)", "thread", "update",
        sampler=_other_slice, trees=(_TREE,)),

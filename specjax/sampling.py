@@ -10,6 +10,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+from jax.extend import random as threefry
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +27,7 @@ VERDICT_UNIFORMS = 2 * UNIFORMS_A_DRAW  # for the stop and the next token
 
 LARGEST = 1e30  # a larger temperature or penalty would overflow float32 logits
 
+_NOISE = 2**31 - 2  # folded into a row's key for the noise of `coupled`
 _ONE_LEVEL = 64  # number of weights for which one running sum is accurate
 _SPLIT = 16  # the number of blocks is a multiple of this, see `inverse_cdf`
 # On a GPU, top-p divides the 2^30 floats up to 1 by 32 in each pass. The last
@@ -73,6 +75,10 @@ class LogitsTransform:
       Holtzman et al. 2020); in (0, 1].
     min_p: smallest retained probability, relative to the largest one (Nguyen et
       al. 2024, arXiv:2407.01082); in [0, 1].
+    coupled: True draws every token with noise that target and drafter share,
+      see `noise_keys`. The text is then a function of the target, the row's key
+      and this transform: no drafter, lossless rule, draft length or batch
+      changes it. Over the keys, it still has the target's distribution.
     banned: token ids that are never drawn.
     constraints: constraints in their order, see `specjax.constraints`. The
       decoding loop and the drafters apply them after the bans, along every
@@ -93,6 +99,7 @@ class LogitsTransform:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  coupled: bool = False
   banned: tuple[int, ...] = ()
   constraints: tuple[Any, ...] = ()
 
@@ -106,6 +113,8 @@ class LogitsTransform:
     object.__setattr__(self, "banned", tuple(map(int, self.banned)))
     object.__setattr__(self, "constraints", tuple(self.constraints))
     self._check_numbers()
+    if not isinstance(self.coupled, bool):
+      raise ValueError(f"coupled is {self.coupled!r}; it must be True or False")
     fields.check_fields(self, "top_k", least=0, more=": 0 keeps all tokens")
     object.__setattr__(self, "top_k", int(self.top_k))
 
@@ -188,8 +197,9 @@ class LogitsTransform:
     return jnp.asarray(temperature, dtype)[..., None]
 
   def under(self, shared: "LogitsTransform") -> "LogitsTransform":
-    """Returns a copy of this transform with the constraints of `shared`."""
-    return dataclasses.replace(self, constraints=shared.constraints)
+    """Returns a copy with the constraints and the coupling of `shared`."""
+    return dataclasses.replace(self, constraints=shared.constraints,
+                               coupled=shared.coupled)
 
   def at(self, temperature: jax.Array | float | None) -> "RowTransform":
     """Returns this transform with the temperature of one or more rows."""
@@ -418,6 +428,76 @@ def uniforms(keys: jax.Array, rounds: jax.Array, count: int) -> jax.Array:
   flat = jax.vmap(jax.vmap(one), (None, 0))(
       keys, rounds.reshape(-1, rounds.shape[-1]))
   return flat.reshape(*rounds.shape, count)
+
+
+def noise_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
+  """Returns the keys of the noise that `LogitsTransform.coupled` shares.
+
+  The noise of a position consists of one Exp(1) variable S_i per token i. The
+  target's token is Y = argmin S_i / p_i, and a drafted token of the same
+  position is X = argmin S_i / q_i (Daliri et al. 2024, arXiv:2408.07978).
+
+  * P(Y = i) = p_i: S_i / p_i is the first arrival of a Poisson process of rate
+    p_i, and the first arrival of all processes is of process i with probability
+    p_i / sum p. The noise of a position is independent of the tokens before it,
+    because these depend on the noise of earlier positions only. So by induction
+    the text has the target's distribution over the keys.
+  * Y depends on no draft. A drafted token is accepted iff it equals Y, which is
+    greedy decoding with one-hot distributions. The noise of a rejected position
+    may be used again, because it yields the same Y.
+  * P(X = Y) is at least (1 - TV) / (1 + TV), where TV is the total variation
+    between p and q. `verifiers.Coupled` has the joint distribution of X and Y.
+
+  Args:
+    keys: `[B]` threefry PRNG keys of the rows.
+    positions: `[B, n]` int32, indices of tokens in the sequences of the rows.
+
+  Returns:
+    `[B, n, 2]` uint32, see `draw`.
+  """
+  def one(key, positions):
+    key = jax.random.fold_in(key, _NOISE)
+    return jax.vmap(lambda position: jax.random.key_data(
+        jax.random.fold_in(key, position)))(positions)
+
+  return jax.vmap(one)(keys, positions)
+
+
+def noise(key: jax.Array, size: int, dtype: jax.typing.DTypeLike = jnp.float32
+          ) -> jax.Array:
+  """Returns `[size]`, the Exp(1) variables S_i of a key of `noise_keys`.
+
+  S_i depends on the key and on i, and not on `size`. So models whose
+  vocabularies have common ids share the noise of these ids.
+
+  Args:
+    key: `[2]` uint32.
+    size: number V of variables.
+    dtype: floating-point type.
+  """
+  # The token is drawn by the smallest S, so S needs many digits near 0. With
+  # uniforms of 23 bits, S would be 0 at one of 128k tokens in 1.5 % of all
+  # positions, and that token would be drawn whatever its probability is.
+  count = jnp.arange(size, dtype=jnp.uint32)
+  high, low = threefry.threefry_2x32(
+      key, jnp.stack([jnp.zeros_like(count), count])).astype(dtype)
+  uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-64
+  # The largest uniforms are rounded to 1, for which S would be infinite.
+  return -jnp.log1p(-jnp.minimum(uniform, 1 - jnp.finfo(dtype).epsneg))
+
+
+def draw(weights: jax.Array, source: jax.Array) -> jax.Array:
+  """Draws an index `[]` int32 with probability proportional to its weight.
+
+  Args:
+    weights: `[V]`, not negative.
+    source: `[2]`. Floats are the uniforms of `inverse_cdf`. uint32 is a key of
+      `noise_keys`: the result is the argmin of S_i / weights_i.
+  """
+  if source.dtype != jnp.uint32:
+    return inverse_cdf(weights, source)
+  return jnp.argmax(weights / noise(
+      source, weights.shape[0], weights.dtype)).astype(jnp.int32)
 
 
 def sample(key: jax.Array, probs: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ from specjax.utils import processes
 VERIFIERS = {
     "token": sj.verifiers.Token(),
     "block": sj.verifiers.Block(),
+    "coupled": sj.verifiers.Coupled(),
     "greedy_block": sj.verifiers.GreedyBlock(),
     "typical": sj.verifiers.Typical(),
     "top_2": sj.verifiers.TopK(k=2),

@@ -7,3 +7,6 @@ python experiments/tree_study.py --num_prompts=12 --max_new_tokens=72 "$@"
 # trees of the committed trees.csv. tree_study.py reports them for its own
 # trees.
 python experiments/runs/tree_bounds.py results/trees/bounds.csv
+# lifted.csv has other single-step rules in traversal verification, on small
+# random models.
+python experiments/runs/lifted_trees.py results/trees/lifted.csv

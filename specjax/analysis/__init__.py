@@ -8,6 +8,9 @@ from specjax.analysis.bounds import accepted_bound
 from specjax.analysis.bounds import bound_terms
 from specjax.analysis.bounds import BoundTerms
 from specjax.analysis.bounds import fit_bound
+from specjax.analysis.budgets import best_first
+from specjax.analysis.budgets import BudgetCertificate
+from specjax.analysis.budgets import certify_budget
 from specjax.analysis.draft_lengths import best_draft_lengths
 from specjax.analysis.draft_lengths import DraftLengths
 from specjax.analysis.duals import chain_potential
@@ -38,6 +41,7 @@ from specjax.analysis.recording import Record
 from specjax.analysis.recording import record
 from specjax.analysis.recording import Rollout
 from specjax.analysis.replay import evaluate
+from specjax.analysis.replay import evaluate_budget
 from specjax.analysis.replay import online
 from specjax.analysis.replay import Replayed
 from specjax.analysis.rounds import expected_rounds
@@ -52,10 +56,12 @@ from specjax.analysis.several_rounds import BestRule
 from specjax.analysis.several_rounds import fewest_remaining_rounds
 from specjax.analysis.several_rounds import fewest_rounds
 from specjax.analysis.several_rounds import most_tokens
+from specjax.verifiers.coupled import coupled_acceptance
 
 __all__ = [
     "BestRule",
     "BoundTerms",
+    "BudgetCertificate",
     "DraftLengths",
     "Estimate",
     "Patient",
@@ -65,17 +71,21 @@ __all__ = [
     "RoundsDistribution",
     "accepted_bound",
     "best_draft_lengths",
+    "best_first",
     "best_gamma",
     "best_quantile",
     "best_rule_over_rounds",
     "block_efficiency",
     "bound_terms",
+    "certify_budget",
     "chain_potential",
     "clusters_needed",
+    "coupled_acceptance",
     "dual_bound",
     "emission_optimum",
     "estimate",
     "evaluate",
+    "evaluate_budget",
     "expected_accepted",
     "expected_rounds",
     "expected_tokens",

@@ -7,7 +7,9 @@ previous round. For the recorded rule, the results describe its own rollouts.
 For another rule, they describe its rounds from the same contexts.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -24,6 +26,7 @@ from specjax.analysis.recording import Record
 from specjax.interfaces import Verifier
 from specjax.trees import topology
 from specjax.types import Trace
+from specjax.utils import fields
 
 _ROUNDS_A_CALL = 16  # rounds per call; one size, so one compiled program
 
@@ -87,19 +90,103 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   start = None
   if repr(verifier) == record.manifest["verifier"] and verifier.remembers:
     start = verifier.init(record.manifest["num_nodes"] - 1)
-  expected, survival = [], []
-  for rollout in record:
-    rounds, state, parts = len(rollout.expected), start, []
-    for first in range(0, rounds, _ROUNDS_A_CALL):
-      # The last call is padded with copies of its last round.
-      index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
-      part = jax.tree.map(lambda x, index=index: x[index], rollout.trace)
-      state, figures = _evaluate_rounds(verifier, state, part)
-      parts.append(figures)
-    both = [np.concatenate(x)[:rounds] for x in zip(*jax.device_get(parts))]
-    expected.append(both[0])
-    survival.append(both[1])
-  return Replayed(tuple(expected), tuple(survival))
+  return _replayed(_figures(verifier, start, rollout.trace)
+                   for rollout in record)
+
+
+def evaluate_budget(record: Record, verifier: Verifier,
+                    budget: Callable[[jax.Array, jax.Array], jax.Array],
+                    rows: int) -> Replayed:
+  """Returns the expected acceptance if `rows` prompts share a budget.
+
+  Consecutive prompts of the record form batches. Round t of a batch has the
+  recorded rounds t of its prompts. The budget cuts the drafts before the rule
+  evaluates them. Rounds after the end of a batch's shortest prompt are omitted,
+  and so are prompts that do not fill a batch.
+
+  Args:
+    record: recorded chains, from `record` or `Record.open`.
+    verifier: rule without state.
+    budget: function `(probs [rows, gamma, V], tokens [rows, gamma]) -> lengths
+      [rows]` that returns the numbers of verified tokens, such as `best_first`
+      of scores. `certify_budget` tests whether it keeps the output's
+      distribution. This function does not.
+    rows: number of rows of a batch, at most the number of prompts.
+
+  Raises:
+    ValueError: the rule has a state or requires a property that the recorded
+      drafter does not declare, the recorded drafts are trees, or the record has
+      fewer than `rows` prompts.
+  """
+  interfaces.check_pair(verifier, f"the drafter of {record.path}",
+                      record.manifest["drafter_is"])
+  if verifier.remembers:
+    raise ValueError(f"verifier is {verifier!r}, which has a state; a budget "
+                     "is evaluated with a rule without state, such as Block()")
+  if "chain" not in record.manifest["drafter_is"]:
+    raise ValueError(f"record is {record.path}, whose drafts are trees; a "
+                     "budget cuts chains")
+  fields.check_at_least("rows", rows, 1)
+  if len(record) < rows:
+    raise ValueError(f"rows is {rows}; the record has {len(record)} prompts: "
+                     "use smaller batches")
+  share = jax.jit(jax.vmap(budget, in_axes=1, out_axes=1))
+
+  def figures() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    batch = []
+    for rollout in record:
+      batch.append(rollout.trace)
+      if len(batch) == rows:
+        for trace in _cut(batch, share):
+          yield _figures(verifier, None, trace)
+        batch = []
+
+  return _replayed(figures())
+
+
+def _cut(batch: Sequence[Trace], share: Callable[..., jax.Array]
+         ) -> list[Trace]:
+  """Returns the traces of a batch, up to its shortest one, with cut drafts.
+
+  `share(probs [rows, R, gamma, V], tokens [rows, R, gamma])` returns the
+  numbers `[rows, R]` of verified tokens.
+  """
+  rounds = min(len(trace.draft.tokens) for trace in batch)
+  # One number of rounds per call, so that the budget compiles once.
+  index = np.minimum(np.arange(-(-rounds // _ROUNDS_A_CALL) * _ROUNDS_A_CALL),
+                     rounds - 1)
+  probs, tokens = (np.stack([x[index, 1:] for x in rows]) for rows in (
+      [trace.draft.probs for trace in batch],
+      [trace.draft.tokens for trace in batch]))
+  lengths = np.concatenate([
+      share(probs[:, i:i + _ROUNDS_A_CALL], tokens[:, i:i + _ROUNDS_A_CALL])
+      for i in range(0, len(index), _ROUNDS_A_CALL)], axis=1)
+  cut = []
+  for trace, verified in zip(batch, lengths[:, :rounds, None]):
+    trace = jax.tree.map(lambda x: x[:rounds], trace)
+    draft = trace.draft
+    kept = np.arange(draft.tokens.shape[1]) <= verified
+    cut.append(trace.replace(draft=draft.replace(
+        probs=draft.probs * kept[..., None])))
+  return cut
+
+
+def _figures(verifier: Verifier, state: chex.ArrayTree, trace: Trace
+             ) -> tuple[np.ndarray, np.ndarray]:
+  """Returns `expected [R]` and `survival [R, N]` of R rounds."""
+  rounds, parts = len(trace.draft.tokens), []
+  for first in range(0, rounds, _ROUNDS_A_CALL):
+    # The last call is padded with copies of its last round.
+    index = np.minimum(first + np.arange(_ROUNDS_A_CALL), rounds - 1)
+    part = jax.tree.map(lambda x, index=index: x[index], trace)
+    state, figures = _evaluate_rounds(verifier, state, part)
+    parts.append(figures)
+  return tuple(np.concatenate(x)[:rounds]
+               for x in zip(*jax.device_get(parts)))
+
+
+def _replayed(figures: Iterator[tuple[np.ndarray, np.ndarray]]) -> Replayed:
+  return Replayed(*zip(*figures))
 
 
 def online(record: Record) -> Replayed:

@@ -66,7 +66,8 @@ class Decoder:
     controller: controller that chooses the draft length before every round, see
       `decoding.controller`. None: all drafts have the drafter's length. With a
       controller, the sequence of a row at a temperature above 0 depends on the
-      other rows of the batch. Its distribution does not.
+      other rows of the batch, unless the transform is `coupled`. Its
+      distribution does not.
     debug: True checks the values of every round, which takes time: laws and the
       drafter's distributions sum to 1, drafts have the declared capabilities,
       and committed tokens fit the capacity. A `ValueError` names the component.

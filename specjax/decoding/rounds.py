@@ -263,8 +263,13 @@ class Round:
     logits, stuck = constraints_lib.read(
         constraints, memory, output.logits, drafted=self.drafts)
     probs = self.transform(logits, state.temperature[:, None])
+    seen = probs
+    if self.transform.coupled:
+      tokens = jax.vmap(jax.vmap(sampling.draw))(probs, sampling.noise_keys(
+          state.keys, state.lengths[:, None] + depths))
+      seen = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
     verdict, expected, survival, summed, law = self._judged(
-        state, draft, probs, depths, ancestors, uniforms)
+        state, draft, probs, seen, depths, ancestors, uniforms)
 
     # A logit of NaN or +inf makes the sum of the probabilities NaN. A logit of
     # -inf does not, and is allowed: it bans a token. The sum is the cheapest
@@ -296,7 +301,7 @@ class Round:
         target_cache=self._committed(state, output.cache, verdict, count),
         drafter=new_drafter,
         verifier=jax.vmap(self.rule.next_state)(
-            state.verifier, draft, probs, verdict),
+            state.verifier, draft, seen, verdict),
         constraints=constraints_lib.committed(
             constraints, state.constraints, memory, verdict, tokens, count))
     active = ~state.done
@@ -352,11 +357,14 @@ class Round:
     return cache.commit(verdict.path, count)
 
   def _judged(self, state: DecodeState, draft: Draft, probs: jax.Array,
-              depths: jax.Array, ancestors: jax.Array, uniforms: jax.Array
-              ) -> tuple[Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
+              seen: jax.Array, depths: jax.Array, ancestors: jax.Array,
+              uniforms: jax.Array) -> tuple[
+                  Verdict, jax.Array, jax.Array, jax.Array, Law | None]:
     """Evaluates the rule and the observers, and samples the verdicts.
 
-    tau is the number of accepted tokens, and J - 1 the number of observers.
+    tau is the number of accepted tokens, and J - 1 the number of observers. The
+    rule receives `seen`: p, or the one-hot token that is drawn from p with
+    shared noise. The observers receive p.
 
     Returns:
       Five values: the verdicts; E[tau | draft] `[B, J]` and P(tau >= i)
@@ -364,10 +372,10 @@ class Round:
       if the sampled distributions are finite; and the laws, or None without
       `debug`.
     """
-    def one(memory, draft, probs, depths, ancestors, uniforms):
-      law = self.rule.evaluate(draft, probs, memory)
+    def one(memory, draft, probs, seen, depths, ancestors, uniforms):
+      law = self.rule.evaluate(draft, seen, memory)
       verdict, row = sampling.sample_outcome(law, draft, uniforms, ancestors)
-      figures = [self.rule.figures(draft, probs, memory, law, depths)]
+      figures = [self.rule.figures(draft, seen, memory, law, depths)]
       # Observers with a state are evaluated with their first state.
       figures += [
           rule.figures(draft, probs, None, rule.evaluate(draft, probs), depths)
@@ -376,7 +384,7 @@ class Round:
       return (verdict, expected, survival, law.stop.sum() + row.sum(),
               law if self.debug else None)
 
-    return jax.vmap(one)(state.verifier, draft, probs, depths, ancestors,
+    return jax.vmap(one)(state.verifier, draft, probs, seen, depths, ancestors,
                          uniforms[:, :sampling.VERDICT_UNIFORMS])
 
 

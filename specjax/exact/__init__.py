@@ -12,6 +12,7 @@ A rule is lossless on these models iff this sum equals the target's
 distribution. `Certificate` describes the consequences for other models.
 
 `audit_sampler` tests a sampler of any framework, of which no law is known.
+`analysis.certify_budget` tests how a batch divides verified tokens among rows.
 """
 
 from specjax.exact import schemes

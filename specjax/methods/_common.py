@@ -22,8 +22,9 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Drafter
 from specjax.interfaces import Model
 from specjax.methods import stop_rules
-from specjax.sampling import inverse_cdf
+from specjax.sampling import draw as draw_token
 from specjax.sampling import LogitsTransform
+from specjax.sampling import noise_keys
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -140,7 +141,7 @@ def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
     uniforms: uniform samples in [0, 1), `[B, gamma * UNIFORMS_A_DRAW]`.
     state: decoding state of the B rows.
     transform: transform of the drafter. Its `constraints` update `memory` after
-      every drafted token.
+      every drafted token. If it is `coupled`, its noise replaces the uniforms.
     vocab_size: vocabulary size V.
     stop: stop rule, its parameters and its state; None draws gamma tokens. With
       a rule, forecasts are pairs of logits `[B, V]` and hidden states `[B, D]`.
@@ -153,6 +154,9 @@ def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
   rows = uniforms.shape[0]
   u = uniforms.reshape(rows, -1, UNIFORMS_A_DRAW).swapaxes(0, 1)
   gamma = u.shape[0]
+  if transform.coupled:
+    u = noise_keys(state.keys, state.lengths[:, None] + np.arange(
+        gamma, dtype=np.int32)).swapaxes(0, 1)
 
   def ask(node, forecast, q, token, asked):
     rule, params, _ = stop
@@ -171,8 +175,8 @@ def draw_chain(law: Callable[[Any, Any, jax.Array | int], jax.Array],
       if not stop[0].keeps:
         asked = ask(node, forecast, q, before, asked)
       reported = jnp.where(asked[0][:, None], q, 0)
-    token = jax.vmap(inverse_cdf)(
-        reported, jnp.sum(jnp.where(is_own, u, 0), axis=0))
+    token = jax.vmap(draw_token)(
+        reported, jnp.sum(jnp.where(is_own, u, 0), axis=0, dtype=u.dtype))
     if stop and stop[0].keeps:
       asked = ask(node, forecast, q, token, asked)
     return (token, put(tokens, token), put(probs, reported),

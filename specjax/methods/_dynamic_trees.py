@@ -305,7 +305,7 @@ def grow(step, carry, logits, uniforms, roots, draw, *, confidence, depth: int,
           ancestors, above, carry)
     start = 1 + sum(x.shape[1] for _, x, _ in found)
     mine = slice(start - 1, start - 1 + size * children)
-    tokens, law = draw(logits, (children,) * size, uniforms[:, mine])
+    tokens, law = draw(logits, (children,) * size, uniforms[:, mine], level)
     value = jnp.take_along_axis(
         confidence(logits), tokens.reshape(batch, logits.shape[1], -1), axis=-1)
     scores = jnp.repeat(scores, children, axis=1) + jnp.log(

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
-from specjax.sampling import inverse_cdf
 from specjax.sampling import LogitsTransform
 from specjax.sampling import smallest_mass
 from specjax.trees import shapes
+from specjax.types import DecodeState
 
 
 class Level(NamedTuple):
@@ -119,9 +119,9 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
     logits: draft model's logits `[B, V]` of the token after the root.
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     parents: parent index of each of the N >= 2 nodes, breadth-first.
-    draw: function `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW])
-      -> (tokens [B, M], probs [B, M, V])` that samples the M children of n
-      nodes, see `drawer`.
+    draw: function `(logits [B, n, V], counts, uniforms [B, M, UNIFORMS_A_DRAW],
+      depth) -> (tokens [B, M], probs [B, M, V])` that samples the M children of
+      n nodes, see `drawer`.
 
   Returns:
     Tokens `[B, N - 1]` and draft distributions `[B, N - 1, V]` of the nodes
@@ -141,7 +141,7 @@ def grow(step, carry, logits, uniforms, parents: tuple[int, ...], draw):
           jnp.full((batch, size), depth - 1, jnp.int32),
           jnp.tile(level.ancestors, (batch, 1, 1)),
           jnp.tile(level.above, (batch, 1)), carry)
-    drawn, law = draw(logits, level.counts, uniforms[:, level.below])
+    drawn, law = draw(logits, level.counts, uniforms[:, level.below], depth)
     tokens = jnp.concatenate([tokens, drawn], axis=1)
     probs.append(law)
   return tokens[:, 1:], jnp.concatenate(probs, axis=1), carry
@@ -156,7 +156,8 @@ def iid(logits, counts, uniforms, transform):
     logits: draft model's logits `[n, V]` of the token after each node, or
       `[1, V]` if all nodes share them.
     counts: number of children of each node, n numbers with sum M.
-    uniforms: uniform samples in [0, 1), `[M, UNIFORMS_A_DRAW]`.
+    uniforms: `[M, UNIFORMS_A_DRAW]`, uniform samples in [0, 1), or keys of
+      shared noise, see `sampling.draw`.
     transform: transform of logits to probabilities.
 
   Returns:
@@ -240,7 +241,7 @@ def hybrid(logits, counts, uniforms, transform):
   return tokens, jnp.where(ranks[:, None] == 0, law[nodes], probs)
 
 
-_drawn = jax.vmap(inverse_cdf)
+_drawn = jax.vmap(sampling.draw)
 
 
 def _of_nodes(x, counts):
@@ -310,24 +311,32 @@ def check_proposal(proposal: str) -> None:
                      f"{', '.join(DRAWS)}")
 
 
-def drawer(proposal: str, transform: LogitsTransform, temperature: jax.Array):
+def drawer(proposal: str, transform: LogitsTransform, state: DecodeState):
   """Returns a function that samples children of draft nodes, for a batch.
 
   Args:
     proposal: sampling method, a key of `DRAWS`.
     transform: transform of logits to probabilities.
-    temperature: temperature `[B]` of each of the B rows, used if the transform
-      has no temperature.
+    state: decoding state of B rows. Its temperatures are used if the transform
+      has none.
 
   Returns:
-    Function `(logits [B, n, V], counts, uniforms [B, M, 2]) -> (tokens [B, M],
-    probs [B, M, V])` that samples the M children of n nodes per row. The nodes
-    may share logits `[B, 1, V]`. `counts` contains the number of children of
-    each node. `iid` describes the arguments for one row.
+    Function `(logits [B, n, V], counts, uniforms [B, M, 2], depth) -> (tokens
+    [B, M], probs [B, M, V])` that samples the M children of n nodes per row.
+    The nodes may share logits `[B, 1, V]`. `counts` contains the number of
+    children of each node, and `depth` is the depth of the nodes. `iid`
+    describes the other arguments for one row. If the transform is `coupled`,
+    all children have the noise of their position in place of the uniforms:
+    siblings without replacement are the Gumbel top-k of q, and independent
+    siblings are equal.
   """
-  def draw(logits, counts, uniforms):
+  def draw(logits, counts, uniforms, depth):
+    if transform.coupled:
+      uniforms = jnp.broadcast_to(
+          sampling.noise_keys(state.keys, state.lengths[:, None] + depth),
+          uniforms.shape)
     one = lambda logits, uniforms, temperature: DRAWS[proposal](
         logits, counts, uniforms, transform.at(temperature))
-    return jax.vmap(one)(logits, uniforms, temperature)
+    return jax.vmap(one)(logits, uniforms, state.temperature)
 
   return draw

@@ -229,7 +229,7 @@ class Tree(Shape):
   def _levels(self, step, carry, logits, uniforms, state, transform):
     tokens, probs, carry = _trees.grow(
         step, carry, logits, uniforms, self.parents,
-        _trees.drawer(self.proposal, transform, state.temperature))
+        _trees.drawer(self.proposal, transform, state))
     slots = jnp.tile(self.fixed_slots, (len(tokens), 1))
     return _common.tree_drafts(state, self.parents, tokens, probs), slots, carry
 
@@ -375,6 +375,6 @@ class Sampled(Shape):
   def _levels(self, step, carry, logits, uniforms, state, transform):
     return _dynamic_trees.grow(
         step, carry, logits, uniforms, rounds.roots(state),
-        _trees.drawer(self.proposal, transform, state.temperature),
+        _trees.drawer(self.proposal, transform, state),
         confidence=self.confidence, depth=self.depth, expanded=self.expanded,
         children=self.children)

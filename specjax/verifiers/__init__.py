@@ -3,6 +3,7 @@
   rule            drafts                    exact  papers
   Token           chain                     yes    arXiv:2211.17192, 2302.01318
   Block           chain                     yes    arXiv:2403.10444, Algorithm 2
+  Coupled         chain                     yes    arXiv:2408.07978
   GreedyBlock     chain, autoregressive     yes    arXiv:2403.10444, Algorithms
                                                    4 to 6
   Recursive       tree, conditional         yes    arXiv:2305.09781, 2402.14160
@@ -19,6 +20,7 @@ The second column states the required kind of draft. See
 from specjax.verifiers.block import Block
 from specjax.verifiers.blockwise import Distance
 from specjax.verifiers.blockwise import TopK
+from specjax.verifiers.coupled import Coupled
 from specjax.verifiers.greedy_block import GreedyBlock
 from specjax.verifiers.greedy_block import GreedyBlockState
 from specjax.verifiers.k_seq import KSeq
@@ -30,6 +32,7 @@ from specjax.verifiers.typical import Typical
 
 __all__ = [
     "Block",
+    "Coupled",
     "Distance",
     "GreedyBlock",
     "GreedyBlockState",

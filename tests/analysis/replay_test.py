@@ -6,6 +6,7 @@ import os
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -271,3 +272,30 @@ def test_directories_of_another_kind_are_refused(complete, tmp_path):
     analysis.Record.open(path)
   with pytest.raises(ValueError, match="is a file"):
     analysis.record(path=path / "prompt_000000.npz", **_markov())
+
+
+@pytest.mark.slow
+def test_a_budget_cuts_the_recorded_drafts(tmp_path):
+  # Broken: rows or rounds of a batch are mixed up, or a cut draft is evaluated
+  # with the tokens after its cut.
+  decoder, params = _decoder(sj.verifiers.Token())
+  record = analysis.record(decoder, params, _PROMPTS, _KEY, tmp_path,
+                           max_new_tokens=_NEW_TOKENS, progress=False)
+  token, plain = sj.verifiers.Token(), analysis.online(record)
+  # The last prompt does not fill a batch of two.
+  rounds = min(len(x) for x in plain.expected[:2])
+  by_first = lambda probs, tokens: jnp.stack(
+      [tokens[1, 0] % 3, 4 - tokens[0, 0] % 3])
+  found = analysis.evaluate_budget(record, token, by_first, 2)
+  assert [len(x) for x in found.expected] == [rounds] * 2
+  first = [r.trace.draft.tokens[:rounds, 1] for r in record]
+  for row, lengths in enumerate((first[1] % 3, 4 - first[0] % 3)):
+    assert len(set(lengths.tolist())) > 1
+    # A cut changes no probability of acceptance before it.
+    sums = np.cumsum(plain.survival[row][:rounds], axis=1) - 1
+    np.testing.assert_allclose(
+        found.expected[row], sums[np.arange(rounds), lengths], atol=1e-5)
+  for rule, rows, words in ((sj.verifiers.GreedyBlock(), 2, "has a state"),
+                            (token, 4, "rows is 4")):
+    with pytest.raises(ValueError, match=words):
+      analysis.evaluate_budget(record, rule, by_first, rows)

@@ -14,6 +14,7 @@ from specjax import exact
 from specjax import testing
 from specjax.types import Draft
 from specjax.verifiers import Block
+from specjax.verifiers import Coupled
 from specjax.verifiers import GreedyBlock
 from specjax.verifiers import Token
 from specjax.verifiers import Typical
@@ -26,7 +27,7 @@ _RULES = [*_STATELESS, GreedyBlock()]
     ("float64", (1, 2, 3), False), ("float32", (2,), False),
     pytest.param("float64", (1, 2, 3, 4), True, marks=pytest.mark.slow),
     pytest.param("float32", (1, 2, 3, 4), False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rule", _STATELESS)
+@pytest.mark.parametrize("rule", [*_STATELESS, Coupled()])
 def test_rule_is_lossless(rule, dtype, gammas, thorough):
   # Broken: the emitted text no longer follows the target's law.
   found = testing.assert_lossless(
@@ -207,7 +208,7 @@ def _random_chain(gamma, vocab, seed, dtype=np.float64):
   return tokens, q, p
 
 
-@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("rule", [*_RULES, Coupled()])
 def test_zero_rows_are_padding(rule):
   # Broken: ragged drafts and look-ahead positions (ids >= V) change the law.
   tokens, q, p = _random_chain(5, 4, seed=3)
@@ -230,7 +231,7 @@ _ROWS = {
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("rule", [*_RULES, Coupled()])
 def test_degenerate_laws_stay_laws(rule, dtype):
   # Broken: 0/0 gives NaN for zero, one-hot, equal or disjoint p and q.
   cases = itertools.product(
@@ -251,7 +252,7 @@ def test_degenerate_laws_stay_laws(rule, dtype):
   np.testing.assert_allclose(law.next_token.sum(-1), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.parametrize("rule", [*_RULES, Coupled()])
 def test_one_hot_target_is_greedy_matching(rule):
   # Broken: temperature 0 is no greedy decoding.
   tokens, q, p = (np.stack(column) for column in zip(

@@ -161,3 +161,18 @@ def test_packed_paths_accept_no_less_than_separate_ones():
     apart, packed = (_accepted(Recursive(), pair, parents, scheme)
                      for scheme in ("iid", "paths"))
     assert packed >= apart - 1e-12
+
+
+def test_the_order_of_equal_subtrees_matters():
+  # Broken: the example of docs/results/trees.md. Both tokens are drafted at the
+  # root. After one of them p = q, after the other p is one-hot and q uniform.
+  half, one_hot = np.array([.5, .5]), np.array([1., 0.])
+  tree, accepted = (-1, 0, 0, 1, 2), []
+  for second in ((half, one_hot), (one_hot, half)):
+    p = [half[None], np.stack(second), np.tile(half, (4, 1))]
+    q = [one_hot[None], np.stack([half, half]), np.tile(half, (4, 1))]
+    pair = exact.Pair(p, q)
+    accepted.append(_accepted(Traversal(), pair, tree, "without_replacement"))
+    assert analysis.tree_optimum(
+        pair, tree, "without_replacement") == pytest.approx(2)
+  assert accepted == [pytest.approx(1.75), pytest.approx(2)]

@@ -16,7 +16,7 @@ def test_cases_of_the_clinic():
     assert sum(case.exact for case in clinic.CASES) >= 16
     assert sum(not case.exact for case in clinic.CASES) >= 10
     for name in ("vllm_token", "dcut_argmax", "dcut_sampled", "keras_hub",
-                 "filter_order"):
+                 "filter_order", "batch_max_q", "dcut_two_rows"):
       assert clinic.examine(cases[name])[1] == cases[name].exact, name
     # The argmax of q with the softmax as q, by hand.
     pair = exact.iid_pair([.5, .3, .2], [.6, .2, .2], depth=2)

@@ -275,7 +275,8 @@ def test_a_drawn_tree_has_the_laws_of_the_counts():
   tokens, probs = map(np.asarray, _continuations.draw_tree(
       *map(jnp.asarray, (following, alive, steps)),
       jax.random.uniform(jax.random.key(0), (batch, 14)), parents,
-      sj.LogitsTransform(banned=(3,)), jnp.ones(batch), vocab))
+      sj.LogitsTransform(banned=(3,)),
+      types.SimpleNamespace(temperature=jnp.ones(batch)), vocab))
   drafted = 0
   for b in range(batch):
     paths, drawn = {0: ()}, {}

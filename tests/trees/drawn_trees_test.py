@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +112,10 @@ def drawn():
       jax.random.key(1), (_V, (nodes - 1) * sampling.UNIFORMS_A_DRAW))
   roots = jnp.arange(_V)
   transform = sampling.LogitsTransform(temperature=1.5)
+  rows = types.SimpleNamespace(temperature=None)
   grow = jax.jit(lambda uniforms: _dynamic_trees.grow(
       step, roots[:, None], table, uniforms, roots,
-      _trees.drawer("without_replacement", transform, None),
+      _trees.drawer("without_replacement", transform, rows),
       confidence=sampling.LogitsTransform(), depth=_DEPTH, expanded=_EXPANDED,
       children=_CHILDREN))
   draft, _, sums = grow(uniforms)

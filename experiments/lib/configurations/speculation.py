@@ -123,8 +123,11 @@ class Speculation:
     self.verifier = flags.DEFINE_string(
         "verifier", None, "Verification rule, which decides how many draft "
         "tokens are accepted. For chains: token, block, greedy_block, top_2. "
-        "For trees: recursive, k_seq, traversal, target_walk, typical. typical "
-        "and top_2 are lossy: they change the output distribution. Your own: "
+        "For trees: recursive, k_seq, traversal, target_walk, typical. For "
+        "both: coupled, in which target and drafter draw with the same noise, "
+        "so that the output depends on --seed and not on the drafter or its "
+        "flags. typical and top_2 are lossy: they change the output "
+        "distribution. Your own: "
         f"{extensions.FORM}. Default: the usual rule of the drafter, such as "
         "block for a draft model and target_walk for a tree of the most "
         "likely tokens")
@@ -209,6 +212,10 @@ class Speculation:
           self.target.value, drafters.NONE)
     return self.drafter.value
 
+  @property
+  def _is_coupled(self) -> bool:
+    return self.verifier.value == "coupled"
+
   def check(self) -> None:
     """Rejects incompatible flags before any model is loaded."""
     constrained.check_flags(self.regex.value, self.json_schema.value)
@@ -227,9 +234,12 @@ class Speculation:
 
   def loaded(self) -> drafters.Loaded:
     """Loads the target and the drafter."""
+    # With shared noise, the text does not depend on the rule. So the drafter
+    # keeps its usual one, and --drafter=none has the same text.
+    rule = {} if self._is_coupled else {"verifier": self.rule}
     _, found, _ = drafters.load(
         self.target.value, [self.drafter_name], drafters.Options(
-            verifier=self.rule, **{flag.name: flag.value for flag in (
+            **rule, **{flag.name: flag.value for flag in (
                 self.gamma, self.nodes, self.stop, self.tail, self.datastore,
                 self.vocabulary, self.draft_vocabulary, self.vocabulary_data,
                 self.quantize, self.quantize_target, self.quantize_group,
@@ -307,7 +317,9 @@ class Speculation:
           published, repetition_penalty=given.pop("repetition_penalty"))
     if published.temperature is None:
       given.setdefault("temperature", 0.8)
-    return published.transform(**given, constraints=constraints)
+    return dataclasses.replace(
+        published.transform(**given, constraints=constraints),
+        coupled=self._is_coupled)
 
   def printer(self, tokenizer: Tokenizer) -> streaming.Printer:
     """Returns a printer of one text."""

@@ -35,6 +35,7 @@ _METHODS = {
     "token": ("token", "#0072b2", "o", "-"),
     "block": ("block", "#d55e00", "s", "--"),
     "greedy_block": ("greedy block", "#009e73", "^", "-."),
+    "coupled": ("coupled", "#a6761d", "<", (0, (3, 1, 1, 1))),
     "chain_token": ("chain, token", "#0072b2", "o", "-"),
     "chain_block": ("chain, block", "#d55e00", "s", "--"),
     "specinfer": ("i.i.d., recursive (SpecInfer)", "#cc79a7", "v", ":"),

@@ -217,7 +217,8 @@ class Cascade(Drafter):
         tokens=jnp.pad(state.tokens, ((0, 0), (0, room))),
         lengths=state.lengths, done=state.done,
         limits=jnp.minimum(state.lengths + self.gamma, state.limits),
-        keys=keys, rounds=jnp.zeros_like(before.rounds),
+        keys=state.keys if self.transform.coupled else keys,
+        rounds=jnp.zeros_like(before.rounds),
         temperature=state.temperature, context=state.context,
         constraints=state.constraints, target_cache=self._cache(own, state))
 

@@ -114,7 +114,7 @@ class Paths(Drafter):
 
     Node 1 + d * K + k is token d = 0, 1, ... of path k = 0..K-1.
     """
-    draw = _trees.drawer("iid", self.transform, state.temperature)
+    draw = _trees.drawer("iid", self.transform, state)
     batch, tokens, probs, caches, order = state.lengths.shape[0], [], [], [], []
     used = 0
     for m, (model, own, cache) in enumerate(

@@ -42,8 +42,9 @@ from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
-from specjax.sampling import inverse_cdf
+from specjax.sampling import draw
 from specjax.sampling import LogitsTransform
+from specjax.sampling import noise_keys
 from specjax.sampling import UNIFORMS_A_DRAW
 from specjax.trees import topology
 from specjax.types import DecodeState
@@ -203,6 +204,10 @@ class PaSS(Drafter):
 
   def propose(self, params: chex.ArrayTree, uniforms: jax.Array,
               state: DecodeState) -> tuple[Draft, _forecasts.Forecast]:
+    if self.transform.coupled:
+      uniforms = noise_keys(
+          state.keys, state.lengths[:, None] + jnp.arange(self.count)
+      ).reshape(uniforms.shape)
     draft = jax.vmap(self._draft)(
         rounds.roots(state), state.drafter.values, state.drafter.known,
         uniforms, state.temperature, state.constraints)
@@ -211,7 +216,7 @@ class PaSS(Drafter):
   def _draft(self, root, logits, known, uniforms, temperature, memory) -> Draft:
     logits = self._constrained(logits, uniforms, temperature, memory)
     probs = self.transform(logits, temperature)
-    tokens = jax.vmap(inverse_cdf)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
+    tokens = jax.vmap(draw)(probs, uniforms.reshape(-1, UNIFORMS_A_DRAW))
     chain = Draft.chain(root, tokens, jnp.where(known, probs, 0))
     nodes = 1 + self.count
     # The look-ahead tokens of node s have consecutive indices, beginning with
@@ -236,7 +241,7 @@ class PaSS(Drafter):
     for place, u in enumerate(uniforms.reshape(-1, UNIFORMS_A_DRAW)):
       logits = logits.at[place].set(constraints_lib.constrained(
           constraints, memory, logits[place], drafted=True))
-      token = inverse_cdf(self.transform(logits, temperature)[place], u)
+      token = draw(self.transform(logits, temperature)[place], u)
       memory = constraints_lib.advanced(constraints, memory, token)
     return logits
 

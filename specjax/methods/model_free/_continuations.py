@@ -182,7 +182,7 @@ class CountDrafter(_common.ModelFree):
     if self.parents is not None:
       return _common.tree_drafts(state, self.parents, *draw_tree(
           following, alive, steps, uniforms, self.parents, self.transform,
-          state.temperature, self.vocab_size))
+          state, self.vocab_size))
     plain = dataclasses.replace(self.transform, banned=())
 
     def one(root, uniforms, temperature, *matches):
@@ -390,8 +390,8 @@ def frequent_paths(following: jax.Array, alive: jax.Array, nodes: int
 
 def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
               uniforms: jax.Array, parents: tuple[int, ...],
-              transform: LogitsTransform, temperature: jax.Array,
-              vocab_size: int) -> tuple[jax.Array, jax.Array]:
+              transform: LogitsTransform, state: DecodeState, vocab_size: int
+              ) -> tuple[jax.Array, jax.Array]:
   """Samples a draft tree of N nodes per row from counts of continuations.
 
   The children of a node are sampled without replacement, in proportion to their
@@ -405,7 +405,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     uniforms: uniform samples in [0, 1), `[B, (N - 1) UNIFORMS_A_DRAW]`.
     parents: parent index of each node, breadth-first, at most S levels.
     transform: transform from log counts to probabilities.
-    temperature: temperature `[B]` of each row.
+    state: decoding state of B rows.
     vocab_size: vocabulary size V.
 
   Returns:
@@ -413,7 +413,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     below the root. Padding has token 0 and an all-zero distribution.
   """
   chex.assert_rank([following, alive, steps], [3, 2, 1])
-  drawn = _trees.drawer("without_replacement", transform, temperature)
+  drawn = _trees.drawer("without_replacement", transform, state)
 
   def counted(alive, depth):
     """Returns `[B, n, V]`, the log counts of the tokens that follow n nodes.
@@ -437,7 +437,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     alive &= jnp.take(following, depth, axis=2)[:, None] == tokens[..., None]
     return counted(alive, depth + 1), alive
 
-  def some(logits, counts, uniforms):
+  def some(logits, counts, uniforms, depth):
     """Samples children of nodes.
 
     If fewer distinct tokens follow a node than it has children, the remaining
@@ -445,7 +445,7 @@ def draw_tree(following: jax.Array, alive: jax.Array, steps: jax.Array,
     """
     distinct = jnp.sum(jnp.isfinite(_trees.allowed(logits, transform)), -1)
     tokens, probs = drawn(
-        jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms)
+        jnp.where(distinct[..., None] > 0, logits, 0), counts, uniforms, depth)
     node = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
     real = rank < distinct[:, node]
