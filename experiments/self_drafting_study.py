@@ -455,8 +455,8 @@ def main():
   sources = [_language_model(name, drafter)
              for name, drafter in members.items()]
   prompts_lib.check_room(read.longest, _NEW_TOKENS.value, *min(
-      (target.model.context_length, "target"),
-      *((x.context_length, "drafter") for x in _drafters(sources)),
+      [(target.model.context_length, "target"),
+       *((x.context_length, "drafter") for x in _drafters(sources))],
       key=lambda pair: pair[0]))
   progress.say("measuring the heads' accuracies")
   sources = _sources(heads, sources, read.extra, batch)

@@ -29,6 +29,8 @@ Methods:
                       DSpark)
   --method=pass       embeddings of look-ahead tokens, at whose positions the
                       target predicts further tokens (PaSS)
+  --method=uno        the same, with low-rank adapters of the target's matrices
+                      that only look-ahead tokens pass through (UNO)
   --method=kangaroo   adapter after the first layers of the target
 
 The target is frozen, except with --method=medusa2 and with --train_target. If

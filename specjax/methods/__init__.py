@@ -37,7 +37,7 @@ from specjax.methods import other_vocabularies
 from specjax.methods import self_speculation
 from specjax.methods import stop_rules
 from specjax.methods.files import save_heads
-from specjax.methods.heads.pass_lookahead import with_lookahead
+from specjax.methods.heads.pass_embeddings import with_lookahead
 from specjax.methods.networks import check_fits
 from specjax.methods.networks import Heads
 from specjax.methods.networks import lm_head

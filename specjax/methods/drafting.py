@@ -58,6 +58,7 @@ class Network:
       returns logits `[B, 1, V]`, which all nodes of a level share.
     has_confidence: True if `params["drafter"]["confidence"]` predicts
       acceptance. Stop rules with `learned` read it.
+    target_calls: target calls in a round, see `Drafter.target_calls`.
     deepest: largest depth of a draft.
   """
 
@@ -72,6 +73,7 @@ class Network:
   has_loop = True
   is_product = False
   has_confidence = False
+  target_calls = 1
   deepest: float = math.inf
 
   @property
@@ -223,6 +225,10 @@ class NetworkDrafter(Drafter):
   @property
   def num_nodes(self) -> int:
     return self.shape.num_nodes
+
+  @property
+  def target_calls(self) -> int:
+    return self.network.target_calls
 
   @property
   def depth(self) -> int:

@@ -68,6 +68,8 @@ class TransformerConfig:
       "the output of layer i".
     lookahead: number of look-ahead tokens, with ids V..V + lookahead - 1. These
       tokens are inputs, and the model never predicts them.
+    lookahead_rank: rank of the adapters of all kernels, which only look-ahead
+      tokens pass through (see `layers.Adapted`). 0 means no adapters.
   """
 
   vocab_size: int
@@ -103,6 +105,7 @@ class TransformerConfig:
   tie_embeddings: bool = True
   features: tuple[int | str, ...] = ()
   lookahead: int = 0
+  lookahead_rank: int = 0
 
   def __post_init__(self):
     for name in ("features", "windows"):
@@ -137,6 +140,8 @@ class TransformerConfig:
                        "only once")
     fields.check_at_least("lookahead", self.lookahead, 0,
                           ": 0 is a plain decoder")
+    fields.check_at_least("lookahead_rank", self.lookahead_rank, 0,
+                          ": 0 is a decoder without adapters")
 
   def _check_sizes(self) -> None:
     if self.heads % self.kv_heads:

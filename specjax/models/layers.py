@@ -109,10 +109,26 @@ def _parts(x: jax.Array, kernel: jax.Array) -> jax.Array:
   ).reshape(count, batch, size, *kernel.shape[1:])
 
 
+class Adapted(NamedTuple):
+  """Rows of a pass to which every `Linear` adds the product with its adapter.
+
+  The adapter of a kernel `[D, *outputs]` consists of `adapter_in [D, rank]` and
+  `adapter_out [rank, *outputs]`. All other rows get exactly the product with
+  the kernel.
+
+  Attributes:
+    rows: `[B, S]` bool, True for rows that pass through the adapters.
+    rank: rank of the adapters.
+  """
+
+  rows: jax.Array
+  rank: int
+
+
 class Linear(nn.Module):
   """Product with a kernel `[D, *outputs]`, plus an optional bias.
 
-  The bias is stored with one axis.
+  The bias is stored with one axis. `Adapted` describes the adapter.
 
   Attributes:
     outputs: sizes of the output axes.
@@ -127,7 +143,7 @@ class Linear(nn.Module):
   in_parts: bool = False
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x, adapted=None):
     kernel = parameter(self, "kernel", nn.initializers.normal(self.scale),
                        (x.shape[-1], *self.outputs))
     bias = parameter(
@@ -136,7 +152,25 @@ class Linear(nn.Module):
     if self.in_parts:
       return Parts(_parts(x, kernel), bias)
     out = product(x, kernel)
+    if adapted is not None:
+      out = self._adapt(out, x, *adapted)
     return (out if bias is None else out + bias).astype(x.dtype)
+
+  def _adapt(self, out: jax.Array, x: jax.Array, rows: jax.Array, rank: int
+             ) -> jax.Array:
+    """Adds the product of `x` and the adapter to `out`, only in `rows`."""
+    width = x.shape[-1]
+    inner = parameter(self, "adapter_in", nn.initializers.normal(width**-0.5),
+                      (width, rank))
+    outer = parameter(self, "adapter_out", nn.initializers.zeros,
+                      (rank, *self.outputs))
+
+    def adapt() -> jax.Array:
+      more = product(product(x, inner).astype(x.dtype), outer)
+      return jnp.where(jnp.expand_dims(rows, range(2, out.ndim)),
+                       out + more, out)
+
+    return jax.lax.cond(jnp.any(rows), adapt, lambda: out)
 
 
 class Pending(NamedTuple):
@@ -253,15 +287,15 @@ class Attention(nn.Module):
   in_parts: bool = False  # see `Linear`
 
   @nn.compact
-  def __call__(self, x, tables, ancestors, cache):
+  def __call__(self, x, tables, ancestors, cache, adapted=None):
     c, window = self.config, self.config.window(self.layer)
     slot = self.layer if self.slot is None else self.slot
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
-             and c.query_scale is None
+             and c.query_scale is None and adapted is None
              and not self.is_mutable_collection("intermediates"))
     qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
-                 in_parts=fused, name="qkv")(x)
+                 in_parts=fused, name="qkv")(x, adapted)
     rotation = tables.local if window else tables.full
     # Some caches do not support these arguments. Pass only those that the model
     # uses.
@@ -288,7 +322,7 @@ class Attention(nn.Module):
         out = jnp.concatenate([out, out], axis=1)
     out = Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
                  in_parts=self.in_parts, name="out")(
-                     out.reshape(*x.shape[:2], -1))
+                     out.reshape(*x.shape[:2], -1), adapted)
     return out, cache
 
   def _prepared(self, query: jax.Array, key: jax.Array,
@@ -326,23 +360,25 @@ class MLP(nn.Module):
   in_parts: bool = False  # see `Linear`
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x, adapted=None):
     c = self.config
     activation = _ACTIVATIONS[c.activation]
     if c.gated:
-      both = Linear((2, c.mlp_width), c.mlp_bias, name="gate_up")(x)
+      both = Linear((2, c.mlp_width), c.mlp_bias, name="gate_up")(x, adapted)
       inner = activation(both[..., 0, :]) * both[..., 1, :]
     else:
-      inner = activation(Linear((c.mlp_width,), c.mlp_bias, name="up")(x))
+      inner = activation(
+          Linear((c.mlp_width,), c.mlp_bias, name="up")(x, adapted))
     return Linear((c.width,), c.mlp_bias, 0.02 * (2 * c.layers) ** -0.5,
-                  in_parts=self.in_parts, name="down")(inner)
+                  in_parts=self.in_parts, name="down")(inner, adapted)
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
                   tables: RotaryTables, ancestors: jax.Array,
                   cache: Cache | None, read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
-                  keep: jax.Array | None = None) -> tuple[Any, Any]:
+                  keep: jax.Array | None = None,
+                  adapted: Adapted | None = None) -> tuple[Any, Any]:
   """Applies one decoder layer.
 
   Call this function in a compact method. The parameters belong to the calling
@@ -361,6 +397,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
     sublayers: sublayers to run. None means attention and MLP.
     keep: `[2]` or `[2, B]` factors on the outputs of attention and MLP. None
       means 1.
+    adapted: rows that pass through the adapters. None means no rows.
 
   Returns:
     `(x, cache)`: the residual stream after the layer, and the cache with the
@@ -389,11 +426,12 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
       read = norm(c.pre_norm, f"attention_norm_{i}", x)
     slot = sublayers and sublayers.slot(i)
     out, cache = Attention(c, i, slot, name=f"attention_{i}")(
-        read, tables, ancestors, cache)
+        read, tables, ancestors, cache, adapted)
     out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out
-    new = MLP(c, name=f"mlp_{i}")(norm(c.pre_norm, f"mlp_norm_{i}", inner))
+    new = MLP(c, name=f"mlp_{i}")(
+        norm(c.pre_norm, f"mlp_norm_{i}", inner), adapted)
     new = scaled(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
   return x + out + new, cache
 

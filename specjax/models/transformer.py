@@ -35,7 +35,8 @@ _SPLITS = {
     "down": (True, False),
 }
 # Small parameters, which every device stores completely.
-_REPLICATED = ("scale", "bias", "positions", "lookahead")
+_REPLICATED = ("scale", "bias", "positions", "lookahead", "adapter_in",
+               "adapter_out")
 
 
 class TransformerModule(nn.Module):
@@ -58,6 +59,9 @@ class TransformerModule(nn.Module):
         self, "embedding", nn.initializers.normal(0.02),
         (c.vocab_size, c.width))
 
+    adapted = None  # rows given as hidden states are those of plain tokens
+    if c.lookahead_rank and tokens is not None:
+      adapted = layers.Adapted(tokens >= c.vocab_size, c.lookahead_rank)
     x = self._embedded(table, tokens, positions) if x is None else x
     tables = layers.RotaryTables.of(c, positions, x.dtype)
     fused = self._is_fused(x, cache, keep)
@@ -69,7 +73,7 @@ class TransformerModule(nn.Module):
     for i in range(c.layers) if part is None else part.layers:
       x, cache = layers.decoder_layer(
           c, i, x, tables, ancestors, cache, sublayers=part,
-          keep=None if keep is None else keep[i])
+          keep=None if keep is None else keep[i], adapted=adapted)
       states[i + 1] = x
     norm = layers.Norm(c, name="final_norm")
     if fused:
@@ -95,7 +99,8 @@ class TransformerModule(nn.Module):
     c, part = self.config, self.sublayers
     return (cache is not None and cache.is_fused(x) and keep is None
             and (part is None or part.attention == part.mlp) and c.pre_norm
-            and not c.post_norm and not c.parallel_residual)
+            and not c.post_norm and not c.parallel_residual
+            and not c.lookahead_rank)
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
                 ) -> jax.Array:
@@ -253,8 +258,8 @@ class Transformer(Model):
     Query, key and value are split along the key-value heads. Gate and up are
     split along the inner width of the MLP. Out and down are split along their
     input, and embedding and head along the vocabulary. A layer then requires
-    two all-reduces of the residual stream. Norms, biases, positions and
-    look-ahead embeddings are replicated.
+    two all-reduces of the residual stream. Norms, biases, positions,
+    look-ahead embeddings and adapters are replicated.
 
     With fewer key-value heads than devices, every device has all keys and
     values. The product for query, key and value is then split along its input.

@@ -110,8 +110,8 @@ def test_files_keep_heads_and_refuse_another_target(tmp_path, kind):
   # Broken: heads change on disk, or draft for a target that they do not know.
   pair = _pair()
   heads = {**_KINDS, "lookahead": methods.PaSSEmbeddings(
-      count=_K, width=_D), "parallel": methods.ParallelHeads.for_target(
-          pair.target, _K)}[kind]
+      count=_K, width=_D, lookahead_rank=2),
+           "parallel": methods.ParallelHeads.for_target(pair.target, _K)}[kind]
   params = _random(heads.init(jax.random.key(0), pair.params["target"]))
   methods.save_heads(tmp_path, heads, params, pair.target)
   loaded, read = methods.load_heads(tmp_path, pair.target)

@@ -46,7 +46,9 @@ _OF_BLOCK = ("ddtree", "parallel")
 _OF_LAYER = ("eagle", "eagle_dynamic", "eagle_sampled", "mtp")
 _LARGE = ("ddtree", "eagle2_tree", "eagle_dynamic")  # trees by default
 _LOSSY = {"medusa": {"typical": True}, "blockwise": {"top_k": 2}}
-_OTHER = {"pass_lookahead": {"folded": False}, "blockwise": {"distance": 1},
+_OTHER = {"pass_lookahead": {"folded": False, "parents": _TREE,
+                             "verifier": sj.verifiers.Traversal()},
+          "blockwise": {"distance": 1},
           "eagle": {"parents": _TREE},
           "mtp": {"heads": _MODULES, "parents": _TREE},
           "merged_specinfer": {"models": (_MODEL,), "num_paths": 3},

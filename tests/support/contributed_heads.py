@@ -24,7 +24,6 @@ from specjax.drafters import Kangaroo
 from specjax.drafters import Medusa
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import Parallel
-from specjax.drafters import PaSS
 from specjax.methods import stop_rules
 
 MEDUSA = methods.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
@@ -33,6 +32,7 @@ BLOCKWISE = methods.BlockwiseHeads(
 HYDRA = methods.HydraHeads(
     width=WIDTH, vocab_size=VOCAB, heads=HEADS, blocks=2)
 EMBEDDINGS = methods.PaSSEmbeddings(count=HEADS, width=WIDTH)
+UNO = dataclasses.replace(EMBEDDINGS, lookahead_rank=3)
 EAGLE_1, EAGLE_3, MODULES = (
     kind.for_target(pair().target, 2, **options) for kind, options in (
         (methods.Eagle1Heads, {}), (methods.Eagle3Heads, {
@@ -87,11 +87,11 @@ def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
                      params, controller=controller)
 
 
-def lookahead(rule, **kwargs):
-  model, params = methods.with_lookahead(
-      pair().target, pair().params["target"], disturbed(EMBEDDINGS))
-  return Contributed(PaSS(embeddings=EMBEDDINGS, **kwargs), rule, model,
-                     {"target": params, "drafter": ()})
+def lookahead(rule, embeddings=EMBEDDINGS, **kwargs):
+  model, params = embeddings.attach(
+      pair().target, pair().params["target"], disturbed(embeddings))
+  drafter = sj.strategies.pass_lookahead(embeddings, **kwargs).drafter
+  return Contributed(drafter, rule, model, params)
 
 
 def parallel(shape, rule, options, controller=None):

@@ -123,6 +123,10 @@ DRAFTERS = {
     "PaSS as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
     "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
+    "UNO folded": lambda: heads.lookahead(
+        sj.verifiers.Block(), heads.UNO, count=2),
+    "UNO, a tree": lambda: heads.lookahead(
+        sj.verifiers.Traversal(), heads.UNO, folded=False, parents=UNEVEN),
     "Parallel chain with a stop rule and a controller": lambda: heads.parallel(
         Chain(3, stop_rules.Threshold(threshold=0.4)), sj.verifiers.Block(), {},
         sj.decoding.Controller(lengths=(0, 2), seconds=(1.0, 1.1))),
@@ -215,8 +219,9 @@ CROSSED = {"chain", "tree iid", "Paths of one model"}
 # of these tokens gives another draft than the rounds that wrote them.
 HISTORY = {
     "Empty": "it drafts nothing",
-    "PaSS folded": "it forecasts from look-ahead tokens of the last draft, and "
-                   "a prompt has none",
+    **dict.fromkeys(("PaSS folded", "UNO folded"),
+                    "it forecasts from look-ahead tokens of the last draft, "
+                    "and a prompt has none"),
     "Recycling": "it collects the target's logits at all nodes of all drafts",
     "Merge": "its third part is Recycling; cascade_test.py has other parts",
     "Online": "it learns from the verdicts",

@@ -39,8 +39,9 @@ def _heads(kind="low_rank"):
   if kind == "blockwise":
     heads = methods.BlockwiseHeads(
         width=_D, vocab_size=_V, heads=_K, hidden_width=5)
-  elif kind == "lookahead":
-    heads = methods.PaSSEmbeddings(count=_K, width=_D)
+  elif kind in ("pass", "uno"):
+    heads = methods.PaSSEmbeddings(
+        count=_K, width=_D, lookahead_rank=3 * (kind == "uno"))
   else:
     heads = methods.MedusaHeads(
         width=_D, vocab_size=_V, heads=_K, output=kind, rank=3)
@@ -51,8 +52,8 @@ def _heads(kind="low_rank"):
 
 def _objective(method, **config):
   model = _pair().target
-  if method == "pass":
-    heads, params = _heads("lookahead")
+  if method in ("pass", "uno"):
+    heads, params = _heads(method)
     return objectives.PaSSObjective(
         model=model, embeddings=heads, **{"cuts": 3, **config}), params
   if method == "blockwise":
@@ -205,6 +206,21 @@ def test_lookahead_by_hand():
   np.testing.assert_allclose(loss, nats.mean((1, 2)).sum(), rtol=1e-4)
 
 
+def test_distillation_at_lookahead_tokens_by_hand():
+  # Broken: the teacher's distribution is that of another position.
+  objective, params = _objective("uno", divergence="total_variation")
+  target, rows, key = _pair().params["target"], _rows(), jax.random.key(3)
+  logits, cuts = jax.jit(lambda p, rows: objective.score(
+      p, rows, key, lambda k, logits, positions: (logits, positions)))(
+          {"target": target, "drafter": params}, rows)
+  p, q = np.exp(_log_softmax(_target_output().logits)), np.exp(
+      _log_softmax(logits))
+  want = sum(np.abs(p[b, int(cuts[t, b, i]) + t + 1] - q[t, b, i]).sum() / 2
+             for t in range(_K) for b in range(2) for i in range(3)) / 6
+  loss, _, _ = _call(objective, params, key=3)
+  np.testing.assert_allclose(loss, want, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["own", "low_rank", "shared", "blockwise"])
 def test_gradients_taken_head_by_head_are_the_gradients(kind):
   # Broken: the hand-written rule of differentiation.
@@ -305,7 +321,8 @@ def _changed(before, after):
                       after)
 
 
-@pytest.mark.parametrize("method", ["pass", "blockwise", "medusa", "medusa2"])
+@pytest.mark.parametrize("method", [
+    "pass", "uno", "blockwise", "medusa", "medusa2"])
 def test_runs_change_what_they_train_and_resume(tmp_path, method):
   # Broken: a frozen weight moves, a trained one does not, or a run that was
   # stopped ends with other weights.
@@ -501,6 +518,9 @@ def test_row_batches_visit_every_row_once_an_epoch():
 @pytest.mark.parametrize("make, words", [
     (lambda: _objective("medusa2", ramp="cubic"), "ramp is 'cubic'"),
     (lambda: _objective("pass", cuts=0), "cuts is 0"),
+    (lambda: _objective("uno", divergence="l2"), "divergence is 'l2'.*one of"),
+    (lambda: methods.by_name("uno").objective(
+        _pair().target, _heads("pass")[0]), "lookahead_rank 0"),
     (lambda: _call(_objective("pass")[0], _objective("pass")[1],
                    {"tokens": _rows(2, _K + 1)}), "2 tokens .* 2 look-ahead"),
     (lambda: evaluation.head_accuracy(_objective("medusa")[0], _rows(2, 3))(

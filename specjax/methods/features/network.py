@@ -95,9 +95,9 @@ class FeatureHeads(FeatureConfig):
     c = target.config
     like = {field.name: getattr(c, field.name)
             for field in dataclasses.fields(TransformerConfig)}
-    like.update(layers=1, windows=(), features=(), lookahead=0, pre_norm=True,
-                post_norm=False, parallel_residual=False,
-                learned_positions=False)
+    like.update(layers=1, windows=(), features=(), lookahead=0,
+                lookahead_rank=0, pre_norm=True, post_norm=False,
+                parallel_residual=False, learned_positions=False)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
       taps = [int(name) if name.isdecimal() else name

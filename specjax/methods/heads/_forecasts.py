@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from specjax.interfaces import Model
 from specjax.methods import _common
+from specjax.methods import stop_rules
 from specjax.methods.draft_shapes import Shape
 from specjax.methods.drafting import Network
 from specjax.methods.networks import check_fits
@@ -64,6 +65,28 @@ class Forecast:
     choose = jax.vmap(lambda moved, new, i, old: jnp.where(moved, new[i], old))
     return Forecast(values=choose(count > 0, values, last, self.values),
                     known=self.known | (count > 0))
+
+
+class ProductNetwork(Network):
+  """Base class of networks that predict all levels of a draft in `begin`.
+
+  The carry is `(forecasts, level)`. `forecasts` contains the logits `[B, K, V]`
+  and the hidden states `[B, K, F]` of K levels. `level` is an int32 number.
+  """
+
+  is_product = True
+
+  def extend(self, params: Params, token: Any, carry: Any
+             ) -> tuple[stop_rules.Forecast, Any]:
+    forecasts, level = carry
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, level, 1, keepdims=False),
+        forecasts), (forecasts, level + 1)
+
+  def step(self, params: Params, tokens: Any, depths: Any, ancestors: Any,
+           above: Any, carry: Any) -> tuple[jax.Array, Any]:
+    (logits, _), carry = self.extend(params, tokens, carry)
+    return logits[:, None], carry
 
 
 class HiddenStateNetwork(Network):

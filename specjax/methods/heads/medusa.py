@@ -174,7 +174,7 @@ class MedusaHeads(networks.HiddenStateHeads):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Medusa(_forecasts.HiddenStateNetwork):
+class Medusa(_forecasts.ProductNetwork, _forecasts.HiddenStateNetwork):
   """Independent heads as a network: head d predicts all nodes of depth d.
 
   `Tree(parents, "top_k")` with `trees.medusa_tree` is the deterministic draft
@@ -188,25 +188,15 @@ class Medusa(_forecasts.HiddenStateNetwork):
 
   heads: networks.HiddenStateHeads
 
-  is_product = True
-
   def begin(self, params: Params, state: DecodeState, shape: Shape
             ) -> tuple[Forecast, Any]:
     hidden = state.drafter.values
     used = jax.tree.map(lambda x: x[:shape.depth], params["drafter"])
     logits = self.heads(used, hidden, networks.lm_head(params["target"]))
-    return self.extend(params, None, (logits, hidden, jnp.zeros((), jnp.int32)))
-
-  def extend(self, params: Params, token: Any, carry: Any
-             ) -> tuple[Forecast, Any]:
-    logits, hidden, level = carry
-    own = jax.lax.dynamic_index_in_dim(logits, level, axis=1, keepdims=False)
-    return (own, hidden), (logits, hidden, level + 1)
-
-  def step(self, params: Params, tokens: Any, depths: Any, ancestors: Any,
-           above: Any, carry: Any) -> tuple[jax.Array, Any]:
-    (logits, _), carry = self.extend(params, tokens, carry)
-    return logits[:, None], carry
+    hidden = jnp.broadcast_to(
+        hidden[:, None], (*logits.shape[:2], hidden.shape[-1]))
+    return self.extend(
+        params, None, ((logits, hidden), jnp.zeros((), jnp.int32)))
 
 
 _RAMPS = {
