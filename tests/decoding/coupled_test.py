@@ -127,6 +127,7 @@ def _check(texts, transform=_TRANSFORM, rows=_ROWS):
     np.testing.assert_array_equal(text, _reference(transform)[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     name if name in ("chain of 5", "tree") else pytest.param(
         name, marks=pytest.mark.slow) for name in _CASES])

@@ -327,6 +327,7 @@ _HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _HIDDEN)
 def test_numbers_that_real_models_have(name):
   # Broken: a sampler that is wrong at numbers of real models is approved.

@@ -338,6 +338,7 @@ class _LateStream(EarlyExit):
         hidden=jnp.roll(memory.hidden, 1, axis=1)), *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", [_KeepsRejected, _LateStream])
 def test_defects_of_a_shared_pass_show_in_greedy_texts(defect):
   # Broken: the tests above would pass whatever is committed.

@@ -94,6 +94,7 @@ def _decoder(drafter, rule, controller=None):
                     controller=controller), params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*_CASES, "modules that rest"])
 def test_state_after_rounds_is_that_of_a_prompt(name):
   # Broken: drafted features stay in the cache, another feature is fed back, or

@@ -138,6 +138,7 @@ def test_kangaroo_learns_the_target_s_law():
       jax.nn.softmax(scores[0][1]), q[:, scores[1][1, 0]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_train_lm_by_flags(tmp_path):
   # Broken: the flags train something else, or a slip is found after the run.
   (tmp_path / "corpus.jsonl").write_text("".join(
@@ -284,6 +285,7 @@ def test_a_published_set():
   assert (len(left.attention), len(left.mlp)) == (40 - 24, 40 - 10)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_skip_study(tmp_path):
   # Broken: a part is measured as another one, costs what it leaves out, or a

@@ -88,6 +88,7 @@ def _blocks(name):
 
 # Training and decoding.
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["product", "rnn"])
 def test_training_computes_what_decoding_does(name):
   # Broken: a block in training has other keys, positions or masks than the

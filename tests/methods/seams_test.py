@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import newcomers
 import numpy as np
+import pytest
 
 import specjax as sj
 from specjax import testing
@@ -25,6 +26,7 @@ class _Sharper(newcomers.Stage):
         probs=probs / jnp.where(total > 0, total, 1)), inner
 
 
+@pytest.mark.slow
 def test_a_wrong_law_of_a_stage_is_caught():
   # Broken: the bar cannot see what an inner decoder reports.
   case, prompt, horizon = contributions.DRAFTERS["a decoder"](), [1, 3, 0], 3

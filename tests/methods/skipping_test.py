@@ -8,6 +8,7 @@ from contributed import VOCAB
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import specjax as sj
 from specjax import testing
@@ -24,6 +25,7 @@ def _without_effect(params, layer):
       jnp.zeros_like, params[f"mlp_{layer}"])}}
 
 
+@pytest.mark.slow
 def test_a_row_finds_what_is_of_no_use():
   # Broken: worse sets are kept, a set is scored at other places than those of
   # its tokens or its laws, a row takes another one's set, or the draft reads

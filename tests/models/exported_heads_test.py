@@ -205,6 +205,7 @@ def test_the_layer_for_smollm2_has_no_layout(tmp_path):
     export_drafter(tmp_path / "out", heads, None, target, None)
 
 
+@pytest.mark.slow
 def test_scripts_export_and_import_heads(tmp_path):
   # Broken: the command for exporting fails, says nothing of what it costs, or
   # generate.py chooses another tree with what it wrote; or heads are trained by

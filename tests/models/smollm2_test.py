@@ -37,6 +37,7 @@ def _expected():
           for i in range(count)]
 
 
+@pytest.mark.slow
 def test_logits_and_greedy_texts(smollm2, expected):
   # Broken: the model answers, but is not SmolLM2. One pass over each recorded
   # text tells both: greedy text is what the model finds likeliest after it.

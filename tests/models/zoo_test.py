@@ -37,6 +37,7 @@ def test_layers_on_features_are_small():
   assert max(map(size, _FEATURES)) < size("medusa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FEATURES)
 def test_layers_in_the_box_draft(name):
   # Broken: greedy text is not the target's, or a draft is hardly ever right.

@@ -151,6 +151,7 @@ def test_the_test_of_training_time_is_the_mask():
       atol=1e-5 * np.abs(found["hidden"]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, options", [
     (methods.Eagle3Heads, {"ids": _IDS}),
     (methods.MTPHeads, {"chained": False})], ids=["eagle3", "mtp"])
