@@ -161,7 +161,8 @@ def test_long_texts_in_pieces(monkeypatch):
   tokenizer = _tokenizer()
   text = "def verify(draft):\n  return law\nlaw = draft\n\n" * 99
   expected = tokenizer.encode_stream(["law", text])
-  for name, value in (("_LONG", 300), ("_TOGETHER", 100), ("_NEAR", 30)):
+  for name, value in (
+      ("_LONG", 300), ("TOGETHER", 100), ("_NEAR", 30)):
     monkeypatch.setattr(token_streams, name, value)
   pieces = list(token_streams.cut(tokenizer, text))
   assert "".join(pieces) == text and max(map(len, pieces)) <= 300

@@ -689,8 +689,7 @@ def test_a_stop_rule_by_its_flag():
     (["--stop=sure"], "is sure; give one of confidence, adaptive, entropy"),
     (["--stop=entropy:high"], "'high' is not a number"),
     (["--stop=adaptive:2"], "threshold is 2"),
-    (["--stop=entropy", "--temperature=0"], "no effect at --temperature=0"),
-    (["--output=/dev/null"], "not a regular file")])
+    (["--stop=entropy", "--temperature=0"], "no effect at --temperature=0")])
 def test_flags_that_do_not_go_together(given, words, monkeypatch):
   # Broken: a comparison of a thing with itself, or of texts that differ, fails
   # after minutes with other words, and a flag is passed over in silence.

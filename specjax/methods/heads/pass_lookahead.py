@@ -311,17 +311,18 @@ def _compared(heads: PaSSEmbeddings, tree: Callable[[], Sequence[int]]
           (TRAVERSAL, RECURSIVE), folded=False, parents=parents)}
 
 
-def _objective(target: Transformer, heads: PaSSEmbeddings, **options: Any
-               ) -> PaSSObjective:
-  return PaSSObjective(model=target, embeddings=heads, **options)
+def _objective(target: Transformer, heads: PaSSEmbeddings, cuts: int,
+               divergence: str = LABELS) -> PaSSObjective:
+  return PaSSObjective(
+      model=target, embeddings=heads, cuts=cuts, divergence=divergence)
 
 
-def _uno_objective(target: Transformer, heads: PaSSEmbeddings, **options: Any
-                   ) -> PaSSObjective:
+def _uno_objective(target: Transformer, heads: PaSSEmbeddings, cuts: int,
+                   divergence: str) -> PaSSObjective:
   if not heads.lookahead_rank:
     raise ValueError("the heads have lookahead_rank 0, which means no adapters;"
                      " use the method pass, or train new heads")
-  return _objective(target, heads, **options)
+  return _objective(target, heads, cuts, divergence)
 
 
 PASS = Method(
