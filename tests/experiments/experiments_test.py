@@ -138,7 +138,7 @@ def test_replay(tmp_path):
   refusals = [
       (["--gamma=0"], ["--gamma=0", "positive"]),
       (["--gamma=512"], ["--gamma=512", "at most 511, because"]),
-      (["--record=file"], ["file is a file", "directory"]),
+      (["--record=file"], ["file is not a directory"]),
       (["--record="], ["--record=", "give a directory"]),
       (["--record=other", "--evaluate_only"], ["other", "no complete"]),
       (["--verifier="], ["--verifier", "greedy_block"]),
@@ -170,7 +170,8 @@ def test_generate(tmp_path):
   flags = ["--prompt=def f(x):", "--max_new_tokens=24", "--color=always"]
   names = ("choose among small, tiny, smol, ngram, suffix, sampled_suffix, "
            "suffix_tree, recycling, rest, noise, a+b, a|b, pass, medusa, "
-           "eagle3, parallel, smol_eagle, itself, none, or give")
+           "eagle3, parallel, smol_eagle, itself, "
+           "FILE.py:NAME, none, or give")
   refusals = [(["--drafter=meduza"], ["'meduza'", names]),
               (["--drafter="], ["''", names]),
               (["--target=bundle"], ["'bundle'", "among bundled, or"]),
