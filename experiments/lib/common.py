@@ -308,11 +308,11 @@ def _claim(directory: pathlib.Path, study: str, values: dict[str, Any]):
   of_script = {
       name: flags.FLAGS[name].value for name in flags.FLAGS
       if not flags.FLAGS.find_module_defining_flag(name).startswith(
-          ("absl", "orbax"))}
+          ("absl", "chex", "orbax"))}
   now = {name: value for name, value in (of_script | values).items()
          if name not in _NEUTRAL}
   # Rows are independent, so the batch size matters only for measured speeds.
-  if now.get("timing") != "throughput" and "batch" in now:
+  if now.get("timing") != "throughput" and isinstance(now.get("batch"), int):
     now["batch"] = min(now["batch"], 2 if "timing" in now else 1)
   path = directory / _FLAGS
   if path.exists() and (directory / f"{study}.json").exists():

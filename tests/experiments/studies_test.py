@@ -207,7 +207,7 @@ def test_online_study(tmp_path):
   study = last_line(more)
   for done in (first, more):  # a seed each, without and with learning
     assert done["stderr"].count("code: ") == 2
-  assert "holds another study: positions" in other["code"]
+  assert "results of --positions=path" in other["code"]
   assert study["study"] == "online"
   found = {}
   for row in study["rows"]:
