@@ -100,7 +100,7 @@ def _lines(*records):
            ("gsm8k", "a.json", "[", "line 1 is not JSON"),
            ("gsm8k", "a.json", "[1,\n\n2]", "line 1, item 1 is a JSON int"),
            ("gsm8k", "a.json", "[]", "contains no prompt"),
-           ("humaneval", "a.jsonl.gz", gzip.compress(b""), "no prompt"),
+           ("humaneval", "a.jsonl.gz", gzip.compress(b"", mtime=0), "no prompt"),
            ("humaneval", "a.jsonl.gz", _DAMAGED, "is not gzipped"),
            ("webquestions", "a.json", '[{"qText": "who?"},\n{"qText"]',
             "line 2 is not JSON"),

@@ -153,7 +153,8 @@ def _print_size(left: dict[Any, list[tuple]],
   programs = len({variant.program for group in groups
                   for variant in made[group].values()})
   rollouts = sum(len(left[group]) * len(made[group]) for group in groups)
-  print(f"{prompts} prompts, {programs} programs, {rollouts:,} rollouts of at "
+  print(f"{prompts} prompts, {programs} program{'s' * (programs != 1)}, "
+        f"{rollouts:,} rollouts of at "
         f"most {rollouts * new_tokens:,} tokens in all", file=sys.stderr)
 
 
