@@ -18,7 +18,7 @@ from specjax.data import tokenizers
 _USER = {"role": "user", "content": "U"}
 _TURNS = json.dumps([{"messages": [_USER, _USER]}] * 3, indent=0)
 _ITEMS = '[\n{"question": "a"},\n\n {"question":\n "b"}\n]\n'
-_DAMAGED = bytearray(gzip.compress(b'{"prompt": "def f():"}\n' * 99))
+_DAMAGED = bytearray(gzip.compress(b'{"prompt": "def f():"}\n' * 99, mtime=0))
 _DAMAGED[20:40] = b"\xff" * 20
 # What the error of a prompt set says of the set.
 _SETS = {"gsm8k": "GSM8K is .* 'question'", "humaneval": "HumanEval is .*"
@@ -100,7 +100,8 @@ def _lines(*records):
            ("gsm8k", "a.json", "[", "line 1 is not JSON"),
            ("gsm8k", "a.json", "[1,\n\n2]", "line 1, item 1 is a JSON int"),
            ("gsm8k", "a.json", "[]", "contains no prompt"),
-           ("humaneval", "a.jsonl.gz", gzip.compress(b"", mtime=0), "no prompt"),
+           ("humaneval", "a.jsonl.gz", gzip.compress(b"", mtime=0),
+            "no prompt"),
            ("humaneval", "a.jsonl.gz", _DAMAGED, "is not gzipped"),
            ("webquestions", "a.json", '[{"qText": "who?"},\n{"qText"]',
             "line 2 is not JSON"),
