@@ -520,7 +520,7 @@ def test_row_batches_visit_every_row_once_an_epoch():
     (lambda: _objective("pass", cuts=0), "cuts is 0"),
     (lambda: _objective("uno", divergence="l2"), "divergence is 'l2'.*one of"),
     (lambda: methods.by_name("uno").objective(
-        _pair().target, _heads("pass")[0]), "lookahead_rank 0"),
+        _pair().target, _heads("pass")[0], 4), "lookahead_rank 0"),
     (lambda: _call(_objective("pass")[0], _objective("pass")[1],
                    {"tokens": _rows(2, _K + 1)}), "2 tokens .* 2 look-ahead"),
     (lambda: evaluation.head_accuracy(_objective("medusa")[0], _rows(2, 3))(

@@ -318,7 +318,7 @@ def _objective(target: Transformer, heads: PaSSEmbeddings, cuts: int,
 
 
 def _uno_objective(target: Transformer, heads: PaSSEmbeddings, cuts: int,
-                   divergence: str) -> PaSSObjective:
+                   divergence: str = LABELS) -> PaSSObjective:
   if not heads.lookahead_rank:
     raise ValueError("the heads have lookahead_rank 0, which means no adapters;"
                      " use the method pass, or train new heads")
