@@ -90,8 +90,8 @@ def evaluate(record: Record, verifier: Verifier) -> Replayed:
   start = None
   if repr(verifier) == record.manifest["verifier"] and verifier.remembers:
     start = verifier.init(record.manifest["num_nodes"] - 1)
-  return _replayed(_figures(verifier, start, rollout.trace)
-                   for rollout in record)
+  return Replayed(*zip(*(_figures(verifier, start, rollout.trace)
+                         for rollout in record)))
 
 
 def evaluate_budget(record: Record, verifier: Verifier,
@@ -141,7 +141,7 @@ def evaluate_budget(record: Record, verifier: Verifier,
           yield _figures(verifier, None, trace)
         batch = []
 
-  return _replayed(figures())
+  return Replayed(*zip(*figures()))
 
 
 def _cut(batch: Sequence[Trace], share: Callable[..., jax.Array]
@@ -183,10 +183,6 @@ def _figures(verifier: Verifier, state: chex.ArrayTree, trace: Trace
     parts.append(figures)
   return tuple(np.concatenate(x)[:rounds]
                for x in zip(*jax.device_get(parts)))
-
-
-def _replayed(figures: Iterator[tuple[np.ndarray, np.ndarray]]) -> Replayed:
-  return Replayed(*zip(*figures))
 
 
 def online(record: Record) -> Replayed:

@@ -177,9 +177,9 @@ def certify(verifier: Verifier | Compiled, *,
       up to 12 tokens; float32; gamma up to 15, V up to 301 and trees of up to
       17 nodes; many rounds of a rule with state; audits in float32 at
       production sizes (gamma 16 with V = 32,000 and gamma 8 with V = 151,936,
-      or trees of 64 nodes), see `exact.audit`. Trials with padding are left out
-      for a rule that requires full drafts. For a rule that requires
-      deterministic drafts, all rows of q are one-hot.
+      or trees of 64 nodes, and gamma 2 with V = 262,144), see `exact.audit`.
+      Trials with padding are left out for a rule that requires full drafts. For
+      a rule that requires deterministic drafts, all rows of q are one-hot.
     at: additional sizes `(gamma, V)`, with chains. A size with at most 2^14
       drafts is enumerated. A larger size is audited. The result is in `tried`.
     stop: rule that ends the drafted chains, used with the small models only. It

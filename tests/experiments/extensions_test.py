@@ -279,7 +279,7 @@ def test_the_first_tokens_are_a_shorter_draft(code):
   draft = sj.Draft.chain(jnp.int32(0), tokens, q)
   short = sj.Draft.chain(jnp.int32(0), tokens[:2], q[:2])
   rule, depths = Last(), jnp.arange(6)
-  expected, survival = statistics.First(rule, 2).figures(
+  expected, survival = statistics.Subtree(rule, (0, 1, 2)).figures(
       draft, p, None, None, depths)
   right = rule.figures(short, p[:3], None, rule.evaluate(short, p[:3]),
                        depths[:3])

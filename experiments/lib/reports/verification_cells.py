@@ -61,7 +61,7 @@ def observers(verifiers: Mapping[str, sj.Verifier], gammas: Sequence[int]
     gammas: draft lengths in increasing order.
   """
   return {(name, None): rule for name, rule in verifiers.items()} | {
-      (name, gamma): statistics.First(rule, gamma)
+      (name, gamma): statistics.Subtree(rule, tuple(range(gamma + 1)))
       for name, rule in verifiers.items() if name not in common.VERIFIERS
       for gamma in gammas[:-1]}
 

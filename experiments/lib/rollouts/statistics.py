@@ -11,8 +11,8 @@ probabilities of both models, without random decisions. The sum of a statistic
 divided by the sum of "drafted" is its mean over the draft positions that
 verification reaches.
 
-`First`, `Shorter` and `Subtree` are observers that evaluate a rule with shorter
-drafts and smaller trees.
+`Shorter` and `Subtree` are observers that evaluate a rule with shorter drafts
+and smaller trees.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ BINS = (0.0, 0.25, 0.5, 1.0, 2.0, math.inf)  # entropy of the target in nats
 
 
 class _Observer(sj.Verifier):
-  """Base class of observers that report statistics of chains."""
+  """Base class of observers that report statistics of drafts."""
 
   lossless = True
   requires = ("chain",)
@@ -88,27 +88,6 @@ class Statistic(_Observer):
     likely, tokens = jax.lax.top_k(q, max(self.top, min(TOPS[-1], q.shape[-1])))
     gained = jnp.take_along_axis(p, tokens, axis=-1) * (likely > 0)
     return jnp.sum(gained[..., :self.top], axis=-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class First(_Observer):
-  """Acceptance of a rule with the first `gamma` tokens of a draft."""
-
-  rule: sj.Verifier
-  gamma: int
-
-  def figures(self, draft: Draft, target_probs: jax.Array, state: None,
-              law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the figures of the rule for the first tokens."""
-    del state, law
-    nodes = slice(0, self.gamma + 1)
-    first = Draft.chain(draft.tokens[0], draft.tokens[1:self.gamma + 1],
-                        draft.probs[1:self.gamma + 1])
-    p = target_probs[nodes]
-    expected, survival = self.rule.figures(
-        first, p, None, self.rule.evaluate(first, p), depths[nodes])
-    return expected, jnp.zeros(len(depths), survival.dtype).at[nodes].set(
-        survival)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +149,8 @@ class Shorter(_Observer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subtree(sj.Verifier):
-  """Acceptance of a rule with a part of a draft tree.
+class Subtree(_Observer):
+  """Acceptance of a rule with a part of a draft.
 
   Attributes:
     rule: verification rule.
@@ -182,15 +161,9 @@ class Subtree(sj.Verifier):
   rule: sj.Verifier
   nodes: tuple[int, ...]
 
-  lossless = True
-
   @property
   def requires(self) -> tuple[str, ...]:
     return self.rule.requires
-
-  def law(self, draft: Draft, target_probs: jax.Array) -> sj.Law:
-    """Returns the law for the whole tree. The law is never used."""
-    return self.rule.law(draft, target_probs)
 
   def figures(self, draft: Draft, target_probs: jax.Array, state: None,
               law: sj.Law, depths: jax.Array) -> tuple[jax.Array, jax.Array]:
