@@ -48,6 +48,7 @@ def test_noise_is_drawn_by_the_law_that_it_reports():
   np.testing.assert_array_equal(draft.probs[0, 1], drawn / numbers)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", ["Token", "Block", "GreedyBlock"])
 def test_one_program_acts_as_each_rule(name):
   """Variants that share a program decode the same tokens as each alone."""
