@@ -22,12 +22,22 @@ The report of one case has a draft that shows the error, with p, q, and the
 expected and obtained distributions:
 
   python experiments/clinic.py --case=gemma4_assistant
+
+--installed tests functions of installed packages instead: transformers (which
+needs torch), economize and keras_hub. They draw their own random numbers, so
+rounds are sampled: a total variation of 0.05 is found with a probability of at
+least 0.95, and a smaller one can be missed. Packages that are not installed are
+named. Output: installed.csv and installed.json.
+
+  python experiments/clinic.py --installed
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
+from importlib import metadata
+import sys
 from typing import Any
 
 from lib import common  # before jax, which takes long to import
@@ -35,6 +45,7 @@ from lib import common  # before jax, which takes long to import
 # isort: split
 from absl import flags
 import jax.numpy as jnp
+from lib import engines
 from lib import flags as shared
 import numpy as np
 
@@ -44,6 +55,9 @@ from specjax.exact import schemes
 _CASE = flags.DEFINE_list(
     "case", [], "Names of cases, comma-separated. Their full reports are "
     "printed. Default: all cases, as a table")
+_INSTALLED = flags.DEFINE_bool(
+    "installed", False, "Test functions of the installed packages transformers "
+    "(with torch), economize and keras_hub instead of the cases")
 _OUTPUT_DIR = shared.output_dir("results/clinic")
 
 _STAR, _TREE = (-1, 0, 0), (-1, 0, 0, 1)
@@ -472,10 +486,11 @@ class Case:
     name: name for --case.
     what: the rule in one line.
     source: repository and thread or file.
-    checked: "code", "thread" or "described".
+    checked: "code", "thread" or "described"; "run" for installed packages.
     advice: what a user should do.
     exact: expected verdict.
-    sampler: function for `exact.audit_sampler`.
+    sampler: function for `exact.audit_sampler`. Of an installed package: a
+      function that returns the sampler.
     scheme: the drafter.
     trees: parents of the trees; () means chains.
     gammas: draft lengths of chains.
@@ -542,7 +557,7 @@ CASES = (
        "warpfront/hipfire #483", "thread", sampler=_tree(_recursive),
        scheme="without_replacement", trees=((-1, 0, 0, 0),)),
     _R("economize_tree", "recursive rejection on independent children",
-       "Thiggel/economize 0.3.2", "described", sampler=_tree(_recursive),
+       "Thiggel/economize 0.3.2", "code", sampler=_tree(_recursive),
        trees=(_TREE,)),
     _R("tpu_one_hot", "argmax drafts, draft_probs=None",
        "vllm-project/tpu-inference: rejection_sampler.py", "code",
@@ -666,6 +681,52 @@ CASES = (
 )
 
 
+def _of_package(package: str, function: str, name: str, what: str, sampler: Any,
+                batched: bool = True, **kwargs):
+  return Case(
+      name, what, f"{package}: {function}", "run", sampler=sampler, **kwargs,
+      settings=dict(coins=None, kinds=("dense", "varied"), batched=batched))
+
+
+_ARGMAX = dict(scheme=_argmax_with_softmax, exact=False)
+INSTALLED = (
+    _of_package("transformers", "_speculative_sampling", "transformers_token",
+                "token verification, sampled drafts",
+                engines.transformers_token, batched=False),
+    _of_package("transformers", "_speculative_sampling", "transformers_argmax",
+                "argmax drafts, softmax as q (Gemma-4 assistants)",
+                engines.transformers_token, batched=False, **_ARGMAX,
+                advice="use do_sample=False with these assistants"),
+    _of_package("keras-hub", "SpeculativeSampler", "keras_hub",
+                "argmax drafts, softmax as q", engines.keras_hub, **_ARGMAX,
+                advice="use greedy sampling"),
+    _of_package("economize", "RejectionVerifier.verify_batch",
+                "economize_token", "token verification, sampled drafts",
+                engines.economize_token),
+    _of_package("economize", "RejectionVerifier.verify_tree", "economize_tree",
+                "recursive rejection on independent children",
+                engines.economize_tree, trees=(_STAR, _TREE)),
+)
+
+
+def _installed() -> list[Case]:
+  """Returns the cases whose package is installed, with its version."""
+  found = []
+  for case in INSTALLED:
+    package = case.source.partition(":")[0]
+    try:
+      found.append(dataclasses.replace(
+          case, sampler=case.sampler(), source=case.source.replace(
+              ":", f" {metadata.version(package)}:", 1)))
+    except ImportError as e:
+      print(f"{case.name} is left out: {e}; pip install {package}",
+            file=sys.stderr)
+  if not found:
+    raise ValueError("--installed requires one of the packages transformers "
+                     "and torch, keras-hub, and economize; install one")
+  return found
+
+
 def examine(case: Case) -> tuple[float, bool, str]:
   """Returns the total variation, the verdict and the report of a case."""
   if case.measure is not None:
@@ -679,7 +740,9 @@ def examine(case: Case) -> tuple[float, bool, str]:
 
 
 def main():
-  names = {case.name: case for case in CASES}
+  cases = _installed() if _INSTALLED.value else CASES
+  study = "installed" if _INSTALLED.value else "clinic"
+  names = {case.name: case for case in cases}
   for name in _CASE.value:
     if name not in names:
       raise ValueError(f"--case contains {name!r}; it must be one of "
@@ -694,7 +757,7 @@ def main():
   width = max(map(len, names))
   print(f"{'case':{width}s} {'verdict':7s} {'TV':>8s}  {'source':9s} what")
   rows, wrong = [], []
-  for case in CASES:
+  for case in cases:
     distance, lossless, _ = examine(case)
     verdict = "exact" if lossless else "BIASED"
     print(f"{case.name:{width}s} {verdict:7s} {distance:8.1e}  "
@@ -707,8 +770,8 @@ def main():
   if wrong:
     raise ValueError("the verdict differs from the expected one for "
                      f"{', '.join(wrong)}; see --case")
-  common.write_csv(output_dir / "clinic.csv", rows)
-  common.finish(output_dir, "clinic", {"rows": rows})
+  common.write_csv(output_dir / f"{study}.csv", rows)
+  common.finish(output_dir, study, {"rows": rows})
 
 
 if __name__ == "__main__":
