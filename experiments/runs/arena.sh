@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Arenas of the bundled target, SmolLM2 and a published pair, for
 # docs/results/arena.md. Resumes if started again. The last two decode
-# Spec-Bench and require: pip install -e '.[experiments,chat,gguf]', and DATA,
+# Spec-Bench and require: pip install -e '.[experiments,published]', and DATA,
 # the directory of spec_bench.jsonl. TARGET and DRAFTER are names on the
 # Hugging Face hub, directories or GGUF files.
 set -euo pipefail

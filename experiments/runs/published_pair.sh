@@ -2,7 +2,7 @@
 # Verification rules on a published pair, for docs/results/qwen.md. STUDY=speed
 # measures the speed at batch 1, and STUDY=trees compares draft trees. Resumes if
 # started again.
-# Requires: pip install -e '.[experiments,chat,gguf]'
+# Requires: pip install -e '.[experiments,published]'
 # With SmolLM2: TARGET=smollm2 DRAFTER=smol DATA=... published_pair.sh \
 #   --batch=16 --output_dir=results/smollm2_tasks
 # DATA is the directory of chatgpt_prompts.csv, webquestions_test.json,
