@@ -685,7 +685,8 @@ def _of_package(package: str, function: str, name: str, what: str, sampler: Any,
                 batched: bool = True, **kwargs):
   return Case(
       name, what, f"{package}: {function}", "run", sampler=sampler, **kwargs,
-      settings=dict(coins=None, kinds=("dense", "varied"), batched=batched))
+      settings=dict(coins=None, kinds=("dense", "equal", "ties"),
+                    batched=batched))
 
 
 _ARGMAX = dict(scheme=_argmax_with_softmax, exact=False)

@@ -1,3 +1,6 @@
+import dataclasses
+
+import numpy as np
 import pytest
 from scripts import imported
 from scripts import last_line
@@ -23,6 +26,26 @@ def test_cases_of_the_clinic():
     found = exact.enumerate_trees(
         verifiers.Token(), pair, (-1, 0), cases["gemma4_assistant"].scheme)
     assert found.total_variation == pytest.approx(1 / 3, abs=1e-9)
+
+
+def test_installed_packages(monkeypatch, capsys):
+  # Broken: a missing package ends the run, or is not named.
+  def missing():
+    raise ImportError("No module named 'pytest_of_mars'")
+
+  with imported("clinic.py") as clinic:
+    case = clinic.INSTALLED[0]
+    here, away = (dataclasses.replace(case, name=name, sampler=sampler)
+                  for name, sampler in (("here", lambda: clinic._token),
+                                        ("away", missing)))
+    monkeypatch.setattr(clinic, "INSTALLED", (
+        dataclasses.replace(here, source="numpy: f"), away))
+    [found] = clinic._installed()
+    assert found.source == f"numpy {np.__version__}: f"
+    assert "away is left out: No module" in capsys.readouterr().err
+    monkeypatch.setattr(clinic, "INSTALLED", (away,))
+    with pytest.raises(ValueError, match="install one"):
+      clinic._installed()
 
 
 def test_flags_of_the_clinic(tmp_path):
