@@ -138,17 +138,17 @@ def test_training_time_test_as_published(name):
 def _block(heads, params, target, features, anchor, before):
   rows = len(features)
   cache = heads.init_cache(params, 1, 32)
-  cache = heads.with_context(
-      params, cache, heads.context(params, features[None]),
-      jnp.arange(rows)[None])
+  context = heads.context(params, features[None])
+  cache = heads.with_context(params, cache, context, jnp.arange(rows)[None])
   cache = cache.rollback(jnp.array([rows]))
   hidden = heads.block(params, target, anchor, cache)
-  logits, bias, sure = heads.logits(target, hidden), 0.0, 0.0
-  if heads.markov != "none":
-    bias = heads.coupled(params, hidden, before[None])
+  logits, sure = heads.logits(target, hidden), 0.0
+  last = context[:, -1] if heads.markov == "lilicorr" else None
+  coupled = heads.coupled(params, target, heads.lattice(
+      params, target, hidden, logits, anchor, last), before[None])
   if heads.confidence != "none":
     sure = heads.confidences(params, hidden, before[None])
-  return hidden, logits, logits + bias, sure
+  return hidden, logits, coupled, sure
 
 
 @pytest.mark.parametrize("name", _PARALLEL)
