@@ -268,10 +268,11 @@ class ParallelHeads(TransformerConfig):
       `bias []` of the confidence head.
     """
     stack, fusion, mask, markov = jax.random.split(key, 4)
-    x = jnp.zeros((1, 1, self.width))
+    size = self.block_size
+    x = jnp.zeros((1, size, self.width))
     params = dict(_Layers(self).init(
-        stack, x, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool),
-        None)["params"])
+        stack, x, jnp.zeros((1, size), jnp.int32),
+        jnp.ones((1, size, size), bool), None)["params"])
     inputs = len(self.taps) * self.width
     if self.fusion == "linear":
       params["fc"] = {"kernel": inputs**-0.5 * jax.random.normal(
