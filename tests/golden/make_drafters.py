@@ -801,7 +801,7 @@ def _lilicorr():
                              "LiLiCorrLatticeAttention", "LiLiCorrLayer",
                              "LiLiCorrHead"],
       nn=nn, torch=torch, F=nn.functional, Optional=typing.Optional,
-      Tuple=typing.Tuple, ReplicatedLinear=_Replicated, RMSNorm=nn.RMSNorm,
+      Tuple=tuple, ReplicatedLinear=_Replicated, RMSNorm=nn.RMSNorm,
       LiLiCorrConfig=None, add_prefix=lambda name, prefix: name)
   own = types.SimpleNamespace(
       **{key.removeprefix("lilicorr_"): x for key, x in more.items()},

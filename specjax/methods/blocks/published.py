@@ -195,8 +195,8 @@ def _lilicorr(own: Keys) -> dict[str, Any]:
     own.refuse(prefix + "enabled", False)
   # A width of 0 stands for that of the draft layers.
   width = own(prefix + "hidden_size") or own.size("hidden_size")
-  # The draft layers have no biases. `Found.layer` takes those of the network for
-  # theirs, because the names end alike.
+  # The draft layers have no biases. `Found.layer` finds those of the network,
+  # because their names have the same end.
   return (_convolved(own) if own("conv_kernel_size") else {}) | dict(
       markov="lilicorr", markov_width=width, mlp_bias=False,
       markov_rank=own.size(prefix + "factor_dim"),
