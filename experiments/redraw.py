@@ -4,12 +4,12 @@ Nothing is measured again. For verification_study.py, the script also computes
 tables and confidence intervals again from verification_prompts.csv, and prints
 the first table of the README.
 
-  python experiments/redraw.py --results=results/trees
-  python experiments/redraw.py --results=results/trees --figure_style=paper \\
-    --latex
+  python experiments/redraw.py --output_dir=results/trees
+  python experiments/redraw.py --output_dir=results/trees \\
+    --figure_style=paper --latex
 
-Without --results, the script redraws the figures of experiments/results/. The
-learning curves of self_drafting_study.py are read from the bundled heads. A
+Without --output_dir, the script redraws the figures of experiments/results/.
+The learning curves of self_drafting_study.py are read from the bundled heads. A
 study without a file in this list draws its figures again if it is run again
 with the same flags.
 """
@@ -38,10 +38,11 @@ from specjax.utils import files
 
 _FILES = ("verification.csv", "trees.csv", "self_drafting.csv", "features.csv",
           "arena.csv", "evaluation.csv", "free_drafts.csv", "optimality.csv")
-_RESULTS = flags.DEFINE_string(
-    "results", str(pathlib.Path(__file__).parent / "results"),
-    "Directory of a study's results. It is searched, with its subdirectories, "
-    f"for {', '.join(_FILES)}. Default: experiments/results")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", str(pathlib.Path(__file__).parent / "results"),
+    "--output_dir of a study, in which figures are redrawn. It is searched, "
+    f"with its subdirectories, for {', '.join(_FILES)}. Default: "
+    "experiments/results")
 _LATEX = flags.DEFINE_bool(
     "latex", False, "Also write the tables of every study as LaTeX (with the "
     "package booktabs), in a .tex file with the name of the CSV file")
@@ -78,7 +79,7 @@ def _draw_verification(directory: pathlib.Path, rows: list[dict[str, Any]]):
     common.write_csv(directory / "verification.csv", rows)
   verification_report.draw(directory, rows)
   if "own_gain" in rows[0]:  # not with --noown_rollouts
-    print("\n".join(verification_report.summary(rows)))
+    print(tables.markdown(verification_report.summary(rows)), end="")
 
 
 def _draw_optimality(directory: pathlib.Path, rows: list[dict[str, Any]]):
@@ -139,6 +140,7 @@ def draw(path: pathlib.Path, latex: bool = False):
         with files.atomically(path.with_suffix(".tex")) as f:
           f.write("\n".join(tables.latex(table, caption) for caption, table
                             in found.items()).encode())
+        print(f"wrote {path.with_suffix('.tex')}")
   except (LookupError, TypeError, ValueError, csv.Error) as e:
     raise ValueError(f"{path} is not the CSV file of a study "
                      f"({type(e).__name__}: {e}); run the study again") from e
@@ -146,9 +148,9 @@ def draw(path: pathlib.Path, latex: bool = False):
 
 def main():
   paths = [path for name in _FILES
-           for path in sorted(pathlib.Path(_RESULTS.value).rglob(name))]
+           for path in sorted(pathlib.Path(_OUTPUT_DIR.value).rglob(name))]
   if not paths:
-    raise ValueError(f"--results={_RESULTS.value} contains none of "
+    raise ValueError(f"--output_dir={_OUTPUT_DIR.value} contains none of "
                      f"{', '.join(_FILES)}; set it to the --output_dir of a "
                      "study")
   progress.say("drawing figures")

@@ -444,7 +444,10 @@ def _needed(read: prompts_lib.Prompts, decode: Callable, study_of: Callable):
   if not found:
     print("--error needs further prompts for a pilot run, and there are too "
           "few; all prompts are decoded", file=sys.stderr)
-  return found or None
+    return None
+  print(f"pilot run on {len(pilot)} other prompts: --error={_ERROR.value:g} "
+        f"needs about {found} prompts of different documents", file=sys.stderr)
+  return found
 
 
 def _report(study: cells.Study, runs: dict[tuple, Any],
@@ -462,6 +465,9 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
         + ("" if reached is None else "; the half width of the interval of "
            "block verification's gain on the same drafts is at most "
            f"{100 * reached:.2f} percentage points"))
+  if reached is not None and 100 * reached > _ERROR.value > 0:
+    print(f"--error={_ERROR.value:g} was not reached; for more, increase "
+          "--num_prompts or add prompt sets to --prompts")
   if 0 < timed < decoded:
     print(f"own rollouts and speed: the first {timed} prompts. --error=0 "
           "measures them on all prompts, and --batch=16 measures own rollouts "

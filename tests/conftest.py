@@ -108,8 +108,28 @@ _LONGEST = ("contribution_test", "lossless_test", "tree_laws_test",
             "vocabularies_test", "train_drafter_test", "published_test")
 
 
+def _mark_cases(items):
+  """Marks cases of tests with the mark "default_cases" as slow.
+
+  The cases that are not marked are spread evenly.
+  """
+  tests = {}
+  for item in items:
+    mark = item.get_closest_marker("default_cases")
+    if mark and not item.get_closest_marker("slow"):
+      tests.setdefault((item.path, item.originalname), (mark.args[0], []))[
+          1].append(item)
+  for number, cases in tests.values():
+    for i, item in enumerate(cases):
+      if i * number % len(cases) >= number:
+        item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items):
   """Sorts the tests so that the files with the longest run time come first."""
+  _mark_cases(items)
+
   def place(item):
     name = item.path.stem
     if name in _LONGEST:

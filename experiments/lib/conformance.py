@@ -534,7 +534,9 @@ def check(heads: Heads, params: Any, score: Scorer,
   else:
     before = ", ".join(f"{x:.2f}" for x in recorded)
     measured = f"accuracy by draft position in training {before}, here {here}"
-    summary = f"{measured[0].upper()}{measured[1:]}"
+    summary = (f"{measured[0].upper()}{measured[1:]}. It depends on the text; "
+               f"only an accuracy that is clearly below {_BELOW:.0%} of that "
+               "in training is a fault")
   tries = f"{len(tried)} known differences"
   if is_low and not restored:
     found += _same_head(start)

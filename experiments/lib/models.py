@@ -114,8 +114,13 @@ def find(what: str, name: str, bundled: Mapping[str, str] = {},
     raise ValueError(f"no {what} {name!r}; choose among "
                      f"{', '.join(choices or bundled)}, or give "
                      f"{shared.PUBLISHED}")
-  if (path / runs.MANIFEST).exists() and not any(
-      (path / name).exists() for name in ("config.json", "heads.json")):
+  missing = path.is_dir() and not any(
+      (path / name).exists() for name in ("config.json", "heads.json"))
+  if missing and what == "drafter" and not (path / runs.MANIFEST).exists():
+    raise ValueError(
+        f"{shared.naming(name)} has neither config.json nor heads.json; give "
+        f"{shared.PUBLISHED}, or the --output_dir of train_drafter.py")
+  if missing and (path / runs.MANIFEST).exists():
     raise ValueError(
         f"{shared.naming(name)} contains a training run that has not written "
         "heads or a model yet: train_drafter.py writes heads at every "

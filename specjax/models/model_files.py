@@ -73,7 +73,8 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
         name, allow_patterns=list(_FROM_HUB),
         ignore_patterns=[*_NOT_FROM_HUB, *([] if weights else _WEIGHTS)]))
   except Exception as e:  # of the library, the network or the disk
-    reason = " ".join(str(e).split())[:200]
+    reason = " ".join(str(e).split()).partition(" An error happened ")[0]
+    reason = reason if len(reason) < 200 else f"{reason[:200]} ..."
     raise ValueError(f"the directory {name} does not exist, and no model of "
                      "this name can be downloaded from the Hugging Face hub "
                      f"({reason}); correct the name, or check the network"

@@ -129,6 +129,7 @@ _KERNELS = {  # narrow and wide heads are laid out differently
 }
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", _KERNELS)
 def test_the_kernel_is_the_plain_part(name):
   # Broken: the kernel reads a slot that is not committed, or forgets a block,
@@ -244,6 +245,7 @@ def test_a_gpu_attends_by_cudnn(monkeypatch):
     assert ("__cudnn$fmhaSoftmax" in text) == fits
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("kind", ["chain", "tree", "paged"])
 def test_a_whole_round_for_a_gpu_attends_by_cudnn(monkeypatch, kind):
   # Broken: a round does not reach a GPU, or one of its passes reads the past by

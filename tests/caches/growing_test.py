@@ -70,6 +70,7 @@ def test_a_grown_state_is_one_of_that_capacity(name):
                grown, state(384))
 
 
+@pytest.mark.slow
 def test_one_program_for_every_power_of_two():
   # Broken: a longer answer or a longer prompt compiles a program of its own.
   model = testing.MarkovModel(VOCAB, context_length=500)

@@ -77,6 +77,7 @@ _TREE_MASK = np.asarray(topology.ancestors(_TREE))
 
 
 # The longest row and the block end just below, at and above a bucket.
+@pytest.mark.default_cases(7)
 @pytest.mark.parametrize("longest,capacity,rows", [
     (5, 16, 3), (121, 300, 3), (122, 300, 3), (123, 300, 3), (250, 300, 3),
     (251, 300, 3), (250, 256, 3), (294, 300, 3),

@@ -140,6 +140,7 @@ def _translated():
                   DRAFT_TOKENS, TARGET_TOKENS)}})
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("case", [
     DRAFTERS["Medusa sampled chain"], DRAFTERS["PaSS as published"],
     _translated], ids=["heads", "look-ahead", "another vocabulary"])

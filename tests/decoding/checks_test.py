@@ -181,6 +181,7 @@ def test_slips_of_a_model(spoil, words):
                      max_new_tokens=8)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("drafter, rule, words", [
     (_Drafter(lambda d: d.replace(probs=d.probs * 1.1)), _Rule(),
      "probs of the drafter _Drafter.*no law in row 0"),

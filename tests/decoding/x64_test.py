@@ -18,6 +18,7 @@ from specjax.decoding import inputs
 from specjax.decoding import rounds
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in DRAFTERS])

@@ -90,6 +90,7 @@ class _AnyQ(GreedyBlock):
   requires = ("chain",)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("rule,witness", [
     (_SmallestQ(), "padding="),
     (_AnyQ(), "drafting=product"),
@@ -163,6 +164,7 @@ def _laws(logits, kind):
   return rows / rows.sum(-1, keepdims=True)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("rule,kind", [
     (Token(), "chain"), (Block(), "chain"), (GreedyBlock(), "chain"),
     (Recursive(), "tree"), (Traversal(), "tree"), (TargetWalk(), "tree"),

@@ -211,6 +211,7 @@ _DEFECTS = {
 }
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", _DEFECTS)
 def test_planted_defects_are_caught(name, monkeypatch):
   # Broken: the tests above cannot see where a constraint is applied.

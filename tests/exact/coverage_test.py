@@ -165,6 +165,7 @@ _WRONG = {
 }
 
 
+@pytest.mark.default_cases(5)
 @pytest.mark.parametrize("name", _WRONG)
 def test_wrong_rules_are_refused_with_a_draft(name):
   # Broken: a rule that is wrong under a condition of real decoding is approved,
@@ -265,6 +266,7 @@ def test_a_right_rule_is_approved_and_its_drafts_are_counted(capsys):
   assert len(trials.PRODUCTION_TREES[0][0]) == 64
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("rule", [_OnlyFull(), _OnlyDeterministic()],
                          ids=lambda x: type(x).__name__)
 def test_rules_are_tried_with_drafts_that_they_require(rule, monkeypatch):
@@ -278,6 +280,7 @@ def test_rules_are_tried_with_drafts_that_they_require(rule, monkeypatch):
   assert bool(padded) == ("full" not in rule.requires)
 
 
+@pytest.mark.slow
 def test_full_trees(monkeypatch):
   # Broken: a rule for full trees is tried with padding.
   monkeypatch.setattr(trials, "on_larger_models", lambda *_: iter(()))
@@ -319,6 +322,7 @@ class _WrongTreeSurvival(Recursive):
     return jnp.minimum(1.1 * super().survival(draft, target_probs), 1)
 
 
+@pytest.mark.slow
 def test_figures_are_compared_with_the_law():
   # Broken: studies report acceptance that a rule does not have.
   wrong = [x for x in _GROUPS["dense"](exact.Compiled(_FourLikeliest()))

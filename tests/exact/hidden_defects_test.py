@@ -104,6 +104,7 @@ _NUMBERS = {
 }
 
 
+@pytest.mark.default_cases(9)
 @pytest.mark.parametrize("name", _NUMBERS)
 def test_numbers_that_real_models_have(name):
   # Broken: a rule that is wrong at numbers of real models, or below one root,

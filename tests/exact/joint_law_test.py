@@ -50,6 +50,7 @@ def _sampled_p_value(seed=0, transform=_PLAIN, target=None, drafter=None,
   return testing.chi_square(tokens, law, _VOCAB)
 
 
+@pytest.mark.slow
 def test_output_follows_the_joint_law():
   # Broken: anything between the rule and the text. contribution_test.py asks
   # the same of every drafter and rule; the defects below need this one.
@@ -96,6 +97,7 @@ class _CommitsOneMore(sj.caches.KVCache):
     return super().rollback(lengths + (lengths > self.lengths))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("cache", [_CommitsOneLess, _CommitsOneMore])
 def test_a_wrong_target_cache_is_caught(cache):
   # Broken: the test above cannot see the target's cache.
@@ -151,6 +153,7 @@ class _Forgets(sj.verifiers.GreedyBlock):
     return jax.tree.map(jnp.zeros_like, state)
 
 
+@pytest.mark.slow
 def test_a_lost_state_is_caught():
   # Broken: the test above cannot see the verifier's state.
   assert _sampled_p_value(

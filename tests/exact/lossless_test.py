@@ -23,6 +23,7 @@ _STATELESS = [Token(), Block()]
 _RULES = [*_STATELESS, GreedyBlock()]
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("dtype,gammas,thorough", [
     ("float64", (1, 2, 3), False), ("float32", (2,), False),
     pytest.param("float64", (1, 2, 3, 4), True, marks=pytest.mark.slow),
@@ -37,6 +38,7 @@ def test_rule_is_lossless(rule, dtype, gammas, thorough):
   assert 1 < found.expected_tokens <= found.bound + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype,gammas,thorough", [
     ("float64", (1, 3), False),
     pytest.param("float64", (1, 2, 3, 4), True, marks=pytest.mark.slow),
@@ -87,6 +89,7 @@ def test_greedy_block_needs_an_autoregressive_drafter():
                             drafting="product", thorough=False)
 
 
+@pytest.mark.slow
 def test_certify_measures_a_lossy_rule():
   # Broken: a rule that declares itself lossy is approved, or not measured.
   found = exact.certify(Typical(), gammas=(1, 2), vocab_sizes=(3,),

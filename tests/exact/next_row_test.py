@@ -63,6 +63,7 @@ def _outcomes(rule):
   return jax.device_get(both(*_cases(rule)))
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_what_is_drawn_from_is_the_law(rule, monkeypatch):
   # Broken: one row that is drawn from differs from the rows of the law, or an

@@ -18,6 +18,7 @@ def _accepted(rule, pair, gamma):
   return exact.expected_tokens(_compiled(rule), pair, gamma, rounds=1)[0] - 1
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("vocab,gamma", [(2, 4), (3, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("kind", ["dense", "zeros", "mixed"])
 def test_rules_attain_their_optima(kind, vocab, gamma):

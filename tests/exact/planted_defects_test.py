@@ -128,6 +128,7 @@ class _SwappedRatio(Verifier):
     return Token().law(draft, p).replace(stop=stop)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("rule", [
     _ResidualOfOne(), _FirstTails(), _SurvivalForHeads(), _NoMinimum(),
     _OneUniform(), _ScalarResidual(), _NoResidual(), _SwappedRatio()])
@@ -238,6 +239,7 @@ class _OnlyTheNewest(GreedyBlock):
     return super().commit(forgotten, draft, p, verdict)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("rule,gammas,at_least", [
     (_NoModification(), (2, 3), 0.02),
     (_OnePositionTooMany(), (3,), 1e-3),

@@ -235,6 +235,7 @@ def test_boxes_have_the_law_of_the_rule(name, vocab_size):
       assert got.get(key, 0) == pytest.approx(want.get(key, 0), abs=1e-9)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("sampler,defect", [
     *((block, defect) for defect in (
         "residual of one", "first tails", "survival for heads", "no minimum",

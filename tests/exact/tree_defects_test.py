@@ -99,6 +99,7 @@ def _sorted(drafts, q):
 
 
 # Of each mistake, the total variation that others have measured.
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("scheme,trees,known", [
     (_merged, _STARS, 0.15),
     (_not_renormalised, _STARS, 0.41),
@@ -176,6 +177,7 @@ class _ScaledRho(KSeq):
     return jnp.where(count > 1, self.factor * rho, rho)
 
 
+@pytest.mark.slow
 def test_certify_rejects_a_rho_that_is_too_small():
   # Broken: the proof does not see that the target cannot make up for what
   # the children take; or rho* is not the least.
@@ -219,6 +221,7 @@ class _ForgottenMass(Traversal):
         next_token=jax.vmap(row)(jnp.arange(len(p))))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("rule", [
     _NoResidual(), _SiblingsAtOnce(), _ForgottenMass()])
 def test_certify_rejects_a_wrong_rule(rule):

@@ -23,6 +23,7 @@ _each_rule = pytest.mark.parametrize(
     "rule", _RULES, ids=lambda rule: type(rule).__name__)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("thorough", [
     False, pytest.param(True, marks=pytest.mark.slow)])
 @_each_rule
@@ -42,6 +43,7 @@ def test_rule_is_lossless(rule, thorough):
     assert words in str(found), words
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("dtype,vocab_size", [("float64", 4), ("float32", 3)])
 @_each_rule
 def test_rule_is_lossless_elsewhere(rule, dtype, vocab_size):
@@ -227,6 +229,7 @@ _ROWS = {
     "tiny": np.array([1 - 3e-30, 1e-30, 1e-30, 1e-30])}
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @_each_rule
 def test_degenerate_laws_stay_laws(rule, dtype):

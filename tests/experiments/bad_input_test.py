@@ -122,6 +122,7 @@ def test_parts_in_the_wrong_place():
         "model": model, **change}), *words)
 
 
+@pytest.mark.slow
 def test_states_that_cannot_go_on():
   # Broken: a notebook cell that runs twice fails in the compiler; a state of
   # another drafter is read as if it were this one's.

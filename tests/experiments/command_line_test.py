@@ -68,6 +68,7 @@ def test_imports_are_reported_and_end_by_ctrl_c(tmp_path):
     assert process.returncode == 128 + signal.SIGINT, name
 
 
+@pytest.mark.slow
 def test_a_script_as_a_module_and_help_that_nobody_reads(tmp_path):
   # Broken: ModuleNotFoundError for `lib`, or a traceback by `--help | head`.
   read = start("generate.py", "--help", cwd=tmp_path)

@@ -327,6 +327,7 @@ class _Unanswered(list):
     return {"weights": np.zeros((len(at), 4))}
 
 
+@pytest.mark.slow
 def test_what_flags_make_wrong_is_refused_before_the_target_writes(
     tmp_path, monkeypatch):
   # Broken: the target answers for hours, and then a flag is refused or the

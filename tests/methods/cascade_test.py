@@ -187,6 +187,7 @@ def _decoder(drafter, rule=None):
                     verifier=rule or sj.verifiers.Block())
 
 
+@pytest.mark.slow
 def test_the_inner_loop_ends_when_all_rows_have_their_tokens():
   # Broken: a round costs more passes of the small model than it must; rows that
   # are done, or nearly so, are waited for.

@@ -119,6 +119,7 @@ def test_a_right_tree_passes():
   assert assert_exact(_Tree()).drafts.log_p > np.log(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [
     _Sorted, *(pytest.param(drafter, marks=pytest.mark.slow) for drafter in (
         _SiblingsForgotten, _WrongBelow, _BranchesShareUniforms,

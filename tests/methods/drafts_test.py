@@ -407,6 +407,7 @@ _PLANTED = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("drafter", [
     pytest.param(drafter, marks=() if drafter in (
         _InThePrompt17, _NotNormalised, _RowsShareUniforms)
@@ -422,6 +423,7 @@ def test_a_wrong_chain_is_refused(drafter):
     assert_exact(drafter(), calls=calls)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("where", [
     pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
     for name in _WHERE])

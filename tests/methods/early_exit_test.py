@@ -286,6 +286,7 @@ class _BorrowedKeys(EarlyExit):
 _SHORT = Sublayers.without(_LAYERS, [1], [1])
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("drafter, model", [
     (_exit(3, exit=1), lambda: Shortened.early_exit(deep()[0], 1)),
     (_exit(Tree((-1, 0, 0, 1, 1, 2), "iid"), exit=2),

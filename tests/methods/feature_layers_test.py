@@ -61,6 +61,7 @@ def _by_hand(heads, params, given, taps, token):
   return read if heads.feed_normed else x, read
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("kind,options", [
     (Eagle1Heads, {}), (Eagle3Heads, {**EAGLE_3, "qk_norm": None}),
     (Eagle3Heads, dict(taps=(0, 1), entry_norm="each", feed_normed=True,

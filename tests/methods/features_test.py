@@ -158,6 +158,7 @@ def _texts(draft):
                     for row, _, child in nodes]), ends[rows, 0], nodes)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", _CASES)
 def test_the_first_draft_is_what_training_computes(name):
   # Broken: a position, a mask, a token or a feature is off by one in decoding.
@@ -198,6 +199,7 @@ def test_prompts_are_read_in_pieces(name, monkeypatch):
   np.testing.assert_allclose(whole.hidden, pieces.hidden, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dynamic_tree_is_that_of_the_layers_laws():
   # Broken: EAGLE-2's tree is grown from other laws than the layer's.
   heads = heads_of(Eagle3Heads, windows=(4,), **EAGLE_3)

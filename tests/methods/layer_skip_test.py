@@ -164,6 +164,7 @@ def test_train_lm_by_flags(tmp_path):
   assert not (tmp_path / "more" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_train_lm_goes_on_from_a_model(tmp_path):
   # Broken: a run that is to begin with a model begins with random weights or
   # another tokenizer, or a slip is found after something was written.

@@ -98,6 +98,7 @@ def test_a_round_learns_from_its_laws_and_changes_the_next_one(
   assert moved > 4
 
 
+@pytest.mark.slow
 def test_it_learns():
   # Broken: steps are taken and make nothing better.
   decoder = sj.Decoder(

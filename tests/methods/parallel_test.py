@@ -362,6 +362,7 @@ def test_a_chain_ends_where_the_confidence_head_says():
   np.testing.assert_allclose(draft.probs[:, 1:], q * kept[..., None], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_deterministic_tree_follows_the_markov_head():
   # Broken: a node's children are those of another token, slot or state.
   heads, target, params = _setup("rnn")

@@ -132,6 +132,7 @@ def _distance(name, shift=0):
   return worst
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", _CASES)
 def test_rows_are_the_laws_of_their_position(name):
   # Broken: a hidden state or a look-ahead token is that of another position
@@ -141,6 +142,7 @@ def test_rows_are_the_laws_of_their_position(name):
     assert _distance(name, shift) > 0.1
 
 
+@pytest.mark.slow
 def test_the_best_tree_of_heads_has_the_likeliest_paths():
   # Broken: a level of DDTree's tree has the law of another head, or a tree with
   # `top_k` = 1, which declares a chain, has siblings.

@@ -54,6 +54,7 @@ def test_a_row_finds_what_is_of_no_use():
   np.testing.assert_array_equal(found.tried, 12)
 
 
+@pytest.mark.slow
 def test_a_draft_is_scored_by_the_law_of_the_target():
   # Broken: where drafts have a transform of their own, sets are compared with a
   # target that has it, too.

@@ -118,6 +118,7 @@ def test_rows_that_are_not_renormalised_are_caught():
   assert _p_value(tokens) < 1e-6
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", _SAMPLED)
 def test_rows_are_the_laws_of_the_context(name):
   # Broken: a node's law is that of another path. Of the first draft only, which

@@ -147,6 +147,7 @@ def test_heads_that_no_layout_holds(tmp_path):
   assert {path.name for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.default_cases(11)
 @pytest.mark.parametrize("name", CASES)
 def test_published_drafters_can_be_trained(name):
   # Broken: a layout that load_drafter reads cannot be a training's start, or

@@ -111,6 +111,7 @@ _DRAWN = {"PaSSObjective", "ParallelObjective", "D-PACE", "Eagle1Objective",
           "Acceptance", "AcceptedLength"}
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", sorted({*_ALL} - {"StoredLaws"}))
 def test_padding_has_no_effect(name):
   # Broken: a conversation that is padded to the length of a row has another

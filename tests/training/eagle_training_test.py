@@ -286,6 +286,7 @@ def test_what_was_read_before_is_learned_alike(make, kind, options):
       rtol=1e-5)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind, options", [
     (methods.MTPHeads, {}), (methods.MTPHeads, {"reuse": True}),
     (methods.ParallelLayers, {})], ids=["modules", "reused", "parallel"])

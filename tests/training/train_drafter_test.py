@@ -321,6 +321,7 @@ def _changed(before, after):
                       after)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("method", [
     "pass", "uno", "blockwise", "medusa", "medusa2"])
 def test_runs_change_what_they_train_and_resume(tmp_path, method):

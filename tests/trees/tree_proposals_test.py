@@ -163,6 +163,7 @@ class _Levels(Network):
         level, (1, tokens.shape[1], 1)), carry + 1
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("shape", [
     *(Tree((-1, 0, 0, 1, 1, 1, 2, 3, 3, 4), name) for name in _PROPOSALS),
     Best(3, top_k=2, num_nodes=8), Sampled(3, expanded=2, children=2)], ids=str)

@@ -81,7 +81,7 @@ def draw(directory: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
                      **style.look(_LOOKS.get(rule, rule)) | {
                          "linestyle": "None"})
     panel.set_yticks([-i for i in range(len(drafts))], drafts, fontsize=8)
-    panel.set(xlabel="tokens per target call",
+    panel.set(xlabel="tokens per target call, best draft length",
               title=f"temperature {temperature:g}")
   style.save(figure, directory / "arena.png")
 

@@ -48,6 +48,8 @@ def markdown(table: Table) -> str:
 def latex(table: Table, caption: str) -> str:
   """Returns a table as LaTeX, which needs the package booktabs.
 
+  A table of more than seven columns is as wide as the page ("table*").
+
   >>> print(latex([{"rule": "top_2", "gain": "+5%"}], "Gain"), end="")
   \\begin{table}
     \\caption{Gain}
@@ -62,11 +64,12 @@ def latex(table: Table, caption: str) -> str:
   \\end{table}
   """
   line = lambda cells: f"    {' & '.join(map(_escaped, cells))} \\\\\n"
-  return (f"\\begin{{table}}\n  \\caption{{{_escaped(caption)}}}\n"
+  place = "table*" if len(table[0]) > 7 else "table"
+  return (f"\\begin{{{place}}}\n  \\caption{{{_escaped(caption)}}}\n"
           f"  \\centering\n  \\begin{{tabular}}{{{'l' * len(table[0])}}}\n"
           f"    \\toprule\n{line(table[0])}    \\midrule\n"
           + "".join(line(row.values()) for row in table)
-          + "    \\bottomrule\n  \\end{tabular}\n\\end{table}\n")
+          + "    \\bottomrule\n  \\end{tabular}\n" + f"\\end{{{place}}}\n")
 
 
 def _escaped(text: str) -> str:

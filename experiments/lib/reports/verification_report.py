@@ -121,27 +121,25 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
 
 
 def summary(rows: list[dict[str, Any]]):
-  """Returns the gain of block verification by draft length as Markdown lines.
+  """Returns a table of the gain of block verification by draft length.
 
-  The lines are the first table of the README. They contain only the first
-  drafter and the first temperature. The tokens per target call and the second
-  gain are from the rollouts of each verifier.
+  It is the first table of the README, for the first drafter and the first
+  temperature. The tokens per target call and the second gain are from the
+  rollouts of each verifier.
   """
   mine = [r for r in rows if r["prompts"] == "all" and all(
       r[name] == rows[0][name] for name in ("drafter", "temperature"))]
   of_rule = lambda rule: {
       r["gamma"]: r for r in mine if r["verifier"] == rule}
   token, block = of_rule("token"), of_rule("block")
-  line = lambda cells: "| " + " | ".join(cells) + " |"
-  return [
-      line(("gamma", "token: tokens per target call",
-            "block: tokens per target call", "gain on the same drafts",
-            "gain of own rollouts", "n")), "|---" * 6 + "|",
-      *(line((str(gamma), f"{token[gamma]['block_efficiency']:.3f}",
-              f"{row['block_efficiency']:.3f}",
-              tables.shown(row, "gain", "+.1%"),
-              tables.shown(row, "own_gain", "+.1%"), str(row["clusters"])))
-        for gamma, row in block.items())]
+  tokens = lambda row: f"{row['block_efficiency']:.3f}"
+  return [{
+      "gamma": str(gamma),
+      "token: tokens per target call": tokens(token[gamma]),
+      "block: tokens per target call": tokens(row),
+      "gain on the same drafts": tables.shown(row, "gain", "+.1%"),
+      "gain of own rollouts": tables.shown(row, "own_gain", "+.1%"),
+      "n": str(row["clusters"])} for gamma, row in block.items()]
 
 
 _EXPLAINED = (
