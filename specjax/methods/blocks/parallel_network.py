@@ -16,7 +16,7 @@ LM head are those of the target.
 Newer drafters have layers with a window, in which a slot attends only to the
 last committed tokens. In most of these layers, and in all layers of JetSpec
 (arXiv:2606.18394), the attention within the block is causal: a slot attends
-only to itself and to earlier slots. In DFlare (arXiv:2607.25852) each layer has
+only to itself and to earlier slots. In DFlare (arXiv:2606.02091) each layer has
 its own mixture H of the hidden states (`fusion`). DFlash 2 applies convolutions
 over neighbouring slots (`conv_kernel`). `_coupling` lists the transitions that
 make the tokens of a block dependent (`markov`).
@@ -101,7 +101,7 @@ class ParallelHeads(TransformerConfig):
       With "layers" each draft layer has its own weighted mean of the hidden
       states, and its own keys and values of H (DFlare).
     conv_kernel: number of slots that a convolution reads, before and after each
-      attention and MLP. 0 means no convolutions.
+      attention and MLP. 1 means no convolutions.
     conv_group: number of neighbouring channels with the same input-dependent
       kernel.
 
@@ -127,7 +127,7 @@ class ParallelHeads(TransformerConfig):
   causal: tuple[bool, ...] = ()
   window_end: str = "anchor"
   fusion: str = "linear"
-  conv_kernel: int = 0
+  conv_kernel: int = 1
   conv_group: int = 16
   qk_norm: str | None = "head"
 
@@ -140,8 +140,8 @@ class ParallelHeads(TransformerConfig):
     check_ids(self.ids, self.vocab_size)
     fields.check_fields(
         self, "markov_rank", "markov_width", "candidates", "lattice_layers",
-        "lattice_heads", "lattice_mlp_width", "conv_group")
-    fields.check_fields(self, "free_slots", "conv_kernel", least=0)
+        "lattice_heads", "lattice_mlp_width", "conv_kernel", "conv_group")
+    fields.check_fields(self, "free_slots", least=0)
     least = 1 if self.from_anchor else 2
     fields.check_at_least(
         "block_size", self.block_size, least, ": the anchor's slot "
@@ -179,15 +179,15 @@ class ParallelHeads(TransformerConfig):
                        "reads one H for all layers: set fusion='linear'")
     for used, whole, part in (
         (self.markov == "lilicorr", "markov_width", "lattice_heads"),
-        (self.conv_kernel, "width", "conv_group")):
+        (self.conv_kernel > 1, "width", "conv_group")):
       if used and getattr(self, whole) % getattr(self, part):
         raise ValueError(f"{part} is {getattr(self, part)}; it must divide "
                          f"{whole}, which is {getattr(self, whole)}")
-    if self.conv_kernel and (
+    if self.conv_kernel > 1 and (
         self.parallel_residual or self.post_norm or not self.pre_norm):
       raise ValueError(
           f"conv_kernel is {self.conv_kernel}, and the layers have "
-          "parallel_residual, post_norm or no pre_norm: set conv_kernel=0")
+          "parallel_residual, post_norm or no pre_norm: set conv_kernel=1")
 
   @property
   def draft_size(self) -> int:
@@ -559,7 +559,8 @@ class _Layers(nn.Module):
     earlier = jnp.tril(jnp.ones((size, count), bool), count - size)
     if any(c.windows) and cache is not None:
       cache = _Windowed(cache, c, positions - cache.lengths[:, None])
-    layer = _convolved_layer if c.conv_kernel else layers_lib.decoder_layer
+    layer = (_convolved_layer if c.conv_kernel > 1
+             else layers_lib.decoder_layer)
     for i in range(c.layers):
       x, cache = layer(
           c, i, x, tables,

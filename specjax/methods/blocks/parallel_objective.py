@@ -421,8 +421,8 @@ PARALLEL = Method(
                "--markov=gru, or of the network of --markov=lilicorr"),
         Option("candidates", 16, "parallel: number of tokens that can be "
                "drafted in a slot, with --markov=selector or lilicorr"),
-        Option("conv_kernel", 0, "parallel: number of neighbouring slots that "
-               "the convolutions of DFlash 2 read (2 in its paper). 0 means no "
+        Option("conv_kernel", 1, "parallel: number of neighbouring slots that "
+               "the convolutions of DFlash 2 read (2 in its files). 1 means no "
                "convolutions"),
         Option("fusion", "linear", "parallel: mixture of the target's hidden "
                "states: linear (one for all layers) or layers (one for each "
