@@ -317,12 +317,12 @@ class ParallelObjective:
 
     A transition reads the true tokens of the row. `positions [B, n]` is
     `anchors - 1`, because slot k predicts the token at `anchors + k`, and
-    `score` expects `positions + 1 + k`. With a reduced draft vocabulary, the
+    `score` expects `positions + 1 + k`. If some tokens cannot be drafted, the
     probabilities of all V tokens are at least e^-20.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
-    if self.heads.ids:
+    if self.heads.ids or self.heads.is_lattice:
       logits = _training.floored(logits)
     scores = [score(k, logits[:, :, k - 1], anchors - 1)
               for k in range(1, logits.shape[2] + 1)]
