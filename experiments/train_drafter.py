@@ -26,7 +26,7 @@ Methods:
   --method=mtp        multi-token prediction modules, applied in sequence
   --method=parallel_layers   layers parallel to the target's last layer
   --method=parallel   network that drafts a block of tokens in one pass (DFlash,
-                      DSpark)
+                      DSpark; --markov has the transitions of its relatives)
   --method=pass       embeddings of look-ahead tokens, at whose positions the
                       target predicts further tokens (PaSS)
   --method=uno        the same, with low-rank adapters of the target's matrices

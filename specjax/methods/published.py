@@ -59,8 +59,9 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   """Loads a drafter that another project trained and published.
 
   Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, multi-token prediction
-  (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`. Layers of EAGLE,
-  DFlash and DSpark may have sliding windows.
+  (MTP), DFlash and its relatives (DFlash 2, DSpark, Domino, LiLiCorr, DFlare,
+  JetSpec), in the file layouts of `LAYOUTS`. Layers of EAGLE and of DFlash and
+  its relatives may have sliding windows.
 
   Args:
     path: directory with config.json and safetensors files, or the name of a

@@ -104,11 +104,12 @@ class Stored:
   """Storage of a module's parameters in a file.
 
   Attributes:
-    names: names of the tensors without `.weight`. `{i}` is the number of the
+    names: names of the tensors without their ending. `{i}` is the number of the
       layer.
     layout: layout of the parameter in the tensors.
     inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
     offset: difference of the stored number from the parameter.
+    ending: end of the names, in which `{leaf}` is "weight" or "bias".
     axes: number of axes of the parameter with one tensor per index, see `Each`.
   """
 
@@ -116,6 +117,7 @@ class Stored:
   layout: Callable[[TransformerConfig, np.ndarray], Views] = as_it_is
   inputs_first: bool = False
   offset: float = 0.0
+  ending: str = ".{leaf}"
   axes: ClassVar[int] = 0
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
@@ -279,9 +281,10 @@ def locate(table: Table, path: str, shape: tuple[int, ...],
   for letter in numbers:
     module = re.sub(r"_\d+", f"_{{{letter}}}", module, count=1)
   stored = table[module]
-  suffix = "bias" if path.endswith("bias") else "weight"
+  ending = stored.ending.format(
+      leaf="bias" if path.endswith("bias") else "weight")
   if "i" in numbers:
     numbers["i"] += sizes.get("first", 0)
   return stored, [
-      f"{name.format(*index, **sizes, **numbers)}.{suffix}"
+      name.format(*index, **sizes, **numbers) + ending
       for name in stored.names for index in np.ndindex(shape[:stored.axes])]

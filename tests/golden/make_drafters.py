@@ -12,7 +12,9 @@ PUBLIC holds clones of the public implementations:
   vllm (vllm-project) 01dbb08
 
 The cases with windows need no clones, but `pip install speculators==0.9.0
-dflash==0.1.0`. Run them apart from the cases with the clone of speculators.
+dflash==0.1.0`. Run them apart from the cases with the clone of speculators. So
+do the cases "dflash2", "domino", "lilicorr" and "dflare", with `pip install
+--no-deps dflash==0.1.0 specforge==0.2.0 sglang==0.5.23 angelslim==0.5.0`.
 
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
@@ -617,23 +619,24 @@ def _mtp_chained(public):
 
 @torch.no_grad()
 def _speculators_block(public, kind, window=None, rows=_ROWS):
-  """DFlash over the whole vocabulary and DSpark over a part of it.
+  """DFlash and DFlash 2 over the whole vocabulary, DSpark over a part of it.
 
   The block is that of one anchor, which sees what is before it; speculators
-  has no code that decodes, so that DSpark's tokens are those of the text.
+  has no code that decodes, so that the drafted tokens are those of the text.
   """
   if window is None:
     _speculators(public)
   core = importlib.import_module(f"speculators.models.{kind}.core")
   anchored = importlib.import_module("speculators.models.dflash.core")
-  spark, size = kind == "dspark", 5
+  spark, second, size = kind == "dspark", kind == "dflash2", 5
   layer = _QWEN | (window or {})
   del layer["num_target_layers"]
   more = dict(draft_vocab_size=len(_USED), markov_rank=4) if spark else dict(
       draft_vocab_size=_VOCAB)
-  [make] = [x for x in vars(core).values() if getattr(
-      x, "__name__", "") == ("DSparkDraftModel" if spark else
-                             "DFlashDraftModel")]
+  if second:
+    more |= _CONVOLVED | dict(selector_rank=4, selector_top_k=5)
+  name = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind]
+  make = getattr(core, f"{name}DraftModel")
   config = make.config_class(**_speculators_config(
       transformers.Qwen3Config(**layer, attn_implementation="eager"), kind),
       block_size=size, mask_token_id=40, aux_hidden_state_layer_ids=[2, 6, 9],
@@ -668,6 +671,12 @@ def _speculators_block(public, kind, window=None, rows=_ROWS):
     expected |= dict(
         base=base[0], logits=logits[0], confidence=confidence[0],
         drafted=tokens[rows + 1:rows + 1 + size])
+  if second:
+    candidates, scores = model.candidate_selector.select(
+        base, hidden, tokens[None, rows - 1:rows + size - 1])
+    expected |= dict(
+        drafted=tokens[rows + 1:rows + size], candidates=candidates[0, 1:],
+        probs=scores[0, 1:].softmax(-1))
   weights = {name: x for name, x in model.state_dict().items()
              if not name.startswith("verifier_")}
   return json.loads(config.to_json_string()), weights, expected, (
@@ -693,6 +702,149 @@ def _dflash(module, window=None, rows=_ROWS):
   return config, model.state_dict(), dict(
       features=features, anchor=anchor, hidden=hidden, logits=hidden @ head.T,
       embedding=embedding, head=head), "model.safetensors"
+
+
+def _block_of(module, kind, more, seed):
+  """A backbone of z-lab's, and what it computes for one block."""
+  size = 6
+  config = _QWEN | dict(
+      architectures=[kind], block_size=size, dflash_config=dict(
+          mask_token_id=40, target_layer_ids=[1, 5, 8], **more))
+  model = _randomise(getattr(module, kind)(transformers.Qwen3Config(
+      **config, attn_implementation="eager")), seed)
+  features, anchor = _draw(seed + 1, _ROWS, 3 * _WIDTH), _tokens(seed + 2, 1)
+  embedding, head = _embedding(seed + 3), _draw(seed + 4, _VOCAB, _WIDTH)
+  block = torch.cat([anchor, torch.full((size - 1,), 40)])
+  hidden = model(
+      position_ids=torch.arange(_ROWS + size)[None],
+      noise_embedding=embedding[block][None], target_hidden=features[None])
+  return config, model, dict(
+      features=features, anchor=anchor, hidden=hidden[0],
+      base=hidden[0] @ head.T, embedding=embedding, head=head)
+
+
+_CONVOLVED = dict(conv_kernel_size=2, conv_group_size=4)
+
+
+@torch.no_grad()
+def _dflash_2():
+  config, model, expected = _block_of(
+      importlib.import_module("dflash.model"), "DFlash2DraftModel",
+      _CONVOLVED | dict(selector_rank=4, selector_top_k=5), 80)
+  torch.manual_seed(85)
+  tokens, candidates, probs = model.propose(
+      expected["hidden"][None, 1:], expected["anchor"],
+      lambda hidden: hidden @ expected["head"].T, 1.0)
+  # What is uploaded has no `.weight` here; z-lab's code adds it on loading.
+  weights = {name.replace("codebook.weight", "codebook"): x
+             for name, x in model.state_dict().items()}
+  return config, weights, expected | dict(
+      drafted=tokens[0], candidates=candidates[0], probs=probs[0]), (
+          "model.safetensors")
+
+
+@torch.no_grad()
+def _domino():
+  root = pathlib.Path(importlib.metadata.distribution("specforge").locate_file(
+      ""))
+  _bare(root, "specforge.modeling.draft")
+  _stub("specforge.utils", get_device_type=lambda: "cpu", padding=None)
+  config, model, expected = _block_of(
+      importlib.import_module("specforge.modeling.draft.domino"),
+      "DominoDraftModel", dict(
+          projector_type="domino", emb_dim=4, gru_hidden_dim=5,
+          pure_draft_prefix_len=1, shift_label=True), 90)
+  # The last token, from the last slot, has no place in their block.
+  embed = lambda tokens: expected["embedding"][tokens]
+  given = torch.full((1, len(expected["hidden"])), 40)
+  given[0, 0] = expected["anchor"]
+  tokens = model._sample_draft_tokens(
+      types.SimpleNamespace(
+          lm_head=lambda hidden: hidden @ expected["head"].T,
+          model=types.SimpleNamespace(embed_tokens=embed)),
+      expected["hidden"][None], given)
+  before = torch.cat([expected["anchor"][None], tokens], dim=1)
+  logits = model.apply_logits_head(
+      expected["base"][None, None], prev_token_embeddings=embed(before)[None],
+      hidden_states=expected["hidden"][None, None])[0, 0]
+  return config, model.state_dict(), expected | dict(
+      drafted=logits.argmax(-1), logits=logits), "model.safetensors"
+
+
+class _Replicated(nn.Linear):
+  """A layer of SGLang, which returns its bias too."""
+
+  def __init__(self, inputs, outputs, quant_config=None, prefix=""):
+    super().__init__(inputs, outputs)
+    self.input_size = inputs
+
+  def forward(self, x):
+    return super().forward(x), None
+
+
+@torch.no_grad()
+def _lilicorr():
+  """SGLang's head on z-lab's backbone with the convolutions of DFlash 2."""
+  count = 4
+  more = dict(
+      lilicorr_hidden_size=8, lilicorr_candidate_topk=count,
+      lilicorr_num_layers=2, lilicorr_num_heads=2, lilicorr_mlp_ratio=1.5,
+      lilicorr_factor_dim=5, lilicorr_vector_eps=1e-6, lilicorr_logit_scale=7.0)
+  unused = dict(selector_rank=1, selector_top_k=1)
+  config, model, expected = _block_of(
+      importlib.import_module("dflash.model"), "DFlash2DraftModel",
+      _CONVOLVED | more | unused, 100)
+  source = importlib.metadata.distribution("sglang").locate_file(
+      "sglang/srt/models/lilicorr.py")
+  *_, make = _classes(
+      pathlib.Path(source), ["_apply_2d", "LiLiCorrMLP",
+                             "LiLiCorrLatticeAttention", "LiLiCorrLayer",
+                             "LiLiCorrHead"],
+      nn=nn, torch=torch, F=nn.functional, Optional=typing.Optional,
+      Tuple=tuple, ReplicatedLinear=_Replicated, RMSNorm=nn.RMSNorm,
+      LiLiCorrConfig=None, add_prefix=lambda name, prefix: name)
+  own = types.SimpleNamespace(
+      **{key.removeprefix("lilicorr_"): x for key, x in more.items()},
+      resolve_hidden_size=lambda model_hidden_size: 8)
+  head = _randomise(make(
+      model_hidden_size=_WIDTH, block_size=config["block_size"],
+      rms_norm_eps=config["rms_norm_eps"], config=own), 105)
+  head.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+  logs, candidates = expected["base"][1:].log_softmax(-1).topk(count)
+  context = model.hidden_norm(model.fc(expected["features"]))
+  start, pairs = head.log_factors(*head.score(
+      token_embeddings=expected["embedding"][candidates][None, None],
+      candidate_log_probs=logs[None, None],
+      pass_hidden=expected["hidden"][None, None, 1:],
+      anchor_hidden=context[None, -1:], anchor_valid=torch.ones(1, 1).bool()))
+  rows, drafted = [start[0, 0]], []
+  for slot in range(len(candidates)):
+    index = rows[-1].argmax()
+    drafted.append(candidates[slot, index])
+    if slot < len(candidates) - 1:
+      rows.append(pairs[0, 0, slot, index])
+  config["architectures"] = ["LiLiCorrDraftModel"]
+  for key in unused:
+    del config["dflash_config"][key]
+  weights = {name: x for name, x in model.state_dict().items()
+             if "selector" not in name}
+  weights |= {f"lilicorr.{name}": x for name, x in head.state_dict().items()}
+  return config, weights, expected | dict(
+      drafted=torch.stack(drafted), candidates=candidates,
+      probs=torch.stack(rows).softmax(-1)), "model.safetensors"
+
+
+@torch.no_grad()
+def _dflare():
+  folder = importlib.metadata.distribution("angelslim").locate_file(
+      "angelslim/compressor/speculative/train/models/draft")
+  sys.modules["draft"] = package = types.ModuleType("draft")
+  package.__path__ = [str(folder)]
+  config, model, expected = _block_of(
+      importlib.import_module("draft.qwen_dflare"), "QwenDFlareDraftModel", {},
+      110)
+  return config, model.state_dict(), expected | dict(
+      logits=expected["base"]), "model.safetensors"
 
 
 @torch.no_grad()
@@ -762,6 +914,10 @@ CASES = {
     "dflash": lambda public: _dflash(
         _file(public / "dflash/dflash/model.py")),
     "dflash_speculators": lambda public: _speculators_block(public, "dflash"),
+    "dflash2": lambda _: _dflash_2(),
+    "domino": lambda _: _domino(),
+    "lilicorr": lambda _: _lilicorr(),
+    "dflare": lambda _: _dflare(),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),
     "dspark_rnn": lambda public: _dspark(public, "rnn"),
@@ -772,6 +928,8 @@ CASES = {
             sliding_window=7, layer_types=_MIXED), _LONG),
     "dflash_windows_speculators": lambda _: _speculators_block(
         None, "dflash", _WINDOW | dict(layer_types=_MIXED), _LONG),
+    "dflash2_windows_speculators": lambda _: _speculators_block(
+        None, "dflash2", _WINDOW | dict(layer_types=_MIXED), _LONG),
     "dspark_windows_speculators": lambda _: _speculators_block(
         None, "dspark", _WINDOW | dict(layer_types=_MIXED[::-1]), _LONG),
 }

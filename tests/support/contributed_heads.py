@@ -47,6 +47,12 @@ PARALLEL = methods.ParallelHeads(
 # The laws of a block of its own convention, whatever was drawn before.
 DFLASH = {"markov": "none", "confidence": "none", "from_anchor": False,
           "block_size": HEADS + 1}
+DFLASH_2 = DFLASH | {"markov": "selector", "candidates": 3, "conv_kernel": 2,
+                     "conv_group": 8}
+LILICORR = DFLASH | {"markov": "lilicorr", "candidates": 3, "markov_width": 8,
+                     "lattice_mlp_width": 8}
+DOMINO = {"markov": "gru", "confidence": "hidden", "markov_width": 5,
+          "causal": (True,)}
 
 
 def acceptance_head(key, target):

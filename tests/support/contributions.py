@@ -144,6 +144,15 @@ DRAFTERS = {
         heads.DFLASH),
     "Parallel, EAGLE-2's tree of a Markov head": lambda: heads.parallel(
         Best(3, top_k=2, num_nodes=8), sj.verifiers.TargetWalk(), {}),
+    "Parallel chain, DFlash 2's": lambda: heads.parallel(
+        Chain(3), sj.verifiers.Block(), heads.DFLASH_2),
+    "Parallel tree of LiLiCorr's candidates": lambda: heads.parallel(
+        Tree(UNEVEN), sj.verifiers.Traversal(), heads.LILICORR),
+    "Parallel tree, Domino's": lambda: heads.parallel(
+        Sampled(3, 2, 2), sj.verifiers.Traversal(), heads.DOMINO),
+    "Parallel, best-first tree of candidates": lambda: heads.parallel(
+        Best(3, top_k=2, num_nodes=8), sj.verifiers.TargetWalk(),
+        heads.DFLASH_2 | {"fusion": "layers"}),
     "TokenIntersection": texts.token_intersection,
     "StringMatch": texts.string_match,
     "NGram": lambda: Contributed(

@@ -1,4 +1,4 @@
-"""Methods that draft a block of tokens in one pass: DFlash and DSpark."""
+"""Methods that draft a block of tokens in one pass: DFlash and relatives."""
 
 from specjax.methods.blocks import parallel_drafter
 from specjax.methods.blocks import parallel_objective

@@ -2,14 +2,15 @@
 
 DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DDTree (arXiv:2604.12989).
 In each round, a few draft layers run one pass over a block and predict K
-tokens. With a Markov head the tokens are sampled from left to right, with one
-product of rank r per token. See `parallel_network`.
+tokens. With a transition, such as a Markov head, the tokens are sampled from
+left to right. See `parallel_network` and `_coupling`.
 """
 
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -42,13 +43,27 @@ from specjax.types import Verdict
 from specjax.utils.fields import check_divisible
 
 
+@struct.dataclass
+class ParallelMemory:
+  """Memory of `Parallel` between rounds.
+
+  Attributes:
+    cache: keys and values of all committed tokens except the last.
+    last: fused features H `[B, D]` of the last of these tokens, 0 if there is
+      none. None unless the transition is that of LiLiCorr.
+  """
+
+  cache: Cache
+  last: jax.Array | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Network):
   """A block-parallel network, which predicts K tokens in one pass.
 
-  Without a Markov head all nodes of a depth have the same draft distribution
-  (DFlash). With a Markov head the distribution of a node depends on its
-  parent's token (DSpark).
+  Without a transition all nodes of a depth have the same draft distribution
+  (DFlash). With a transition the distribution of a node depends on its parent's
+  token (DSpark, DFlash 2, LiLiCorr) or on all tokens of its path (Domino).
 
   `params["drafter"]` contains the parameters of the heads. The cache has the
   keys and values of all committed tokens except the last, which the target has
@@ -74,7 +89,7 @@ class Parallel(Network):
 
   @property
   def draft_size(self) -> int:
-    return self.heads.draft_size
+    return self.heads.children
 
   @property
   def deepest(self) -> int:
@@ -92,17 +107,23 @@ class Parallel(Network):
     self.heads.check_fits(target)
     return dataclasses.replace(self, target=target)
 
-  def init(self, params: Params, prompt: Prompt, output: ModelOutput) -> Cache:
+  def init(self, params: Params, prompt: Prompt, output: ModelOutput
+           ) -> ParallelMemory:
     batch, columns = prompt.tokens.shape
     empty = self.heads.init_cache(
         params["drafter"], batch, prompt.capacity, self.cache)
     places = jnp.arange(columns, dtype=jnp.int32)
-    cache = self._extended(params["drafter"], empty, output.hidden,
-                           jnp.broadcast_to(places, (batch, columns)))
-    return cache.rollback(prompt.lengths - 1)
+    cache, context = self._extended(
+        params["drafter"], empty, output.hidden,
+        jnp.broadcast_to(places, (batch, columns)))
+    length = prompt.lengths - 1
+    last = None
+    if self.heads.markov == "lilicorr":
+      last = jnp.where((length > 0)[:, None], _at(context, length - 1), 0)
+    return ParallelMemory(cache=cache.rollback(length), last=last)
 
   def _extended(self, params, cache, hidden, positions):
-    """Returns the cache with the keys and values of S tokens as its block.
+    """Returns the cache with S more tokens as its block, and their features H.
 
     Args:
       params: parameters of the heads.
@@ -112,25 +133,29 @@ class Parallel(Network):
     """
     heads = self.heads
     context = heads.context(params, heads.tap(self.target, hidden))
-    return heads.with_context(params, cache, context, positions)
+    return heads.with_context(params, cache, context, positions), context
 
   def begin(self, params: Params, state: DecodeState, shape: Shape
             ) -> tuple[stop_rules.Forecast, Any]:
     heads, own, roots = self.heads, params["drafter"], rounds.roots(state)
-    hidden = heads.block(own, params["target"], roots, state.drafter)
-    hidden = hidden[:, :shape.depth]
-    logits = heads.logits(params["target"], hidden)
+    memory = state.drafter
+    hidden = heads.block(own, params["target"], roots, memory.cache)
+    # Candidates of LiLiCorr attend to those of all slots, also unused ones.
+    if heads.markov != "lilicorr":
+      hidden = hidden[:, :shape.depth]
+    read = heads.lattice(
+        own, params["target"], hidden, heads.logits(params["target"], hidden),
+        roots, memory.last)
     root = roots[:, None]
-    markov = () if self.is_product else _coupling.first_state(
-        heads.markov, own["markov"], root.shape)
+    markov = _coupling.first_state(heads, own.get("markov"), root.shape)
     return self.extend(
-        params, root, (hidden, logits, markov, jnp.zeros((), jnp.int32)))
+        params, root, (read, markov, jnp.zeros((), jnp.int32)))
 
   def extend(self, params: Params, token: jax.Array, carry: Any
              ) -> tuple[stop_rules.Forecast, Any]:
-    hidden, _, _, level = carry
+    read, _, level = carry
     evidence = self.heads.evidence(
-        params["drafter"], _slot(hidden, level), token)
+        params["drafter"], _slot(read["hidden"], level), token)
     logits, carry = self.step(
         params, token, None, None, jnp.zeros_like(token), carry)
     return (logits[:, 0], evidence[:, 0]), carry
@@ -138,34 +163,45 @@ class Parallel(Network):
   def step(self, params: Params, tokens: jax.Array, depths: Any,
            ancestors: Any, above: jax.Array, carry: Any
            ) -> tuple[jax.Array, Any]:
-    # The carry contains the hidden states and the logits of all slots, the
-    # states of the Markov head at the nodes of a level, and the level's number.
-    hidden, slots, markov, level = carry
-    heads, logits = self.heads, _slot(slots, level)
-    if not self.is_product:
+    # The carry contains the arrays of all slots, the states of the transition
+    # at the nodes of a level, and the level's number.
+    read, markov, level = carry
+    heads = self.heads
+    slot = jax.tree.map(lambda x: _slot(x, level), read)
+    if self.is_product:
+      logits = slot["logits"]
+    else:
       markov = jax.tree.map(
           lambda x: jnp.take_along_axis(x, above[..., None], axis=1), markov)
-      own = jnp.broadcast_to(
-          _slot(hidden, level), (*tokens.shape, hidden.shape[-1]))
-      bias, markov = _coupling.step(
-          heads.markov, params["drafter"]["markov"], markov, own, tokens)
-      logits = logits + bias
-    return heads.whole(logits), (hidden, slots, markov, level + 1)
+      slot = jax.tree.map(lambda x: jnp.broadcast_to(
+          x, (*tokens.shape, *x.shape[2:])), slot)
+      logits, markov = _coupling.step(
+          heads, params["drafter"]["markov"], params["target"], markov, slot,
+          tokens)
+    return heads.whole(logits), (read, markov, level + 1)
 
-  def commit(self, params: Params, memory: Cache, draft: Draft,
+  def commit(self, params: Params, memory: ParallelMemory, draft: Draft,
              slots: jax.Array | None, shape: Shape, verdict: Verdict,
-             output: ModelOutput, count: jax.Array) -> Cache:
+             output: ModelOutput, count: jax.Array) -> ParallelMemory:
     path = verdict.path[:, :shape.depth + 1]
     hidden = jnp.take_along_axis(output.hidden, path[..., None], axis=1)
     places = jnp.arange(path.shape[1], dtype=jnp.int32)
-    cache = self._extended(params["drafter"], memory, hidden,
-                           memory.lengths[:, None] + places)
-    return cache.rollback(memory.lengths + count)
+    length, last = memory.cache.lengths, memory.last
+    cache, context = self._extended(
+        params["drafter"], memory.cache, hidden, length[:, None] + places)
+    if last is not None:
+      last = jnp.where((count > 0)[:, None], _at(context, count - 1), last)
+    return ParallelMemory(cache=cache.rollback(length + count), last=last)
 
   def param_specs(self, axis: str, size: int) -> PartitionSpec:
     check_divisible("kv_heads of the block-parallel network",
                     self.heads.kv_heads, size, axis)
     return PartitionSpec()
+
+
+def _at(x, index):
+  """Returns `x[b, index[b]]` of `x [B, S, D]`, clipped to the S entries."""
+  return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="clip")[:, 0]
 
 
 def _slot(x, level):
@@ -180,8 +216,8 @@ def parallel(heads: ParallelHeads, gamma: int | None = None,
   """Returns a strategy that samples a chain or a tree from a block.
 
   DSpark (arXiv:2607.05147) has a Markov head, which conditions each token on
-  the previous one. DFlash (arXiv:2602.06036) has no Markov head. Both papers
-  use chains and token verification.
+  the previous one. DFlash (arXiv:2602.06036) has no such transition. Both
+  papers use chains and token verification.
 
   >>> from specjax import methods
   >>> own = methods.ParallelHeads(
@@ -223,7 +259,7 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   """Returns a strategy that drafts the most likely paths of a block.
 
   DDTree (arXiv:2604.12989). The verifier is `TargetWalk`. Every node
-  below the root ends one path. Without a Markov head, these are the N - 1 most
+  below the root ends one path. Without a transition, these are the N - 1 most
   likely paths of any length under the block's distributions.
 
   >>> from specjax import methods
@@ -240,6 +276,6 @@ def ddtree(heads: ParallelHeads, num_nodes: int = 64) -> Strategy:
   depth, top_k = heads.num_forecasts, 10
   while num_nodes > _dynamic_trees.most_nodes(depth, top_k):
     top_k += 1
-  shape = Best(depth, min(top_k, heads.draft_size), num_nodes)
+  shape = Best(depth, min(top_k, heads.children), num_nodes)
   return Strategy(NetworkDrafter(network=Parallel(heads=heads), shape=shape),
                   verifiers.TargetWalk())

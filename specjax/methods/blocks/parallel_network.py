@@ -1,6 +1,6 @@
-"""Network of DFlash and DSpark, which drafts a block of tokens in one pass.
+"""Network of DFlash and its relatives, which drafts a block in one pass.
 
-DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147). A block consists of the
+DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147). A block consists of the
 last committed token, the *anchor* of the block, and mask tokens. In the draft
 layers all slots of the block attend to each other. The slots attend to earlier
 committed tokens through the target's hidden states h_l after layers l:
@@ -14,20 +14,23 @@ are computed only once, by one product with H per layer. The embedding and the
 LM head are those of the target.
 
 Newer drafters have layers with a window, in which a slot attends only to the
-last committed tokens. In most of these layers the attention within the block is
-causal: a slot attends only to itself and to earlier slots.
+last committed tokens. In most of these layers, and in all layers of JetSpec
+(arXiv:2606.18394), the attention within the block is causal: a slot attends
+only to itself and to earlier slots. In DFlare (arXiv:2606.02091) each layer has
+its own mixture H of the hidden states (`fusion`). DFlash 2 applies convolutions
+over neighbouring slots (`conv_kernel`). `_coupling` lists the transitions that
+make the tokens of a block dependent (`markov`).
 """
 
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import ClassVar
-from typing import NamedTuple
 from typing import Self
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
 from specjax.caches.dense import KVCache
@@ -35,6 +38,7 @@ from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.methods import networks
 from specjax.methods.blocks import _coupling
+from specjax.methods.blocks import _layers
 from specjax.methods.networks import Params
 from specjax.models import layers as layers_lib
 from specjax.models.configuration import FINAL
@@ -45,6 +49,7 @@ from specjax.utils import fields
 
 _CONFIDENCE = ("none", "hidden", "markov")
 _WINDOW_ENDS = ("anchor", "slot")
+_FUSIONS = ("linear", "layers")
 _TAPS = 3
 # Fields that the draft layers share with the layers of their target.
 _SHARED = (
@@ -65,9 +70,18 @@ class ParallelHeads(TransformerConfig):
     from_anchor: True if each slot predicts the next token, so K = block_size
       (DSpark). False if each mask predicts the token at its own position, so
       K = block_size - 1 (DFlash).
-    markov: type of the Markov head, one of `_coupling.KINDS`. With "none" the
-      tokens of a block are independent.
-    markov_rank: rank r of the Markov head.
+    markov: type of the transition, which conditions a token on the token before
+      it, one of `_coupling.KINDS`. With "none" the tokens of a block are
+      independent.
+    markov_rank: rank r of the transition.
+    markov_width: width of the state of "gru", or of the network of "lilicorr".
+    candidates: number n of tokens that can be drafted in a slot, for "selector"
+      and "lilicorr".
+    free_slots: number of first slots that "gru" does not correct.
+    lattice_layers: number of layers of the network of "lilicorr".
+    lattice_heads: number of attention heads of this network.
+    lattice_mlp_width: inner width of the MLPs of this network.
+    logit_scale: logit of "lilicorr" for a cosine of 1.
     confidence: input of the confidence head, which predicts the acceptance of a
       token. "hidden" is the slot's hidden state h. "markov" is [h; W1[x]] with
       the Markov head's embedding of the previous token x. "none" means that
@@ -82,6 +96,13 @@ class ParallelHeads(TransformerConfig):
       "anchor" all slots of a block attend to the same w tokens before the
       anchor (speculators). With "slot" the window of a slot ends at the slot
       and includes it (z-lab, SpecForge).
+    fusion: computation of H. "linear" is one linear layer for all draft layers.
+      With "layers" each draft layer has its own weighted mean of the hidden
+      states, and its own keys and values of H (DFlare).
+    conv_kernel: number of slots that a convolution reads, before and after each
+      attention and MLP. 1 means no convolutions.
+    conv_group: number of neighbouring channels with the same input-dependent
+      kernel.
 
   All other attributes configure the draft layers. The width and the vocabulary
   size are those of the target.
@@ -92,11 +113,21 @@ class ParallelHeads(TransformerConfig):
   from_anchor: bool = True
   markov: str = "none"
   markov_rank: int = 32
+  markov_width: int = 64
+  candidates: int = 16
+  free_slots: int = 1
+  lattice_layers: int = 2
+  lattice_heads: int = 4
+  lattice_mlp_width: int = 128
+  logit_scale: float = 10.0
   confidence: str = "none"
   mask_token: int | None = None
   ids: tuple[int, ...] = ()
   causal: tuple[bool, ...] = ()
   window_end: str = "anchor"
+  fusion: str = "linear"
+  conv_kernel: int = 1
+  conv_group: int = 16
   qk_norm: str | None = "head"
 
   kind: ClassVar[str] = "parallel"
@@ -106,7 +137,10 @@ class ParallelHeads(TransformerConfig):
     for name in ("taps", "ids", "causal"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
     check_ids(self.ids, self.vocab_size)
-    fields.check_fields(self, "markov_rank")
+    fields.check_fields(
+        self, "markov_rank", "markov_width", "candidates", "lattice_layers",
+        "lattice_heads", "lattice_mlp_width", "conv_kernel", "conv_group")
+    fields.check_fields(self, "free_slots", least=0)
     least = 1 if self.from_anchor else 2
     fields.check_at_least(
         "block_size", self.block_size, least, ": the anchor's slot "
@@ -125,22 +159,49 @@ class ParallelHeads(TransformerConfig):
                        "mask")
 
   def _check_heads(self) -> None:
-    """Checks the fields `markov`, `confidence` and `window_end`."""
+    """Checks the fields that select a part, and the sizes of the parts."""
     for name, choices in (("markov", _coupling.KINDS),
                           ("confidence", _CONFIDENCE),
-                          ("window_end", _WINDOW_ENDS)):
+                          ("window_end", _WINDOW_ENDS), ("fusion", _FUSIONS)):
       if getattr(self, name) not in choices:
         raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one "
                          f"of {', '.join(choices)}")
-    if self.confidence == "markov" and self.markov == "none":
-      raise ValueError("confidence is 'markov' and markov is 'none'; the "
-                       "confidence head would read the Markov head's "
+    if self.confidence == "markov" and self.markov not in _coupling.EMBEDS:
+      raise ValueError(f"confidence is 'markov' and markov is {self.markov!r}; "
+                       "the confidence head would read the Markov head's "
                        "embedding: set confidence='hidden'")
+    if self.is_lattice and self.candidates > self.draft_size:
+      raise ValueError(f"candidates is {self.candidates}; it must be at most "
+                       f"the {self.draft_size} tokens that can be drafted")
+    if self.markov == "lilicorr" and self.fusion != "linear":
+      raise ValueError("fusion is 'layers' and markov is 'lilicorr', which "
+                       "reads one H for all layers: set fusion='linear'")
+    for used, whole, part in (
+        (self.markov == "lilicorr", "markov_width", "lattice_heads"),
+        (self.conv_kernel > 1, "width", "conv_group")):
+      if used and getattr(self, whole) % getattr(self, part):
+        raise ValueError(f"{part} is {getattr(self, part)}; it must divide "
+                         f"{whole}, which is {getattr(self, whole)}")
+    if self.conv_kernel > 1 and (
+        self.parallel_residual or self.post_norm or not self.pre_norm):
+      raise ValueError(
+          f"conv_kernel is {self.conv_kernel}, and the layers have "
+          "parallel_residual, post_norm or no pre_norm: set conv_kernel=1")
 
   @property
   def draft_size(self) -> int:
     """Number Vd of tokens that can be drafted."""
     return len(self.ids) or self.vocab_size
+
+  @property
+  def is_lattice(self) -> bool:
+    """True if only `candidates` tokens can be drafted in a slot."""
+    return self.markov in _coupling.LATTICES
+
+  @property
+  def children(self) -> int:
+    """Number of tokens with a positive probability in a slot."""
+    return self.candidates if self.is_lattice else self.draft_size
 
   @property
   def num_forecasts(self) -> int:
@@ -161,9 +222,12 @@ class ParallelHeads(TransformerConfig):
       taps: hidden states of the target that the heads read, or a string such as
         "2,4,final". If it is empty, the heads read three hidden states, evenly
         spread up to the input of the last layer.
-      **options: other fields of the class.
+      **options: other fields of the class. A bool for `causal` applies to all
+        layers.
     """
     config = target.config
+    if isinstance(options.get("causal"), bool):
+      options["causal"] = (True,) * layers if options["causal"] else ()
     if isinstance(taps, str):
       taps = _states(taps)
     if not taps:
@@ -197,26 +261,35 @@ class ParallelHeads(TransformerConfig):
     Returns:
       Dictionary with the draft layers and `final_norm`, named as in a
       `Transformer`, and `fc` and `hidden_norm`, which compute H. Depending on
-      the fields, it also contains `mask [D]`, `markov` (see `_coupling.init`)
-      and `confidence`, the `kernel` and `bias []` of the confidence head.
+      the fields, it contains `mix [layers, m]` and the `kernel` of
+      `context_<i>` for keys and values of H instead of `fc`, and also `mask
+      [D]`, `markov` (see `_coupling.init`) and `confidence`, the `kernel` and
+      `bias []` of the confidence head.
     """
     stack, fusion, mask, markov = jax.random.split(key, 4)
-    x = jnp.zeros((1, 1, self.width))
-    params = dict(_Layers(self).init(
-        stack, x, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool),
-        None)["params"])
+    size = self.block_size
+    x = jnp.zeros((1, size, self.width))
+    params = dict(_layers.DraftLayers(self).init(
+        stack, x, jnp.zeros((1, size), jnp.int32),
+        jnp.ones((1, size, size), bool), None)["params"])
     inputs = len(self.taps) * self.width
-    params["fc"] = {"kernel": inputs**-0.5 * jax.random.normal(
-        fusion, (inputs, self.width), jnp.float32)}
+    if self.fusion == "linear":
+      params["fc"] = {"kernel": inputs**-0.5 * jax.random.normal(
+          fusion, (inputs, self.width), jnp.float32)}
+    else:
+      # As published, layer i of the L layers first prefers tap i m / L.
+      preferred = np.arange(self.layers) * len(self.taps) // self.layers
+      params["mix"] = 2 * jax.nn.one_hot(preferred, len(self.taps))
+      for i in range(self.layers):
+        kernel = params[f"attention_{i}"]["qkv"]["kernel"][:, :, -2:]
+        params[f"context_{i}"] = {"kernel": kernel}
     params["hidden_norm"] = layers_lib.Norm(self).init(fusion, x)["params"]
     if self.mask_token is None:
       table = target_params["embedding"].astype(jnp.float32)
       params["mask"] = table.mean(0) + table.std(0) * jax.random.normal(
           mask, (self.width,), jnp.float32)
     if self.markov != "none":
-      params["markov"] = _coupling.init(
-          markov, self.markov, self.vocab_size, self.width, self.markov_rank,
-          self.draft_size)
+      params["markov"] = _coupling.init(markov, self)
     if self.confidence != "none":
       size = self.width + self.markov_rank * (self.confidence == "markov")
       params["confidence"] = {"kernel": jnp.zeros((size,), jnp.float32),
@@ -270,19 +343,27 @@ class ParallelHeads(TransformerConfig):
         [target.feature(hidden, tap) for tap in self.taps], axis=-1)
 
   def context(self, params: Params, features: jax.Array) -> jax.Array:
-    """Returns H `[B, S, D]`, fused from m hidden states `[B, S, m D]`."""
-    kernel = params["fc"]["kernel"]
-    fused = layers_lib.product(features.astype(kernel.dtype), kernel)
+    """Returns H, fused from m hidden states `[B, S, m D]`.
+
+    H is `[B, S, D]`, or `[B, S, layers, D]` with `fusion` "layers".
+    """
+    dtype = _dtype(params)
+    if self.fusion == "linear":
+      fused = layers_lib.product(
+          features.astype(dtype), params["fc"]["kernel"])
+    else:
+      weights = jax.nn.softmax(params["mix"], axis=-1)
+      fused = jnp.einsum("bstd,lt->bsld", features.astype(dtype).reshape(
+          *features.shape[:-1], -1, self.width), weights)
     return layers_lib.Norm(self).apply(
-        {"params": params["hidden_norm"]}, fused.astype(kernel.dtype))
+        {"params": params["hidden_norm"]}, fused.astype(dtype))
 
   def init_cache(self, params: Params, batch: int, capacity: int,
                  cache: type[Cache] = KVCache) -> Cache:
     """Returns an empty cache of the draft layers in the parameters' dtype."""
     return cache.empty(
         layers=self.layers, batch=batch, heads=self.kv_heads,
-        capacity=capacity, head_dim=self.head_dim,
-        dtype=params["fc"]["kernel"].dtype)
+        capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
 
   def with_context(self, params: Params, cache: Cache, context: jax.Array,
                    positions: jax.Array) -> Cache:
@@ -294,15 +375,20 @@ class ParallelHeads(TransformerConfig):
     Args:
       params: parameters of the network.
       cache: cache of the draft layers.
-      context: fused features H `[B, S, D]` of the tokens.
+      context: fused features H of the tokens, see `context`.
       positions: positions `[B, S]` int32.
     """
     alone = jnp.zeros((*positions.shape, positions.shape[1]), bool)
     tables = layers_lib.RotaryTables.of(self, positions, context.dtype)
     for i in range(self.layers):
+      own, read = params[f"attention_{i}"], context
+      if self.fusion == "layers":
+        read, qkv = context[:, :, i], own["qkv"]
+        own = {**own, "qkv": {**qkv, "kernel": jnp.concatenate(
+            [qkv["kernel"][:, :, :-2], params[f"context_{i}"]["kernel"]],
+            axis=2)}}
       _, kept = layers_lib.Attention(self, i).apply(
-          {"params": params[f"attention_{i}"]}, context, tables, alone,
-          _Kept(cache))
+          {"params": own}, read, tables, alone, _layers.Kept(cache))
       cache = kept.cache
     return cache
 
@@ -315,15 +401,16 @@ class ParallelHeads(TransformerConfig):
       target_params: parameters of the target, for the embedding.
       anchors: token ids of the anchors, `[...]` int32.
     """
-    table = target_params["embedding"]
-    dtype = params["fc"]["kernel"].dtype
+    dtype = _dtype(params)
     mask = (params["mask"] if self.mask_token is None
-            else self._embedded(table, self.mask_token)).astype(dtype)
-    first = self._embedded(table, anchors).astype(dtype)[..., None, :]
+            else self.embedded(target_params, self.mask_token)).astype(dtype)
+    first = self.embedded(target_params, anchors).astype(dtype)[..., None, :]
     rest = (*anchors.shape, self.block_size - 1, self.width)
     return jnp.concatenate([first, jnp.broadcast_to(mask, rest)], axis=-2)
 
-  def _embedded(self, table, tokens):
+  def embedded(self, target_params: Params, tokens: ArrayLike) -> jax.Array:
+    """Returns the target's embeddings `[..., D]` of tokens `[...]`."""
+    table = target_params["embedding"]
     return table[tokens] * jnp.asarray(self.embedding_scale, table.dtype)
 
   def read(self, params: Params, slots: jax.Array, positions: jax.Array,
@@ -342,7 +429,7 @@ class ParallelHeads(TransformerConfig):
     Returns:
       Hidden states `[B, S, D]`.
     """
-    return _Layers(self).apply(
+    return _layers.DraftLayers(self).apply(
         {"params": params}, slots, positions, visible, cache)
 
   def block(self, params: Params, target_params: Params, anchors: jax.Array,
@@ -371,7 +458,7 @@ class ParallelHeads(TransformerConfig):
     return hidden if self.from_anchor else hidden[..., 1:, :]
 
   def logits(self, target_params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns the slots' logits `[..., K, Vd]` without the Markov head's bias.
+    """Returns the slots' logits `[..., K, Vd]` without the transition.
 
     The logits are in float32 or a wider dtype.
     """
@@ -382,16 +469,36 @@ class ParallelHeads(TransformerConfig):
     cap = self.logit_softcap
     return cap * jnp.tanh(raw / cap) if cap else raw
 
-  def coupled(self, params: Params, hidden: jax.Array, before: jax.Array
-              ) -> jax.Array:
-    """Returns the Markov head's biases `[..., K, Vd]` for known tokens.
+  def lattice(self, params: Params, target_params: Params, hidden: jax.Array,
+              logits: jax.Array, anchors: jax.Array,
+              last: jax.Array | None = None) -> dict[str, jax.Array]:
+    """Returns the arrays `[..., K, ...]` that the transition reads.
 
     Args:
       params: parameters of the network.
+      target_params: parameters of the target.
       hidden: hidden states `[..., K, D]` of the slots that predict tokens.
+      logits: logits `[..., K, Vd]` of these slots.
+      anchors: token ids of the anchors, `[...]` int32.
+      last: fused features H `[..., D]` of the token before the anchor, 0 if
+        there is none. Only LiLiCorr reads them.
+    """
+    return _coupling.slots(
+        self, params.get("markov"), target_params, hidden, logits, anchors,
+        last)
+
+  def coupled(self, params: Params, target_params: Params,
+              read: dict[str, jax.Array], before: jax.Array) -> jax.Array:
+    """Returns the logits `[..., K, Vd]` of the slots for known tokens.
+
+    Args:
+      params: parameters of the network.
+      target_params: parameters of the target.
+      read: result of `lattice`.
       before: token before each predicted token, `[..., K]` int32.
     """
-    return _coupling.along(self.markov, params["markov"], hidden, before)
+    return _coupling.along(
+        self, params.get("markov"), target_params, read, before)
 
   def whole(self, logits: jax.Array) -> jax.Array:
     """Expands logits `[..., Vd]` to `[..., V]`.
@@ -418,7 +525,7 @@ class ParallelHeads(TransformerConfig):
                   ) -> jax.Array:
     """Returns the logits `[..., K]` of the predicted acceptance probabilities.
 
-    The arguments are those of `coupled`.
+    The arguments are those of `evidence`.
     """
     own = params["confidence"]
     evidence = self.evidence(params, hidden, before).astype(jnp.float32)
@@ -434,67 +541,5 @@ def _states(text):
                      f"{FINAL}, by commas, such as 2,4") from None
 
 
-class _Layers(nn.Module):
-  """Draft layers and the final norm."""
-
-  config: ParallelHeads
-
-  @nn.compact
-  def __call__(self, x, positions, visible, cache):
-    c = self.config
-    tables = layers_lib.RotaryTables.of(c, positions, x.dtype)
-    size, count = visible.shape[1:]
-    earlier = jnp.tril(jnp.ones((size, count), bool), count - size)
-    if any(c.windows) and cache is not None:
-      cache = _Windowed(cache, c, positions - cache.lengths[:, None])
-    for i in range(c.layers):
-      x, cache = layers_lib.decoder_layer(
-          c, i, x, tables,
-          visible & earlier if c.causal and c.causal[i] else visible, cache)
-    return layers_lib.Norm(c, name="final_norm")(x)
-
-
-class _Windowed(NamedTuple):
-  """Cache wrapper that ends the windows of slots as `window_end` says.
-
-  Without the wrapper, the window of a query ends at the last token of its mask.
-  In a layer that is not causal, this is the last slot of the block.
-
-  Attributes:
-    cache: cache of the draft layers.
-    config: configuration of the draft layers.
-    depths: number `[B, S]` int32 of tokens between the committed tokens of the
-      cache and each slot.
-  """
-
-  cache: Any
-  config: ParallelHeads
-  depths: jax.Array
-
-  def append(self, layer, key, value, after):
-    return self._replace(
-        cache=self.cache.append(layer, key, value, after=after))
-
-  def attend(self, layer, query, ancestors, window=0, **options):
-    if not window:
-      return self.cache.attend(layer, query, ancestors, **options)
-    depths = self.depths
-    if self.config.window_end == "anchor":
-      slots = jnp.arange(depths.shape[1]) % self.config.block_size
-      # A window of the cache includes the token at its end, here the anchor.
-      depths, window = depths - slots, window + 1
-    return self.cache.attend(
-        layer, query, ancestors, window=window, depths=depths, **options)
-
-
-class _Kept(NamedTuple):
-  """Cache wrapper that stores keys and values, and skips the attention."""
-
-  cache: Any
-
-  def append(self, layer, key, value, after):
-    return _Kept(self.cache.append(layer, key, value, after=after))
-
-  def attend(self, layer, query, ancestors, **options):
-    del layer, ancestors, options
-    return jnp.zeros_like(query)
+def _dtype(params):
+  return params["hidden_norm"]["scale"].dtype

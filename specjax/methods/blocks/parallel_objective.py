@@ -19,6 +19,7 @@ import optax
 
 from specjax.caches.dense import BlockCache
 from specjax.interfaces import Verifier
+from specjax.methods.blocks import _coupling
 from specjax.methods.blocks import _masks
 from specjax.methods.blocks import parallel_network
 from specjax.methods.blocks.parallel_drafter import ddtree
@@ -57,7 +58,11 @@ class Blocks:
 
   Attributes:
     hidden: hidden states `[B, n, K, D]` of the slots that predict tokens.
-    logits: logits `[B, n, K, V]` with the Markov head's bias.
+    logits: logits `[B, n, K, V]` of the draft distributions q.
+    base: logits `[B, n, K, V]` without the transition. None if the objective
+      does not use them.
+    taught: logits `[B, n, K, V]` of the cross-entropy. For the selector of
+      DFlash 2, the label is always a candidate. Otherwise `logits`.
     before: true token before each predicted token, `[B, n, K]` int32.
     labels: true tokens to predict, `[B, n, K]` int32.
     target: logits `[B, n, K, V]` of the target at the same positions.
@@ -65,6 +70,8 @@ class Blocks:
 
   hidden: jax.Array
   logits: jax.Array
+  base: jax.Array | None
+  taught: jax.Array
   before: jax.Array
   labels: jax.Array
   target: jax.Array
@@ -83,8 +90,14 @@ class ParallelObjective:
   variation distance, and 1 - TV is the acceptance probability of token
   verification. Without a confidence head, the loss has no binary cross-entropy
   BCE. DSpark has c = 0.1 and a = 1. DFlash has c = 1 and no confidence head. A
-  Markov head reads the true previous token. For a token that the heads cannot
+  transition reads the true previous token. For a token that the heads cannot
   draft, q_k is 0, and the cross-entropy is omitted.
+
+  The transitions of Domino, DFlash 2 and LiLiCorr correct logits that are good
+  drafts themselves. For them, the first two terms are 1 - b times those of q_k,
+  plus b times those of the distributions without the transition. In the
+  cross-entropy of DFlash 2, a true token that is not a candidate replaces the
+  least likely candidate.
 
   Attributes:
     model: target model.
@@ -96,6 +109,7 @@ class ParallelObjective:
       of slots. These weights get no gradient.
     position_decay: constant d of "decay".
     ce_share: weight c of the cross-entropy, in [0, 1].
+    base_share: weight b of the distributions without the transition, in [0, 1).
     confidence_weight: weight a of the confidence loss.
   """
 
@@ -105,6 +119,7 @@ class ParallelObjective:
   position_weights: str = "decay"
   position_decay: float = 4.0
   ce_share: float = 0.1
+  base_share: float = 0.5
   confidence_weight: float = 1.0
 
   needs = ("target", "drafter")
@@ -123,6 +138,8 @@ class ParallelObjective:
                        "weights of the positions")
     if not 0 <= self.ce_share <= 1:
       raise ValueError(f"ce_share is {self.ce_share}; it must be in [0, 1]")
+    if not 0 <= self.base_share < 1:
+      raise ValueError(f"base_share is {self.base_share}; it must be in [0, 1)")
     if self.confidence_weight < 0:
       raise ValueError(f"confidence_weight is {self.confidence_weight}; it "
                        "must be at least 0")
@@ -144,11 +161,16 @@ class ParallelObjective:
     rows = batch.get("whole", batch)["tokens"]
     every = self.draw(key, *rows.shape, batch_weights.all)
     found = self.blocks(params, tokens, of_part(every))
-    nats = cross_entropy(found.logits, found.labels)
+    nats = cross_entropy(found.taught, found.labels)
     counts = _at(batch_weights.all, every, nats.shape[-1])
     weights = of_part(counts) * self.weights(nats, of_part(counts) > 0)
     known = counts * self._known(_at(rows[:, 1:], every, nats.shape[-1]))
-    nats = jnp.where(of_part(known) > 0, nats, 0)
+    drafted = of_part(known) > 0
+    if self.heads.markov == "lilicorr":
+      # A label that is no candidate has no cross-entropy, but it counts in the
+      # means: a part of a batch does not know the candidates of other parts.
+      drafted &= _label(found.taught, found.labels) > _coupling.NEVER
+    nats = jnp.where(drafted, nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)
     # The weights of "decay" depend only on the slot, so those of the complete
@@ -157,6 +179,12 @@ class ParallelObjective:
                     if self.position_weights == "decay" else counts)
     mean = lambda x: batch_weights.divide(jnp.sum(weights * x), total)
     loss = mean(self.ce_share * nats + (1 - self.ce_share) * 2 * variation)
+    if found.base is not None:
+      base_nats = jnp.where(
+          of_part(known) > 0, cross_entropy(found.base, found.labels), 0)
+      base = mean(self.ce_share * base_nats + (1 - self.ce_share) * 2 * (
+          divergences.total_variation(found.target, found.base)))
+      loss = (1 - self.base_share) * loss + self.base_share * base
     by_slot = jax.vmap(batch_weights.mean, (-1, -1))(nats, known)
     metrics = {f"head_{k}/train_loss": x for k, x in enumerate(by_slot, 1)}
     metrics["acceptance"] = batch_weights.mean(accepted, counts)
@@ -236,36 +264,44 @@ class ParallelObjective:
     target_params = jax.lax.stop_gradient(params["target"])
     model = heads.tapped(self.model)
     read = model(target_params, tokens[:, :-1])
+    context = heads.context(own, heads.tap(model, read.hidden))
     hidden = heads.predicting(self._hidden(
-        own, target_params, heads.tap(model, read.hidden), tokens,
-        anchors))
+        own, target_params, context, tokens, anchors))
     batch, count, size, _ = hidden.shape
     at = anchors[..., None] + jnp.arange(size)
-    logits, before = heads.logits(target_params, hidden), _at(
-        tokens, anchors, size)
-    if heads.markov != "none":
-      logits = logits + heads.coupled(own, hidden, before)
-    logits = heads.whole(logits)
+    before, labels = _at(tokens, anchors, size), _at(
+        tokens[:, 1:], anchors, size)
+    last = None
+    if heads.markov == "lilicorr":
+      last = jnp.take_along_axis(context, anchors[..., None] - 1, axis=1)
+    plain = heads.logits(target_params, hidden)
+    lattice = heads.lattice(
+        own, target_params, hidden, plain, before[..., 0], last)
+    coupled = lambda lattice: heads.whole(
+        heads.coupled(own, target_params, lattice, before))
+    logits = taught = coupled(lattice)
+    if heads.markov == "selector":
+      taught = coupled(_coupling.with_labels(heads, lattice, plain, labels))
+    corrects = heads.is_lattice or heads.markov == "gru"
+    base = heads.whole(plain) if corrects and self.base_share else None
     target = model.logits_at(target_params, read, at.reshape(batch, -1))
     return Blocks(
-        hidden=hidden, logits=logits, before=before,
-        labels=_at(tokens[:, 1:], anchors, size),
-        target=target.reshape(batch, count, size, -1))
+        hidden=hidden, logits=logits, base=base, taught=taught, before=before,
+        labels=labels, target=target.reshape(batch, count, size, -1))
 
-  def _hidden(self, own, target_params, features, tokens, anchors):
+  def _hidden(self, own, target_params, context, tokens, anchors):
     """Runs the draft layers on all blocks in one pass.
 
     Returns:
       Hidden states `[B, n, block_size, D]`.
     """
     heads = self.heads
-    batch, length, _ = features.shape
+    batch, length = context.shape[:2]
     size, count = heads.block_size, anchors.shape[1]
     text = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32),
                             (batch, length))
     cache = heads.with_context(
-        own, BlockCache(lengths=jnp.zeros((batch,), jnp.int32)),
-        heads.context(own, features), text)
+        own, BlockCache(lengths=jnp.zeros((batch,), jnp.int32)), context, text)
     slots = heads.slots(own, target_params, jnp.take_along_axis(
         tokens, anchors, axis=1)).reshape(batch, count * size, -1)
     positions = anchors[..., None] + jnp.arange(size, dtype=jnp.int32)
@@ -279,18 +315,22 @@ class ParallelObjective:
             score: Score) -> Any:
     """Returns the results of `score` for slots k = 1..K, stacked along axis 0.
 
-    A Markov head reads the true tokens of the row. `positions [B, n]` is
+    A transition reads the true tokens of the row. `positions [B, n]` is
     `anchors - 1`, because slot k predicts the token at `anchors + k`, and
-    `score` expects `positions + 1 + k`. With a reduced draft vocabulary, the
+    `score` expects `positions + 1 + k`. If some tokens cannot be drafted, the
     probabilities of all V tokens are at least e^-20.
     """
     anchors = self.draw(key, *tokens.shape)
     logits = self.blocks(params, tokens, anchors).logits
-    if self.heads.ids:
+    if self.heads.ids or self.heads.is_lattice:
       logits = _training.floored(logits)
     scores = [score(k, logits[:, :, k - 1], anchors - 1)
               for k in range(1, logits.shape[2] + 1)]
     return jax.tree.map(lambda *x: jnp.stack(x), *scores)
+
+
+def _label(logits, labels):
+  return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
 
 
 def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
@@ -355,10 +395,11 @@ PARALLEL = Method(
         bundled=2e-3, published=6e-4, size=4e9,
         source="DSpark configurations of DeepSpec"),
     objective=lambda target, heads, anchors, position_weights, position_decay,
-        ce_share, confidence_weight: ParallelObjective(
+        ce_share, base_share, confidence_weight: ParallelObjective(
             model=target, heads=heads, anchors=anchors,
             position_weights=position_weights, position_decay=position_decay,
-            ce_share=ce_share, confidence_weight=confidence_weight),
+            ce_share=ce_share, base_share=base_share,
+            confidence_weight=confidence_weight),
     measure=lambda target, heads: ParallelObjective(
         model=target, heads=heads, anchors=CUTS),
     chain=lambda heads: parallel(
@@ -370,15 +411,29 @@ PARALLEL = Method(
         Option("from_anchor", True, "parallel: the slot of the last committed "
                "token also predicts a token (DSpark). With --nofrom_anchor "
                "only mask tokens predict tokens (DFlash)"),
-        Option("markov", "plain", "parallel: type of the Markov head, which "
-               "conditions a token on the token before it. With none the "
-               "tokens of a block are independent",
-               ("none", "plain", "gated", "rnn")),
-        Option("markov_rank", 32, "parallel: rank of the Markov head"),
+        Option("markov", "plain", "parallel: type of the transition, which "
+               "conditions a token on the token before it: plain, gated or rnn "
+               "(DSpark), gru (Domino), selector (DFlash 2) or lilicorr "
+               "(LiLiCorr). With none the tokens of a block are independent",
+               _coupling.KINDS),
+        Option("markov_rank", 32, "parallel: rank of the transition"),
+        Option("markov_width", 64, "parallel: width of the state of "
+               "--markov=gru, or of the network of --markov=lilicorr"),
+        Option("candidates", 16, "parallel: number of tokens that can be "
+               "drafted in a slot, with --markov=selector or lilicorr"),
+        Option("conv_kernel", 1, "parallel: number of neighbouring slots that "
+               "the convolutions of DFlash 2 read (2 in its files). 1 means no "
+               "convolutions"),
+        Option("fusion", "linear", "parallel: mixture of the target's hidden "
+               "states: linear (one for all layers) or layers (one for each "
+               "draft layer, DFlare)", ("linear", "layers")),
+        Option("causal", False, "parallel: a slot attends only to itself and "
+               "to earlier slots of its block (JetSpec)"),
         Option("confidence", "markov", "parallel: input of the confidence "
                "head, which predicts whether a token is accepted: hidden (the "
-               "hidden state), markov (also the previous token) or none (no "
-               "confidence head)", ("none", "hidden", "markov"))),
+               "hidden state), markov (also the previous token; hidden for "
+               "transitions without an embedding) or none (no confidence "
+               "head)", ("none", "hidden", "markov"))),
     options=(
         Option("anchors", 32, "parallel: maximum number of blocks that are "
                "sampled per training row"),
@@ -390,5 +445,9 @@ PARALLEL = Method(
         Option("ce_share", 0.1, "parallel: share of the cross-entropy on the "
                "data in the loss, in [0, 1]; the rest is the L1 distance to "
                "the target's distribution"),
+        Option("base_share", 0.5, "parallel: share of the logits before the "
+               "transition in the loss, in [0, 1); the rest is the loss of the "
+               "draft distributions. Only for --markov=gru, selector and "
+               "lilicorr"),
         Option("confidence_weight", 1.0, "parallel: loss weight of the "
                "confidence head; unused with --confidence=none")))

@@ -1,4 +1,4 @@
-"""File layouts of published DFlash and DSpark drafters."""
+"""File layouts of published drafters that draft a block in one pass."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -8,6 +8,7 @@ from typing import Any
 import chex
 import numpy as np
 
+from specjax.methods.blocks._lattice import UNIT_EPSILON
 from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.layouts import check_taps
 from specjax.methods.layouts import Found
@@ -19,11 +20,14 @@ from specjax.methods.layouts import OF_VERIFIER
 from specjax.methods.layouts import reduced_vocabulary
 from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
+from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.settings import FULL
 from specjax.models.settings import SLIDING
+from specjax.models.tensor_layouts import Same
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import table
+from specjax.models.tensor_layouts import turned
 from specjax.models.tensor_names import decoder_layer
 
 _MARKOV_READ = {"vanilla": "plain", "gated": "gated", "rnn": "rnn"}
@@ -31,18 +35,22 @@ _MARKOV_WRITTEN = {"none": "vanilla", "plain": "vanilla", "gated": "gated",
            "rnn": "rnn"}
 
 
-class Row(Stored):
-  """Parameter stored as the only row of a matrix."""
+@dataclasses.dataclass(frozen=True)
+class Expanded(Stored):
+  """Parameter stored with additional axes of size 1, at the positions `at`."""
+
+  at: tuple[int, ...] = (0,)
 
   def shapes(self, config, shape):
-    return [(1, *shape)]
+    stand_in = np.broadcast_to(np.zeros((), np.bool_), shape)
+    return [np.expand_dims(stand_in, self.at).shape]
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     [tensor] = tensors
     return tensor.read(dtype).reshape(shape)
 
   def split(self, config, x):
-    return [np.asarray(x)[None]]
+    return [np.expand_dims(np.asarray(x), self.at)]
 
 
 def input_size(heads: ParallelHeads) -> int:
@@ -90,7 +98,7 @@ _PARALLEL = decoder_layer("layers.{i}") | table({
     "markov.w1": "markov_head.markov_w1", "markov.w2": "markov_head.markov_w2",
     "markov.gate": "markov_head.gate_proj",
     "markov.joint": "markov_head.joint_proj",
-    "confidence": Row(("confidence_head.proj",)),
+    "confidence": Expanded(("confidence_head.proj",)),
 })
 _PARALLEL_SPECULATORS = _PARALLEL | {
     "mask": MaskRow(("embed_tokens",)),
@@ -98,56 +106,169 @@ _PARALLEL_SPECULATORS = _PARALLEL | {
 }
 
 
-def _read(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """Returns the heads of a DFlash or DSpark drafter.
+def _outputs_first(c, x):
+  del c
+  return [[np.moveaxis(x, 0, -1)]]
 
-  The DFlash drafters are those of z-lab and SpecForge. The DSpark drafters are
-  those of SpecForge and DeepSpec. Keys are in `dflash_config`, at the top
-  level, or in both places. Layer ids refer to layer outputs.
+
+def _key_and_value(c, x):
+  """Stores a kernel `[D, K, 2, H]` in two tensors."""
+  del c
+  x = np.moveaxis(x, 0, -1)
+  return [[x[:, :1]], [x[:, 1:]]]
+
+
+_convolutions = {
+    f"{part}_conv_{{i}}.{module}": stored for part in ("attention", "mlp")
+    for module, stored in (
+        ("base", Same((f"layers.{{i}}.{part}_conv.base_kernel",), ending="")),
+        ("dynamic", Stored((f"layers.{{i}}.{part}_conv.kernel_projection",),
+                           _outputs_first)))}
+_selector = lambda stored: {
+    "markov.w1": stored(("candidate_selector.predecessor_codebook",),
+                        ending=""),
+    "markov.w2": stored(("candidate_selector.successor_codebook",), ending=""),
+    "markov.hidden": Stored(("candidate_selector.hidden_projection",), turned)}
+_DFLASH_2 = _PARALLEL | _convolutions | _selector(Stored)
+_DFLASH_2_SPECULATORS = (
+    _PARALLEL_SPECULATORS | _convolutions | _selector(InputRows))
+_DOMINO = _PARALLEL | table({
+    "markov.entry": Stored(("prefix_gru.weight_ih_l0",), turned, ending=""),
+    "markov.carry": Stored(("prefix_gru.weight_hh_l0",), turned, ending=""),
+    "markov.joint": "embed_proj.0", "markov.w2": "embed_proj.2"})
+_DFLARE = _PARALLEL | {
+    "mix": Stored(("layer_fusion_weights",), ending=""),
+    "context_{i}": Stored(("layers.{i}.self_attn.k_proj_target",
+                           "layers.{i}.self_attn.v_proj_target"),
+                          _key_and_value)}
+_LILICORR = _PARALLEL | _convolutions | {
+    "markov.slot": Expanded(
+        ("lilicorr.slot_embedding",), ending="", at=(0, 1, 3)),
+    "markov.rank": Expanded(
+        ("lilicorr.rank_embedding",), ending="", at=(0, 1, 2)),
+    "markov.distance": Stored(("lilicorr.relative_slot_bias",), ending=""),
+    "markov.same": Stored(("lilicorr.same_slot_bias",), ending=""),
+    "markov.layer_{i}.qkv": Stored(
+        ("lilicorr.layers.{i}.attn.in_proj",), turned, ending="_{leaf}"),
+    **{f"markov.{module}": Stored((f"lilicorr.{name}",), turned)
+       for module, name in (
+           ("token", "token_proj"), ("hidden", "pass_hidden_proj"),
+           ("features_norm", "feature_norm"),
+           ("features_up", "feature_mlp.up_proj"),
+           ("features_down", "feature_mlp.down_proj"),
+           ("context", "context_proj"), ("output_norm", "output_norm"),
+           ("anchor_norm", "anchor_norm"), ("factors", "factor_input_proj"),
+           ("out", "out_head"), ("in", "in_head"),
+           ("anchor_out", "anchor_out_head"),
+           ("layer_{i}.norm", "layers.{i}.attn_norm"),
+           ("layer_{i}.out", "layers.{i}.attn.out_proj"),
+           ("layer_{i}.mlp_norm", "layers.{i}.mlp_norm"),
+           ("layer_{i}.up", "layers.{i}.mlp.up_proj"),
+           ("layer_{i}.down", "layers.{i}.mlp.down_proj"))}}
+
+
+def _convolved(own: Keys) -> dict[str, Any]:
+  return dict(conv_kernel=own.size("conv_kernel_size"),
+              conv_group=own.size("conv_group_size"))
+
+
+def _dflash_2(own: Keys) -> dict[str, Any]:
+  return _convolved(own) | dict(
+      markov="selector", markov_rank=own.size("selector_rank"),
+      candidates=own.size("selector_top_k"))
+
+
+def _domino(own: Keys) -> dict[str, Any]:
+  return dict(
+      markov="gru", markov_rank=own.size("emb_dim"),
+      markov_width=own.size("gru_hidden_dim"),
+      free_slots=own("pure_draft_prefix_len", 0),
+      from_anchor=own.switch("shift_label", False))
+
+
+def _lilicorr(own: Keys) -> dict[str, Any]:
+  prefix = "lilicorr_"
+  epsilon = own.number(prefix + "vector_eps")
+  if epsilon != UNIT_EPSILON:
+    own.refuse(prefix + "vector_eps", epsilon)
+  if not own.switch(prefix + "enabled", True):
+    own.refuse(prefix + "enabled", False)
+  # A width of 0 stands for that of the draft layers.
+  width = own(prefix + "hidden_size") or own.size("hidden_size")
+  # The draft layers have no biases. `Found.layer` finds those of the network,
+  # because their names have the same end.
+  return (_convolved(own) if own("conv_kernel_size") else {}) | dict(
+      markov="lilicorr", markov_width=width, mlp_bias=False,
+      markov_rank=own.size(prefix + "factor_dim"),
+      candidates=own.size(prefix + "candidate_topk"),
+      lattice_layers=own.size(prefix + "num_layers"),
+      lattice_heads=own.size(prefix + "num_heads"),
+      lattice_mlp_width=int(width * own.number(prefix + "mlp_ratio")),
+      logit_scale=float(own.number(prefix + "logit_scale", positive=True)))
+
+
+# Functions that return the fields of `ParallelHeads` that are particular to a
+# layout, by the value of its key `projector_type`.
+_PROJECTORS = {
+    "dflash": lambda own: {}, "dspark": lambda own: dict(from_anchor=True),
+    "dflash2": _dflash_2, "domino": _domino, "lilicorr": _lilicorr,
+    "dflare": lambda own: dict(fusion="layers")}
+
+
+def _read(found: Found, *, projector: str) -> ParallelHeads:
+  """Returns the heads of a DFlash drafter or of one of its relatives.
+
+  Layouts of z-lab (DFlash, DFlash 2), SpecForge (DFlash, DSpark, Domino),
+  DeepSpec (DSpark), ModelOpt (LiLiCorr) and AngelSlim (DFlare). Keys are in
+  `dflash_config`, at the top level, or in both places. Layer ids refer to layer
+  outputs.
 
   Args:
     found: opened files of the drafter.
-    from_anchor: value of `ParallelHeads.from_anchor` in this layout.
+    projector: key of `_PROJECTORS`.
   """
   keys = found.keys()
   own = found.keys(keys, "dflash_config")
-  for name, plain in (("projector_type", "dspark" if from_anchor else "dflash"),
-                      ("sample_from_anchor", from_anchor)):
+  more = {"from_anchor": False} | _PROJECTORS[projector](own)
+  for name, plain in (("projector_type", projector),
+                      ("sample_from_anchor", more["from_anchor"])):
     if own(name, plain) != plain:
       found.fail(f"has {own(name)!r} for {name}, but drafters of this layout "
                  f"have {plain!r}; correct the configuration")
   taps = named_taps(found, keys, own, "dflash_config")
-  # vLLM reads "causal", and z-lab's code "is_causal".
-  causal = [own.switch(name, False) for name in ("is_causal", "causal")
-            if own(name) is not None]
+  # vLLM reads "causal", z-lab's code "is_causal", and JetSpec "causal_head".
+  causal = [own.switch(name, False) for name in (
+      "is_causal", "causal", "causal_head") if own(name) is not None]
   heads = _parallel(
-      found, keys, own, taps, own("block_size"), from_anchor, True,
+      found, keys, own, taps, own("block_size"), more, True,
       window_end="slot", causal=causal[0] if causal else None)
   for given in (keys, own):
     given.refuse_others()
   return heads
 
 
-def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
-  """Returns the heads of a DFlash or DSpark drafter of speculators.
+def _read_speculators(found: Found, *, projector: str) -> ParallelHeads:
+  """Returns the heads of a DFlash, DFlash 2 or DSpark drafter of speculators.
 
   The mask is trained if its id is the first id after the target's vocabulary.
 
   Args:
     found: opened files of the drafter.
-    from_anchor: default of the key `sample_from_anchor`.
+    projector: key of `_PROJECTORS`.
   """
   outer = found.keys()
   keys = found.keys(outer, "transformer_layer_config")
   found.used.update(OF_VERIFIER)
   size = (found.shape("lm_head.weight")[0] if "lm_head.weight" in found.tensors
           else outer.size("draft_vocab_size"))
-  from_anchor = outer.switch("sample_from_anchor", from_anchor)
-  non_causal = outer.switch("sliding_window_non_causal", False)
+  more = {"from_anchor": False} | _PROJECTORS[projector](outer)
+  more["from_anchor"] = from_anchor = outer.switch(
+      "sample_from_anchor", more["from_anchor"])
+  non_causal = outer.switch("sliding_window_non_causal", projector == "dflash2")
   part = found.keys(outer, "dflash_config")
   heads = _parallel(
       found, keys, outer, named_taps(found, outer, part, "dflash_config"),
-      outer("block_size"), from_anchor, False,
+      outer("block_size"), more, False,
       reduced_vocabulary(found, outer, size), window_end="anchor",
       causal=False if non_causal else None)
   if heads.markov == "rnn" and not from_anchor:
@@ -159,8 +280,8 @@ def _read_speculators(found: Found, *, from_anchor: bool) -> ParallelHeads:
   return heads
 
 
-def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=(), *,
-              window_end, causal):
+def _parallel(found, keys, own, taps, size, more, normed, ids=(), *, window_end,
+              causal):
   mask, whole = own("mask_token_id"), found.target.vocab_size
   learned = mask == whole and keys("vocab_size") == whole + 1
   if learned:
@@ -187,13 +308,13 @@ def _parallel(found, keys, own, taps, size, from_anchor, normed, ids=(), *,
                f"{', '.join(_MARKOV_READ)}")
   confidence = _confidence(found, own)
   heads = ParallelHeads(**fields | dict(
-      block_size=size, taps=tuple(taps), ids=ids, from_anchor=from_anchor,
+      block_size=size, taps=tuple(taps), ids=ids,
       causal=causal if any(causal) else (),
       markov=_MARKOV_READ[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
       confidence=confidence, mask_token=None if learned else mask,
       logit_softcap=config.logit_softcap,
-      embedding_scale=config.embedding_scale))
+      embedding_scale=config.embedding_scale) | more)
   # In shorter windows, z-lab's slots see fewer slots of the block than those of
   # SpecForge.
   if heads.window_end == "slot" and 0 < max(
@@ -244,9 +365,17 @@ def _write_dspark_speculators(heads: ParallelHeads) -> dict[str, Any]:
   return _parallel_speculators(
       heads, "dspark", "DSparkSpeculator", sample_from_anchor=heads.from_anchor,
       markov_rank=heads.markov_rank if heads.markov != "none" else 0,
-      markov_head_type=_MARKOV_WRITTEN[heads.markov],
+      markov_head_type=_MARKOV_WRITTEN.get(heads.markov, "vanilla"),
       enable_confidence_head=heads.confidence != "none",
       confidence_head_with_markov=heads.confidence == "markov")
+
+
+def _write_dflash_2_speculators(heads: ParallelHeads) -> dict[str, Any]:
+  return _parallel_speculators(
+      heads, "dflash2", "DFlash2DraftModel",
+      sample_from_anchor=heads.from_anchor, selector_rank=heads.markov_rank,
+      selector_top_k=heads.candidates, conv_kernel_size=heads.conv_kernel,
+      conv_group_size=heads.conv_group)
 
 
 def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
@@ -271,7 +400,7 @@ _writer = functools.partial(
     ids=lambda heads: heads.ids, input_size=input_size, stores_head=True)
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
-_dspark = functools.partial(_read, from_anchor=True)
+_dspark = functools.partial(_read, projector="dspark")
 # Only the layouts of speculators have a writer, because vLLM reads them.
 LAYOUTS = {
     "dspark of deepspec": _parallel_layout(
@@ -279,14 +408,32 @@ LAYOUTS = {
     "dspark of specforge": _parallel_layout(
         read=_dspark, architectures=("DSparkDraftModel",)),
     "dflash of speculators": _parallel_layout(
-        read=functools.partial(_read_speculators, from_anchor=False),
+        read=functools.partial(_read_speculators, projector="dflash"),
         names=_PARALLEL_SPECULATORS, algorithm="dflash",
         write=_writer(config=_write_dflash_speculators)),
     "dspark of speculators": _parallel_layout(
-        read=functools.partial(_read_speculators, from_anchor=True),
+        read=functools.partial(_read_speculators, projector="dspark"),
         names=_PARALLEL_SPECULATORS, algorithm="dspark",
         write=_writer(config=_write_dspark_speculators)),
+    "dflash2 of speculators": _parallel_layout(
+        read=functools.partial(_read_speculators, projector="dflash2"),
+        names=_DFLASH_2_SPECULATORS, algorithm="dflash2",
+        write=_writer(config=_write_dflash_2_speculators)),
+    "dflash2": _parallel_layout(
+        read=functools.partial(_read, projector="dflash2"), names=_DFLASH_2,
+        architectures=("DFlash2DraftModel",)),
+    "domino": _parallel_layout(
+        read=functools.partial(_read, projector="domino"), names=_DOMINO,
+        architectures=("DominoDraftModel",)),
+    "lilicorr": _parallel_layout(
+        read=functools.partial(_read, projector="lilicorr"), names=_LILICORR,
+        architectures=("LiLiCorrDraftModel",)),
+    # Some files of DFlare have the name of DFlash's architecture.
+    "dflare": _parallel_layout(
+        read=functools.partial(_read, projector="dflare"), names=_DFLARE,
+        architectures=("QwenDFlareDraftModel", "DFlareDraftModel"),
+        sign=r"layer_fusion_weights"),
     "dflash": _parallel_layout(
-        read=functools.partial(_read, from_anchor=False),
+        read=functools.partial(_read, projector="dflash"),
         architectures=("DFlashDraftModel",)),
 }
