@@ -1,9 +1,10 @@
-"""EAGLE: a network on the target's features, and its strategies.
+"""EAGLE: networks on the target's features, and their strategies.
 
 A draft starts from the target's features of the committed tokens. Later draft
 steps read the output of a feature layer instead
 (`models.features.FeatureConfig`). `Eagle1Heads` and `Eagle3Heads` differ only
-in the defaults of that configuration.
+in the defaults of that configuration. In P-EAGLE, later draft steps read a mask
+that is the same in all steps. Therefore one pass predicts all draft tokens.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,13 @@ from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.features import _drafter
 from specjax.methods.features._drafter import FeatureState
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.heads._forecasts import ProductNetwork
+from specjax.methods.networks import Params
 from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.methods.strategy import with_default_rule
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -74,6 +78,66 @@ class Eagle3Heads(FeatureHeads):
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
     return tuple(dict.fromkeys(taps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagleHeads(Eagle3Heads):
+  """Heads of P-EAGLE (arXiv:2602.01469): EAGLE-3 with one or several layers.
+
+  Draft steps after the first read the mask: the embedding of a mask token and
+  trained features, the parameter `mask_hidden [F]`. So the draft tokens are
+  independent of each other.
+
+  Attributes:
+    mask_token: id of the token whose embedding is that of the mask. None means
+      a trained vector, the parameter `mask [D]`, which requires
+      `own_embedding=False`.
+  """
+
+  mask_token: int | None = None
+
+  kind: ClassVar[str] = "peagle"
+  one_layer: ClassVar[bool] = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.mask_token is not None and not (
+        0 <= self.mask_token < self.vocab_size):
+      raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
+                       f"id in [0, {self.vocab_size}), or None for a trained "
+                       "mask")
+    if self.mask_token is None and self.own_embedding:
+      raise ValueError("mask_token is None and own_embedding True; files store "
+                       "a trained mask after the target's embedding: set "
+                       "own_embedding=False, or give mask_token")
+    if self.feed_normed:
+      raise ValueError("feed_normed is True, but no draft step reads the "
+                       "output of another one: set feed_normed=False")
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    own, mask, hidden = jax.random.split(key, 3)
+    params = super().init(own, target_params) | {
+        "mask_hidden": jax.random.normal(
+            hidden, (len(self.taps) * self.target_width,), jnp.float32)}
+    if self.mask_token is None:
+      table = target_params["embedding"].astype(jnp.float32)
+      params["mask"] = table.mean(0) + table.std(0) * jax.random.normal(
+          mask, (self.width,), jnp.float32)
+    return params
+
+  def later_input(self, params: Params, hidden: jax.Array, tokens: jax.Array
+                  ) -> tuple[jax.Array, jax.Array]:
+    mask = self.enter(params, params["mask_hidden"][None, None])
+    token = -1 if self.mask_token is None else self.mask_token
+    return jnp.broadcast_to(mask, hidden.shape), jnp.full_like(tokens, token)
+
+  def _embedded(self, params, target_params, tokens, dtype):
+    embedded = super()._embedded(
+        params, target_params, jnp.maximum(tokens, 0), dtype)
+    if self.mask_token is not None:
+      return embedded
+    return jnp.where(
+        tokens[..., None] < 0, params["mask"].astype(dtype), embedded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +205,36 @@ class FeatureLayer(_drafter.FeatureNetwork):
              output: ModelOutput, count: jax.Array) -> FeatureState:
     return _drafter.read_round(self.heads, params, memory, draft, verdict,
                                output, count, shape.depth)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagle(ProductNetwork, FeatureLayer):
+  """The layers of P-EAGLE, which predict all draft tokens in one pass.
+
+  In a round the layers run one pass over the masks and, after verification, one
+  pass over the accepted tokens with the target's features.
+
+  Attributes:
+    heads: layers of P-EAGLE.
+  """
+
+  heads: PEagleHeads
+
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
+            ) -> tuple[Forecast, Any]:
+    memory, heads, count = state.drafter, self.heads, max(shape.depth - 1, 0)
+    read, hidden = memory.read[:, None], memory.hidden[:, None]
+    if count:
+      blank = jnp.zeros((len(read), count, heads.width))
+      masks, tokens = heads.later_input(
+          params["drafter"], blank, blank[..., 0].astype(jnp.int32))
+      out = heads.step(
+          params["drafter"], params["target"], masks, tokens,
+          visible=topology.causal(*tokens.shape)[1], cache=memory.cache)
+      read = jnp.concatenate([read, out.read], axis=1)
+      hidden = jnp.concatenate([hidden, out.hidden], axis=1)
+    return self.extend(params, None, (
+        (self.logits(params, read), hidden), jnp.zeros((), jnp.int32)))
 
 
 def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
@@ -229,4 +323,5 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 def layer_drafter(heads: FeatureHeads, shape: Shape) -> NetworkDrafter:
   """Returns a drafter of a feature layer."""
-  return NetworkDrafter(network=FeatureLayer(heads=heads), shape=shape)
+  network = PEagle if isinstance(heads, PEagleHeads) else FeatureLayer
+  return NetworkDrafter(network=network(heads=heads), shape=shape)
