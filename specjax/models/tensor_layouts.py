@@ -110,6 +110,7 @@ class Stored:
     inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
     offset: difference of the stored number from the parameter.
     axes: number of axes of the parameter with one tensor per index, see `Each`.
+    suffix: True if `.weight` or `.bias` follows the names in the file.
   """
 
   names: tuple[str, ...]
@@ -117,6 +118,7 @@ class Stored:
   inputs_first: bool = False
   offset: float = 0.0
   axes: ClassVar[int] = 0
+  suffix: ClassVar[bool] = True
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
              ) -> list[tuple[int, ...]]:
@@ -279,9 +281,10 @@ def locate(table: Table, path: str, shape: tuple[int, ...],
   for letter in numbers:
     module = re.sub(r"_\d+", f"_{{{letter}}}", module, count=1)
   stored = table[module]
-  suffix = "bias" if path.endswith("bias") else "weight"
+  suffix = (".bias" if path.endswith("bias") else ".weight"
+            ) if stored.suffix else ""
   if "i" in numbers:
     numbers["i"] += sizes.get("first", 0)
   return stored, [
-      f"{name.format(*index, **sizes, **numbers)}.{suffix}"
+      f"{name.format(*index, **sizes, **numbers)}{suffix}"
       for name in stored.names for index in np.ndindex(shape[:stored.axes])]

@@ -11,8 +11,10 @@ PUBLIC holds clones of the public implementations:
   DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
   vllm (vllm-project) 01dbb08
 
-The cases with windows need no clones, but `pip install speculators==0.9.0
-dflash==0.1.0`. Run them apart from the cases with the clone of speculators.
+The cases with windows and those of P-EAGLE need no clones, but `pip install
+speculators==0.9.0 dflash==0.1.0`, and SpecForge 0.2.0 (`pip download --no-deps
+specforge==0.2.0`, unpacked as PUBLIC/SpecForge). Run them apart from the cases
+with the clone of speculators.
 
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
@@ -511,6 +513,85 @@ def _eagle3_windows():
           "model.safetensors")
 
 
+def _saved(model):
+  """The configuration and the tensors that their own code writes."""
+  with tempfile.TemporaryDirectory() as directory:
+    model.save_pretrained(directory)
+    directory = pathlib.Path(directory)
+    return (json.loads((directory / "config.json").read_text()),
+            load_file(directory / "model.safetensors"))
+
+
+@torch.no_grad()
+def _peagle():
+  """P-EAGLE of speculators: all depths of a conditional drop, in one pass."""
+  from speculators.models.peagle import PEagleDraftModel
+  from speculators.models.peagle import PEagleSpeculatorConfig
+  core = importlib.import_module("speculators.models.peagle.core")
+  layer = _QWEN | _WINDOW | dict(layer_types=_MIXED)
+  del layer["num_target_layers"]
+  config = PEagleSpeculatorConfig(
+      **_speculators_config(transformers.Qwen3Config(
+          **layer, attn_implementation="eager"), "peagle"),
+      draft_vocab_size=len(_USED), norm_before_residual=True, fc_norm=True,
+      eagle_aux_hidden_state_layer_ids=[2, 6, 9], mask_token_id=40)
+  model = _randomise(PEagleDraftModel(config), 150)
+  d2t, t2d = _offsets()
+  model.load_vocab_mappings(t2d, d2t)
+  features, tokens = _draw(151, _LONG, 3 * _WIDTH), _tokens(152, _LONG)
+  drop, drawn, seen = core.generate_cod_sample_indices, [], []
+  core.compute_metrics = lambda **_: (None, {})
+  core.generate_cod_sample_indices = lambda **options: (
+      drawn.append(drop(**options)), drawn[-1])[1]
+  model.lm_head.register_forward_hook(
+      lambda _, given, logits: seen.append((given[0][0], logits[0])))
+  torch.manual_seed(0)
+  model(features[None], tokens[None], torch.zeros(1, _LONG, dtype=torch.long),
+        verifier_last_hidden_states=_draw(153, 1, _LONG, _WIDTH), num_depths=3)
+  [(anchors, depths)], [(hidden, logits)] = drawn, seen
+  return *_saved(model), dict(
+      features=features, tokens=tokens, anchors=anchors, depths=depths,
+      hidden=hidden, logits=logits, embedding=_embedding(154, model)), (
+          "model.safetensors")
+
+
+@torch.no_grad()
+def _peagle_specforge(public):
+  """P-EAGLE of SpecForge, whose files do not name the token of the mask."""
+  for package in ("specforge.modeling.draft", "specforge.algorithms.peagle"):
+    _bare(public / "SpecForge", package)
+  _stub("specforge.core.loss", LogSoftmaxLoss=None)
+  _stub("specforge.utils", print_with_rank=print)
+  _stub("specforge.distributed", get_sp_ring_group=None,
+        get_sp_ulysses_group=None)
+  make = importlib.import_module("specforge.modeling.draft.peagle")
+  training = importlib.import_module("specforge.algorithms.peagle.model")
+  config = transformers.LlamaConfig(**_LLAMA | dict(
+      head_dim=8, num_hidden_layers=2, draft_vocab_size=_VOCAB,
+      rope_theta=100.0,
+      eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 5, 8])))
+  model = _randomise(make.PEagleDraftModel(config), 160)
+  features, tokens = _draw(161, _ROWS, 3 * _WIDTH), _tokens(162, _ROWS)
+  torch.manual_seed(0)
+  anchors, depths = training.generate_cod_sample_indices(
+      _ROWS, torch.ones(_ROWS), num_depths=3)
+  first, count = depths == 0, len(depths)
+  mask = training.create_block_mask(training.create_peagle_mask_mod(
+      anchors, depths, torch.tensor([_ROWS]), _ROWS), B=None, H=None,
+      Q_LEN=count, KV_LEN=count, device="cpu")
+  ids = torch.where(first, tokens[anchors], 40)
+  states = torch.where(first[:, None], features[anchors], model.mask_hidden[0])
+  hidden = model.backbone(
+      model.embed_input_ids(ids)[None],
+      model.project_hidden_states(states)[None], attention_mask=mask,
+      position_ids=(anchors + depths)[None])
+  config, weights = _saved(model)
+  return config | dict(mask_token_id=40), weights, dict(
+      features=features, tokens=tokens, anchors=anchors, depths=depths,
+      hidden=model.norm(hidden)[0], logits=model.compute_logits(hidden)[0],
+      embedding=_embedding(163, model)), "model.safetensors"
+
+
 _DEEPSEEK = {
     "token_layernorm": "enorm", "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
@@ -767,6 +848,8 @@ CASES = {
     "dspark_rnn": lambda public: _dspark(public, "rnn"),
     "dspark_speculators": lambda public: _speculators_block(public, "dspark"),
     "eagle3_windows": lambda _: _eagle3_windows(),
+    "peagle_speculators": lambda _: _peagle(),
+    "peagle_specforge": _peagle_specforge,
     "dflash_windows": lambda _: _dflash(
         importlib.import_module("dflash.model"), _WINDOW | dict(
             sliding_window=7, layer_types=_MIXED), _LONG),

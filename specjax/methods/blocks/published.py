@@ -19,6 +19,7 @@ from specjax.methods.layouts import OF_VERIFIER
 from specjax.methods.layouts import reduced_vocabulary
 from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
+from specjax.methods.networks import Heads
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.settings import FULL
 from specjax.models.settings import SLIDING
@@ -45,7 +46,7 @@ class Row(Stored):
     return [np.asarray(x)[None]]
 
 
-def input_size(heads: ParallelHeads) -> int:
+def input_size(heads: Any) -> int:
   """Returns the number of input ids: V, or V + 1 with a trained mask."""
   return heads.vocab_size + (heads.mask_token is None)
 
@@ -254,9 +255,8 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
       heads, markov_rank=ParallelHeads.markov_rank))
 
 
-def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
-                   params: chex.ArrayTree, target_params: chex.ArrayTree
-                   ) -> Any:
+def with_mask_row(form: Heads, heads: Any, params: chex.ArrayTree,
+                  target_params: chex.ArrayTree) -> Any:
   """Returns parameters with the trained mask as a row after the embedding."""
   del form
   if heads.mask_token is not None:
@@ -267,7 +267,7 @@ def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
 
 
 _writer = functools.partial(
-    Writer, form=_without_unused_rank, params=_with_mask_row,
+    Writer, form=_without_unused_rank, params=with_mask_row,
     ids=lambda heads: heads.ids, input_size=input_size, stores_head=True)
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
