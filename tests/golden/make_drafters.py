@@ -315,9 +315,7 @@ def _specforge(public):
     every.append(states[0])
     logits.append(model.compute_logits(states)[0])
     ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-  weights = {name: x for name, x in model.state_dict().items()
-             if name not in ("d2t", "t2d")}
-  return config, weights, _training(
+  return *_saved(model), _training(
       features, tokens, every, logits, _embedding(33, model)), (
           "model.safetensors")
 
@@ -505,9 +503,7 @@ def _eagle3_windows():
   hook.remove()
   hidden = _steps(run, features, tokens, _LONG)
   torch.testing.assert_close(hidden[:_LONG], first[0])
-  weights = {name: x for name, x in model.state_dict().items()
-             if not name.startswith("verifier_")}
-  return json.loads(config.to_json_string()), weights, dict(
+  return *_saved(model), dict(
       features=features, tokens=tokens, hidden=hidden,
       logits=model.lm_head(hidden), embedding=_embedding(143, model)), (
           "model.safetensors")
@@ -749,10 +745,7 @@ def _speculators_block(public, kind, window=None, rows=_ROWS):
     expected |= dict(
         base=base[0], logits=logits[0], confidence=confidence[0],
         drafted=tokens[rows + 1:rows + 1 + size])
-  weights = {name: x for name, x in model.state_dict().items()
-             if not name.startswith("verifier_")}
-  return json.loads(config.to_json_string()), weights, expected, (
-      "model.safetensors")
+  return *_saved(model), expected, "model.safetensors"
 
 
 @torch.no_grad()
@@ -771,9 +764,17 @@ def _dflash(module, window=None, rows=_ROWS):
   hidden = model(
       position_ids=torch.arange(rows + size)[None],
       noise_embedding=embedding[block][None], target_hidden=features[None])[0]
-  return config, model.state_dict(), dict(
+  # Published files of the clone's time have the old keys of transformers.
+  config, weights = (config, model.state_dict()) if module.__name__ == (
+      "model") else _saved(model)
+  return config, weights, dict(
       features=features, anchor=anchor, hidden=hidden, logits=hidden @ head.T,
       embedding=embedding, head=head), "model.safetensors"
+
+
+def _dflash_specforge(public):
+  _bare(public / "SpecForge", "specforge.modeling.draft")
+  return _dflash(importlib.import_module("specforge.modeling.draft.dflash"))
 
 
 @torch.no_grad()
@@ -817,7 +818,9 @@ def _dspark(public, kind):
   before = torch.cat([anchor[None], tokens[:, :-1]], dim=1)
   confidence = (model.predict_confidence_step if own else
                 model.predict_confidence)(hidden, prev_token_ids=before)
-  return config, model.state_dict(), dict(
+  config, weights = (_saved(model) if kind == "rnn" else
+                     (config, model.state_dict()))
+  return config, weights, dict(
       features=features, anchor=anchor, hidden=hidden[0], base=base[0],
       drafted=tokens[0], logits=logits[0], confidence=confidence[0],
       embedding=embedding, head=output), "model.safetensors"
@@ -842,6 +845,7 @@ CASES = {
     "mtp_chained": _mtp_chained,
     "dflash": lambda public: _dflash(
         _file(public / "dflash/dflash/model.py")),
+    "dflash_specforge": _dflash_specforge,
     "dflash_speculators": lambda public: _speculators_block(public, "dflash"),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),

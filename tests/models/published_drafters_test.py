@@ -397,6 +397,7 @@ _WRITTEN = {
     "eagle3_specforge": _SPECULATORS, "eagle3_specjax": _SPECULATORS,
     "eagle3_speculators": _SPECULATORS[:1],
     "dflash": _BLOCKS, "dflash_speculators": _BLOCKS,
+    "dflash_specforge": _BLOCKS,
     "dspark": _BLOCKS[1:], "dspark_gated": _BLOCKS[1:],
     "dspark_rnn": _BLOCKS[1:], "dspark_speculators": _BLOCKS[1:],
     "mtp_speculators": ("mtp of speculators",),
