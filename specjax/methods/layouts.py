@@ -342,11 +342,11 @@ class Writer:
     params: function `(form, heads, params, target_params) -> params` that
       converts the parameters of `heads` to those of its argument `form`, the
       result of the function `form`.
-    ids: function `heads -> ids` that returns the token ids of a reduced draft
-      vocabulary, or () for the target's complete vocabulary.
+    ids: function `heads -> ids` that returns the token ids of a draft
+      vocabulary that is smaller than the input, or () if both are equal.
     input_size: function `heads -> int` that returns the size of the tensor
       `t2d`, a mask of the target's tokens that are in the draft vocabulary.
-    stores_head: True if the layout stores the LM head of a reduced vocabulary,
+    stores_head: True if the layout stores the LM head of such a vocabulary,
       although this head consists of rows of the target's head. vLLM needs the
       copy, because it can share only a complete head.
   """

@@ -276,7 +276,7 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
   config.get("transformer_layer_config", config)["torch_dtype"] = dtype.name
   extra = _vocabulary(plan)
   if extra and record.write.stores_head:
-    head = lm_head(target_params)[:, np.array(plan.heads.ids)]
+    head = lm_head(target_params)[:, np.array(plan.writer.ids(plan.heads))]
     extra = {"lm_head.weight": converted(np.asarray(head.T), dtype)} | extra
   kinds = {name: (x.shape, dtype) for name, x in _tensors(plan).items()}
   kinds |= {name: (x.shape, x.dtype) for name, x in extra.items()}
@@ -381,7 +381,8 @@ def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
                              place.stored.shapes(plan.heads, place.shape))}
   if plan.writer.stores_head and plan.writer.ids(plan.heads):
     tensors["lm_head.weight"] = StoredTensor(
-        (len(plan.heads.ids), plan.heads.width), np.dtype(np.float32), None)
+        (len(plan.writer.ids(plan.heads)), plan.heads.width),
+        np.dtype(np.float32), None)
   return tensors | {
       name: StoredTensor(x.shape, x.dtype, lambda x=x: x)
       for name, x in _vocabulary(plan).items()}

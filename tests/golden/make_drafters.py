@@ -3,6 +3,11 @@
   pip install torch transformers pydantic jax
   python tests/golden/make_drafters.py PUBLIC [case ...]
 
+With the files of export_drafters.py, the loader of speculators reads what
+specjax writes. This compares its activations with the recorded ones:
+
+  python tests/golden/make_drafters.py --exported DIRECTORY
+
 PUBLIC holds clones of the public implementations:
 
   Medusa (FasterDecoding) e2a5d20    Hydra (zankner) 3f39fbd
@@ -454,6 +459,26 @@ def _speculators_eagle3(public):
       logits=chain(1), embedding=_embedding(43, model)), "model.safetensors"
 
 
+_exported = None  # directory of the files that speculators loads
+
+
+def _made(make, config, seed, offsets=True):
+  """A model of random weights, or of those that specjax has exported."""
+  if _exported is None:
+    model = _randomise(make(config), seed)
+    if offsets:
+      d2t, t2d = _offsets()
+      model.load_vocab_mappings(t2d, d2t)
+    return model
+  from speculators import SpeculatorModel
+  from speculators import SpeculatorModelConfig
+  config = SpeculatorModelConfig.from_pretrained(_exported)
+  config.transformer_layer_config._attn_implementation = "eager"
+  model = SpeculatorModel.from_pretrained(_exported, config=config)
+  assert isinstance(model, make), type(model)
+  return model.eval()
+
+
 @torch.no_grad()
 def _eagle3_windows():
   """EAGLE-3 whose layer has a window.
@@ -472,10 +497,7 @@ def _eagle3_windows():
       **_speculators_config(layer, "eagle3"), draft_vocab_size=len(_USED),
       norm_before_residual=True, norm_before_fc=True, norm_output=True,
       eagle_aux_hidden_state_layer_ids=[2, 6, 9])
-  model = Eagle3DraftModel(config)
-  _randomise(model, 140)
-  d2t, t2d = _offsets()
-  model.load_vocab_mappings(t2d, d2t)
+  model = _made(Eagle3DraftModel, config, 140)
 
   def run(states, tokens, past):
     past = DynamicCache() if past is None else past
@@ -531,9 +553,7 @@ def _peagle():
           **layer, attn_implementation="eager"), "peagle"),
       draft_vocab_size=len(_USED), norm_before_residual=True, fc_norm=True,
       eagle_aux_hidden_state_layer_ids=[2, 6, 9], mask_token_id=40)
-  model = _randomise(PEagleDraftModel(config), 150)
-  d2t, t2d = _offsets()
-  model.load_vocab_mappings(t2d, d2t)
+  model = _made(PEagleDraftModel, config, 150)
   features, tokens = _draw(151, _LONG, 3 * _WIDTH), _tokens(152, _LONG)
   drop, drawn, seen = core.generate_cod_sample_indices, [], []
   core.compute_metrics = lambda **_: (None, {})
@@ -715,13 +735,10 @@ def _speculators_block(public, kind, window=None, rows=_ROWS):
       transformers.Qwen3Config(**layer, attn_implementation="eager"), kind),
       block_size=size, mask_token_id=40, aux_hidden_state_layer_ids=[2, 6, 9],
       sliding_window_non_causal=bool(window) and not spark, **more)
-  model = _randomise(make(config), 75)
-  head, used = _draw(76, _VOCAB, _WIDTH), range(_VOCAB)
-  if spark:
-    d2t, t2d = _offsets()
-    model.load_vocab_mappings(t2d, d2t)
-    used = _USED
-  model.lm_head.weight.copy_(head[torch.tensor(list(used))])
+  model = _made(make, config, 75, spark)
+  head = _draw(76, _VOCAB, _WIDTH)
+  if _exported is None:
+    model.lm_head.weight.copy_(head[torch.tensor(_USED)] if spark else head)
   anchored.select_anchors = lambda *_: (
       torch.tensor([rows]), torch.tensor([True]))
   total = rows + 2 * size
@@ -864,9 +881,27 @@ CASES = {
 }
 
 
+def _compare(directory):
+  """Prints the largest differences of exported drafters from the records."""
+  global _exported
+  for _exported in sorted(pathlib.Path(directory).iterdir()):
+    name = _exported.name.split("-")[0]
+    if name not in CASES:
+      continue
+    _, _, found, _ = CASES[name](None)
+    recorded = np.load(_HERE / name / "expected.npz")
+    differences = {key: float(np.abs(found[key].numpy() - recorded[key]).max())
+                   for key in ("hidden", "logits", "confidence")
+                   if key in recorded}
+    print(_exported.name, differences)
+    assert all(x < 1e-5 for x in differences.values())
+
+
 def main():
-  public, *wanted = sys.argv[1:]
   torch.set_num_threads(1)
+  if sys.argv[1] == "--exported":
+    return _compare(sys.argv[2])
+  public, *wanted = sys.argv[1:]
   for name in wanted or CASES:
     config, weights, expected, file = CASES[name](pathlib.Path(public))
     directory = _HERE / name

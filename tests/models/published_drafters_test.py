@@ -376,7 +376,7 @@ def test_every_drafter_is_written_as_it_was_read(tmp_path):
       assert layout == export_drafter(
           directory, heads, params, _TARGET, _OWN, layout=layout)
       assert drafter_layout(directory) == layout
-      again, read = load_drafter(directory, _TARGET, dtype=jnp.float32)
+      again, read = load_drafter(directory, _TARGET, _OWN, dtype=jnp.float32)
       assert again == heads, (name, layout)
       jax.tree.map(np.testing.assert_array_equal, read, params)
     assert layouts_for(heads, _TARGET) == _WRITTEN.get(name, ()), name

@@ -1,6 +1,7 @@
 """File layouts of published DFlash and DSpark drafters."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -19,7 +20,6 @@ from specjax.methods.layouts import OF_VERIFIER
 from specjax.methods.layouts import reduced_vocabulary
 from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
-from specjax.methods.networks import Heads
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.settings import FULL
 from specjax.models.settings import SLIDING
@@ -46,7 +46,7 @@ class Row(Stored):
     return [np.asarray(x)[None]]
 
 
-def input_size(heads: Any) -> int:
+def input_size(heads: ParallelHeads) -> int:
   """Returns the number of input ids: V, or V + 1 with a trained mask."""
   return heads.vocab_size + (heads.mask_token is None)
 
@@ -255,8 +255,9 @@ def _without_unused_rank(heads: ParallelHeads) -> ParallelHeads:
       heads, markov_rank=ParallelHeads.markov_rank))
 
 
-def with_mask_row(form: Heads, heads: Any, params: chex.ArrayTree,
-                  target_params: chex.ArrayTree) -> Any:
+def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
+                   params: chex.ArrayTree, target_params: chex.ArrayTree
+                   ) -> Any:
   """Returns parameters with the trained mask as a row after the embedding."""
   del form
   if heads.mask_token is not None:
@@ -266,9 +267,19 @@ def with_mask_row(form: Heads, heads: Any, params: chex.ArrayTree,
   return {**params, "mask": np.concatenate([table, mask[None]])}
 
 
+def _written_ids(heads: ParallelHeads) -> Sequence[int]:
+  """Returns the token ids of the stored LM head, or () if it is not stored.
+
+  With a trained mask, the input has one token more than the LM head. Then
+  speculators expects the LM head and the map of token ids in the files.
+  """
+  return heads.ids or (
+      range(heads.vocab_size) if heads.mask_token is None else ())
+
+
 _writer = functools.partial(
-    Writer, form=_without_unused_rank, params=with_mask_row,
-    ids=lambda heads: heads.ids, input_size=input_size, stores_head=True)
+    Writer, form=_without_unused_rank, params=_with_mask_row,
+    ids=_written_ids, input_size=input_size, stores_head=True)
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, from_anchor=True)

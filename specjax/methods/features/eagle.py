@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import ClassVar
+from typing import Self
 
 import chex
 import jax
@@ -34,6 +35,7 @@ from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.methods.strategy import with_default_rule
+from specjax.models.transformer import Transformer
 from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
@@ -84,60 +86,46 @@ class Eagle3Heads(FeatureHeads):
 class PEagleHeads(Eagle3Heads):
   """Heads of P-EAGLE (arXiv:2602.01469): EAGLE-3 with one or several layers.
 
-  Draft steps after the first read the mask: the embedding of a mask token and
+  Draft steps after the first read a mask: the embedding of a mask token, and
   trained features, the parameter `mask_hidden [F]`. So the draft tokens are
   independent of each other.
 
   Attributes:
-    mask_token: id of the token whose embedding is that of the mask. None means
-      a trained vector, the parameter `mask [D]`, which requires
-      `own_embedding=False`.
+    mask_token: id of the mask token. `for_target` chooses the last token of the
+      vocabulary by default, which most models do not use.
   """
 
-  mask_token: int | None = None
+  mask_token: int
+  own_embedding: bool = True
 
   kind: ClassVar[str] = "peagle"
   one_layer: ClassVar[bool] = False
 
   def __post_init__(self):
     super().__post_init__()
-    if self.mask_token is not None and not (
-        0 <= self.mask_token < self.vocab_size):
+    if not 0 <= self.mask_token < self.vocab_size:
       raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
-                       f"id in [0, {self.vocab_size}), or None for a trained "
-                       "mask")
-    if self.mask_token is None and self.own_embedding:
-      raise ValueError("mask_token is None and own_embedding True; files store "
-                       "a trained mask after the target's embedding: set "
-                       "own_embedding=False, or give mask_token")
+                       f"id in [0, {self.vocab_size})")
     if self.feed_normed:
       raise ValueError("feed_normed is True, but no draft step reads the "
                        "output of another one: set feed_normed=False")
 
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    last = {"mask_token": target.config.vocab_size - 1}
+    return super().for_target(target, count, **last | options)
+
   def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
-    own, mask, hidden = jax.random.split(key, 3)
-    params = super().init(own, target_params) | {
+    own, mask = jax.random.split(key)
+    return super().init(own, target_params) | {
         "mask_hidden": jax.random.normal(
-            hidden, (len(self.taps) * self.target_width,), jnp.float32)}
-    if self.mask_token is None:
-      table = target_params["embedding"].astype(jnp.float32)
-      params["mask"] = table.mean(0) + table.std(0) * jax.random.normal(
-          mask, (self.width,), jnp.float32)
-    return params
+            mask, (len(self.taps) * self.target_width,), jnp.float32)}
 
   def later_input(self, params: Params, hidden: jax.Array, tokens: jax.Array
                   ) -> tuple[jax.Array, jax.Array]:
     mask = self.enter(params, params["mask_hidden"][None, None])
-    token = -1 if self.mask_token is None else self.mask_token
-    return jnp.broadcast_to(mask, hidden.shape), jnp.full_like(tokens, token)
-
-  def _embedded(self, params, target_params, tokens, dtype):
-    embedded = super()._embedded(
-        params, target_params, jnp.maximum(tokens, 0), dtype)
-    if self.mask_token is not None:
-      return embedded
-    return jnp.where(
-        tokens[..., None] < 0, params["mask"].astype(dtype), embedded)
+    return (jnp.broadcast_to(mask, hidden.shape),
+            jnp.full_like(tokens, self.mask_token))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from specjax.methods.blocks.published import input_size
-from specjax.methods.blocks.published import MaskRow
 from specjax.methods.blocks.published import Row
-from specjax.methods.blocks.published import with_mask_row
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
 from specjax.methods.features.eagle import PEagleHeads
@@ -77,7 +74,6 @@ def _eagle_3(layer: str) -> Table:
       "module_{i}.embedding_norm": f"{first}.input_layernorm",
       "module_{i}.hidden_norm": f"{first}.hidden_norm",
       "module_{i}.final_norm": "norm",
-      "mask": MaskRow(("embed_tokens",)),
       "mask_hidden": _Features(("mask_hidden",))})
 
 
@@ -203,9 +199,6 @@ def _read_eagle3_speculators(found: Found) -> FeatureHeads:
 def _read_peagle(found: Found, *, nested: bool) -> PEagleHeads:
   """Reads P-EAGLE of speculators or SpecForge.
 
-  The mask token is trained if its id is the first id after the target's
-  vocabulary.
-
   Args:
     found: files of the drafter.
     nested: True if the layers have a nested configuration (speculators).
@@ -213,17 +206,11 @@ def _read_peagle(found: Found, *, nested: bool) -> PEagleHeads:
   outer = found.keys()
   keys = (found.keys(outer, "transformer_layer_config") if nested else outer)
   found.used.update(OF_VERIFIER)
-  mask, whole = outer("mask_token_id"), found.target.vocab_size
+  mask = outer("mask_token_id")
   if mask is None:
     found.fail("has no mask_token_id in its configuration; add the id of the "
                "token with which it was trained as mask")
-  trained = mask == whole and keys("vocab_size") == whole + 1
-  if trained:
-    keys.trust("vocab_size", whole)
   fields = _eagle3_fields(found, keys, outer, several=True)
-  if trained:
-    found.copy("embed_tokens.weight", "embedding", more=1)
-    fields["own_embedding"], mask = False, None
   outer.ignore("norm_output")  # no draft step reads another one's output
   heads = PEagleHeads(
       **fields, forecasts=(num_steps(outer) if nested else
@@ -386,13 +373,11 @@ def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
 
 def _write_peagle_speculators(heads: PEagleHeads) -> dict[str, Any]:
   return speculators_keys(
-      heads, "peagle", "PEagleSpeculator", layer_keys(
-          heads, heads.windows, vocab_size=input_size(heads)),
+      heads, "peagle", "PEagleSpeculator", layer_keys(heads, heads.windows),
       **_eagle3_keys(heads),
       eagle_aux_hidden_state_layer_ids=list(heads.taps),
-      norm_before_residual=heads.norm_before_residual, norm_output=False,
-      mask_token_id=(heads.vocab_size if heads.mask_token is None
-                     else heads.mask_token))
+      norm_before_residual=heads.norm_before_residual,
+      mask_token_id=heads.mask_token)
 
 
 def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
@@ -406,24 +391,29 @@ def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
           if heads.narrow_head else heads)
 
 
-def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
-                     params: chex.ArrayTree, target_params: chex.ArrayTree
-                     ) -> Any:
-  if form.own_head and not heads.own_head:
-    return {**params, "head": heads.columns(target_params)}
-  return params
+def _with_copies(heads: Eagle3Heads) -> Eagle3Heads:
+  """Returns heads that also store a copy of the target's embedding.
+
+  Files of speculators have it. Its loader does not define a missing embedding.
+  """
+  return dataclasses.replace(_with_own_head(heads), own_embedding=True)
 
 
-def _peagle_params(form: PEagleHeads, heads: PEagleHeads,
+def _copied_params(form: Eagle3Heads, heads: Eagle3Heads,
                    params: chex.ArrayTree, target_params: chex.ArrayTree
                    ) -> Any:
-  params = _own_head_params(form, heads, params, target_params)
-  return with_mask_row(form, heads, params, target_params)
+  copies = {}
+  if form.own_head and not heads.own_head:
+    copies["head"] = heads.columns(target_params)
+  if form.own_embedding and not heads.own_embedding:
+    copies["embedding"] = target_params["embedding"]
+  return {**params, **copies}
 
 
 _eagle3 = functools.partial(
-    Writer, form=_with_own_head, params=_own_head_params,
+    Writer, form=_with_own_head, params=_copied_params,
     ids=lambda heads: heads.ids)
+_speculators = functools.partial(_eagle3, form=_with_copies)
 # Inference servers read the layouts that have a writer: vLLM reads "eagle1" and
 # the layouts of speculators, SGLang reads SpecForge's. If files do not name
 # their layout, the first layout whose `sign` matches a tensor name is used.
@@ -431,7 +421,8 @@ _eagle3 = functools.partial(
 LAYOUTS = {
     "eagle3 of speculators": Layout(
         kind="eagle3", read=_read_eagle3_speculators, names=_EAGLE_3_LAYERS,
-        algorithm="eagle3", write=_eagle3(config=_write_eagle3_speculators)),
+        algorithm="eagle3",
+        write=_speculators(config=_write_eagle3_speculators)),
     "eagle3 of specforge": Layout(
         kind="eagle3", read=functools.partial(_read_eagle3, bare=True),
         names=_EAGLE_3, architectures=("LlamaForCausalLMEagle3",),
@@ -444,9 +435,8 @@ LAYOUTS = {
         sign=r"midlayer\."),
     "peagle of speculators": Layout(
         kind="peagle", read=functools.partial(_read_peagle, nested=True),
-        names=_EAGLE_3_LAYERS, algorithm="peagle", write=_eagle3(
-            config=_write_peagle_speculators, params=_peagle_params,
-            input_size=input_size)),
+        names=_EAGLE_3_LAYERS, algorithm="peagle",
+        write=_speculators(config=_write_peagle_speculators)),
     "peagle of specforge": Layout(
         kind="peagle", read=functools.partial(_read_peagle, nested=False),
         names=_EAGLE_3_LAYERS, architectures=("PEagleDraftModel",)),
