@@ -1,7 +1,6 @@
 """File layouts of published DFlash and DSpark drafters."""
 
 from collections.abc import Iterable
-from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -267,19 +266,12 @@ def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
   return {**params, "mask": np.concatenate([table, mask[None]])}
 
 
-def _written_ids(heads: ParallelHeads) -> Sequence[int]:
-  """Returns the token ids of the stored LM head, or () if it is not stored.
-
-  With a trained mask, the input has one token more than the LM head. Then
-  speculators expects the LM head and the map of token ids in the files.
-  """
-  return heads.ids or (
-      range(heads.vocab_size) if heads.mask_token is None else ())
-
-
 _writer = functools.partial(
     Writer, form=_without_unused_rank, params=_with_mask_row,
-    ids=_written_ids, input_size=input_size, stores_head=True)
+    ids=lambda heads: heads.ids, input_size=input_size,
+    # With a trained mask, the embedding has more rows than the LM head. Then
+    # speculators does not take the LM head from the target.
+    stores_head=lambda heads: bool(heads.ids) or heads.mask_token is None)
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, from_anchor=True)
