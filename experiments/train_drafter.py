@@ -164,19 +164,19 @@ _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "Trained heads whose weights initialise the run: an "
     "--output_dir of this script, or a published drafter of --target (a "
     "directory, or a name on the Hugging Face hub) in a layout of Medusa, "
-    "Hydra, EAGLE-1 or 3, P-EAGLE, speculators, SpecForge, DeepSpec, DFlash, DSpark or "
-    "MTP modules. Excludes --heads, --draft_vocabulary and the flags for the "
-    "form of heads. Default: new heads")
+    "Hydra, EAGLE-1 or 3, P-EAGLE, speculators, SpecForge, DeepSpec, DFlash, "
+    "DSpark or MTP modules. Excludes --heads, --draft_vocabulary and the flags "
+    "for the form of heads. Default: new heads")
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
     "draft_vocabulary", None, "eagle3, peagle, parallel (eagle1 with "
-    "--narrow_head): number of different tokens that can be drafted. They are the most "
-    "frequent tokens of the training text and the end-of-text tokens. Default: "
-    "all tokens", 1)
+    "--narrow_head): number of different tokens that can be drafted. They are "
+    "the most frequent tokens of the training text and the end-of-text tokens. "
+    "Default: all tokens", 1)
 _NARROW_HEAD = shared.requires(flags.DEFINE_bool(
     "narrow_head", False, "eagle1, eagle3, peagle: draft with the rows of the "
-    "target's LM head for the tokens of --draft_vocabulary, which is required. These "
-    "rows are neither trained nor stored. Default: the usual output head of "
-    "--method"), _DRAFT_VOCABULARY)
+    "target's LM head for the tokens of --draft_vocabulary, which is required. "
+    "These rows are neither trained nor stored. Default: the usual output head "
+    "of --method"), _DRAFT_VOCABULARY)
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(

@@ -58,9 +58,9 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  layout: str | None = None) -> tuple[Heads, Any]:
   """Loads a drafter that another project trained and published.
 
-  Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, multi-token prediction
-  (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`. Layers of EAGLE,
-  DFlash and DSpark may have sliding windows.
+  Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, P-EAGLE, multi-token
+  prediction (MTP), DFlash and DSpark, in the file layouts of `LAYOUTS`. Layers
+  of EAGLE, P-EAGLE, DFlash and DSpark may have sliding windows.
 
   Args:
     path: directory with config.json and safetensors files, or the name of a

@@ -15,9 +15,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from recorded import GOLDEN
 
-import numpy as np
 import specjax as sj
 from specjax.methods import export_drafter
 from specjax.methods import load_drafter

@@ -80,8 +80,8 @@ def test_a_narrow_head_is_stored_with_its_tokens(tmp_path):
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_learned_mask_is_a_row_after_the_vocabulary(kind, ids, tmp_path):
   # Broken: block-parallel heads cannot be exported, read another mask, or lack
-  # what readers do not take from the target: an LM head of fewer tokens than the
-  # embedding has rows.
+  # what readers do not take from the target: an LM head of fewer tokens than
+  # the embedding has rows.
   form = dict(from_anchor=False) if kind == "dflash" else dict(
       markov="plain", markov_rank=3, confidence="markov")
   heads = methods.ParallelHeads.for_target(_TARGET, 3, ids=ids, **form)

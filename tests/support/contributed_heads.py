@@ -38,7 +38,8 @@ EAGLE_1, EAGLE_3, MODULES = (
     kind.for_target(pair().target, 2, **options) for kind, options in (
         (methods.Eagle1Heads, {}), (methods.Eagle3Heads, {
             "taps": (0, 1, "final")}), (methods.MTPHeads, {})))
-P_EAGLE = methods.PEagleHeads.for_target(pair().target, 3, layers=2, taps=(0, 1))
+P_EAGLE = methods.PEagleHeads.for_target(
+    pair().target, 3, layers=2, taps=(0, 1))
 ACCEPTANCE = stop_rules.AcceptanceHead()
 ADAPTER = methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
 PARALLEL = methods.ParallelHeads(

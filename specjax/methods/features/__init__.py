@@ -14,4 +14,5 @@ FAMILY = Family(
         eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,
         mtp_objective.MTPObjective, peagle_objective.PEagleObjective),
     methods=(eagle_objective.EAGLE_1, eagle_objective.EAGLE_3,
-        peagle_objective.P_EAGLE, mtp_objective.MTP, mtp_objective.PARALLEL_LAYERS))
+        peagle_objective.P_EAGLE, mtp_objective.MTP,
+        mtp_objective.PARALLEL_LAYERS))

@@ -230,8 +230,9 @@ def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           verifier: Verifier | None = None) -> Strategy:
   """Samples a chain or a tree from a layer on the target's features.
 
-  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840).
-  Decode with the target that `heads.attach` returns.
+  EAGLE (Li et al. 2024, arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840) and
+  P-EAGLE (arXiv:2602.01469, with `methods.PEagleHeads`). Decode with the target
+  that `heads.attach` returns.
 
   >>> import jax
   >>> import specjax as sj
@@ -265,6 +266,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   """Drafts EAGLE-2's tree, whose shape depends on the layer's probabilities.
 
   EAGLE-2 (Li et al. 2024, arXiv:2406.16858). EAGLE-3 layers use the same tree.
+  With P-EAGLE it is the most likely tree of `depth` levels, as in DDTree.
 
   >>> from specjax import testing
   >>> from specjax import methods

@@ -218,8 +218,9 @@ class FeatureHeads(FeatureConfig):
       modules: number of modules that get cache layers; None means all.
     """
     return KVCache.empty(
-        layers=(modules or self.modules) * self.layers, batch=batch, heads=self.kv_heads,
-        capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
+        layers=(modules or self.modules) * self.layers, batch=batch,
+        heads=self.kv_heads, capacity=capacity, head_dim=self.head_dim,
+        dtype=_dtype(params))
 
   def taps_of(self, hidden: jax.Array) -> jax.Array:
     """Returns the hidden states `[..., F]` that this layer reads.
