@@ -25,6 +25,7 @@ Each training method (--method of train_drafter.py) has its own values of
                     heads
   eagle1            eagle1 (vLLM)
   eagle3            speculators (vLLM) or specforge (SGLang)
+  peagle            speculators (vLLM)
   parallel          speculators (vLLM)
   mtp               speculators; only if one module is applied repeatedly
                     (--reuse of train_drafter.py)

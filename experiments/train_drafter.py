@@ -23,6 +23,8 @@ Methods:
                       (EAGLE)
   --method=eagle3     one layer that reads three hidden states of the target,
                       trained on its own predictions (EAGLE-3)
+  --method=peagle     EAGLE-3 whose later draft steps read a mask, so that one
+                      pass predicts all draft tokens (P-EAGLE)
   --method=mtp        multi-token prediction modules, applied in sequence
   --method=parallel_layers   layers parallel to the target's last layer
   --method=parallel   network that drafts a block of tokens in one pass (DFlash,
@@ -162,19 +164,19 @@ _HEADS_FROM = flags.DEFINE_string(
     "heads_from", None, "Trained heads whose weights initialise the run: an "
     "--output_dir of this script, or a published drafter of --target (a "
     "directory, or a name on the Hugging Face hub) in a layout of Medusa, "
-    "Hydra, EAGLE-1 or 3, speculators, SpecForge, DeepSpec, DFlash, DSpark or "
-    "MTP modules. Excludes --heads, --draft_vocabulary and the flags for the "
-    "form of heads. Default: new heads")
+    "Hydra, EAGLE-1 or 3, P-EAGLE, speculators, SpecForge, DeepSpec, DFlash, "
+    "DSpark or MTP modules. Excludes --heads, --draft_vocabulary and the flags "
+    "for the form of heads. Default: new heads")
 _DRAFT_VOCABULARY = flags.DEFINE_integer(
-    "draft_vocabulary", None, "eagle3, parallel (eagle1 with --narrow_head): "
-    "number of different tokens that can be drafted. They are the most "
-    "frequent tokens of the training text and the end-of-text tokens. Default: "
-    "all tokens", 1)
+    "draft_vocabulary", None, "eagle3, peagle, parallel (eagle1 with "
+    "--narrow_head): number of different tokens that can be drafted. They are "
+    "the most frequent tokens of the training text and the end-of-text tokens. "
+    "Default: all tokens", 1)
 _NARROW_HEAD = shared.requires(flags.DEFINE_bool(
-    "narrow_head", False, "eagle1, eagle3: draft with the rows of the target's "
-    "LM head for the tokens of --draft_vocabulary, which is required. These "
-    "rows are neither trained nor stored. Default: the usual output head of "
-    "--method"), _DRAFT_VOCABULARY)
+    "narrow_head", False, "eagle1, eagle3, peagle: draft with the rows of the "
+    "target's LM head for the tokens of --draft_vocabulary, which is required. "
+    "These rows are neither trained nor stored. Default: the usual output head "
+    "of --method"), _DRAFT_VOCABULARY)
 _HEAD_OPTIONS = method_options.Options("head_options")
 _OPTIONS = method_options.Options("options")
 _ROW_TOKENS = flags.DEFINE_integer(
@@ -198,7 +200,7 @@ _OPTIMIZER = flags.DEFINE_enum(
     "target is also trained (medusa2, --train_target), its optimiser is always "
     "AdamW")
 _KEEP_FEATURES = flags.DEFINE_bool(
-    "keep_features", False, "eagle1, eagle3 with --data=self: keep the "
+    "keep_features", False, "eagle1, eagle3, peagle with --data=self: keep the "
     "target's hidden states of all rows in memory, so that they are computed "
     "only once. Default: compute them again in every epoch")
 _RATE_RATIO = flags.DEFINE_float(

@@ -346,9 +346,9 @@ class Writer:
       vocabulary, or () for the target's complete vocabulary.
     input_size: function `heads -> int` that returns the size of the tensor
       `t2d`, a mask of the target's tokens that are in the draft vocabulary.
-    stores_head: True if the layout stores the LM head of a reduced vocabulary,
-      although this head consists of rows of the target's head. vLLM needs the
-      copy, because it can share only a complete head.
+    stores_head: function `heads -> bool` that returns True if the layout stores
+      an LM head that consists of rows of the target's head. vLLM needs the copy
+      of a reduced vocabulary, because it can share only a complete head.
   """
 
   config: Callable[[Any], dict[str, Any]]
@@ -356,7 +356,7 @@ class Writer:
   params: Callable[[Any, Any, Any, Any], Any] = _same_params
   ids: Callable[[Any], Sequence[int]] = lambda heads: ()
   input_size: Callable[[Any], int] = lambda heads: heads.vocab_size
-  stores_head: bool = False
+  stores_head: Callable[[Any], bool] = lambda heads: False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

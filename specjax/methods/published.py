@@ -58,10 +58,10 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
                  layout: str | None = None) -> tuple[Heads, Any]:
   """Loads a drafter that another project trained and published.
 
-  Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, multi-token prediction
-  (MTP), DFlash and its relatives (DFlash 2, DSpark, Domino, LiLiCorr, DFlare,
-  JetSpec), in the file layouts of `LAYOUTS`. Layers of EAGLE and of DFlash and
-  its relatives may have sliding windows.
+  Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, P-EAGLE, multi-token
+  prediction (MTP), DFlash and its relatives (DFlash 2, DSpark, Domino,
+  LiLiCorr, DFlare, JetSpec), in the file layouts of `LAYOUTS`. Layers of EAGLE,
+  P-EAGLE, DFlash and its relatives may have sliding windows.
 
   Args:
     path: directory with config.json and safetensors files, or the name of a
@@ -276,8 +276,9 @@ def export_drafter(directory: str | os.PathLike[str], heads: Heads,
         "name_or_path": verifier, "architectures": _architectures(target)}
   config.get("transformer_layer_config", config)["torch_dtype"] = dtype.name
   extra = _vocabulary(plan)
-  if extra and record.write.stores_head:
-    head = lm_head(target_params)[:, np.array(plan.heads.ids)]
+  if record.write.stores_head(plan.heads):
+    head = lm_head(target_params)
+    head = head[:, np.array(plan.heads.ids)] if plan.heads.ids else head
     extra = {"lm_head.weight": converted(np.asarray(head.T), dtype)} | extra
   kinds = {name: (x.shape, dtype) for name, x in _tensors(plan).items()}
   kinds |= {name: (x.shape, x.dtype) for name, x in extra.items()}
@@ -380,9 +381,9 @@ def _tensors(plan: _Plan) -> dict[str, StoredTensor]:
       for place in plan.stored
       for name, shape in zip(place.names,
                              place.stored.shapes(plan.heads, place.shape))}
-  if plan.writer.stores_head and plan.writer.ids(plan.heads):
+  if plan.writer.stores_head(plan.heads):
     tensors["lm_head.weight"] = StoredTensor(
-        (len(plan.heads.ids), plan.heads.width), np.dtype(np.float32), None)
+        (plan.heads.draft_size, plan.heads.width), np.dtype(np.float32), None)
   return tensors | {
       name: StoredTensor(x.shape, x.dtype, lambda x=x: x)
       for name, x in _vocabulary(plan).items()}

@@ -48,13 +48,14 @@ class Option:
 # Option of the methods whose draft layers read several of the target's hidden
 # states.
 TAPS = Option(
-    "taps", "", "eagle3, mtp, parallel: hidden states of the target that the "
-    "drafter reads, such as 2,4,final (after layers 2 and 4, and after the "
-    "final norm). Default: three layers from low to high; for mtp the last "
-    "layer")
+    "taps", "", "eagle3, peagle, mtp, parallel: hidden states of the target "
+    "that the drafter reads, such as 2,4,final (after layers 2 and 4, and "
+    "after the final norm). Default: three layers from low to high; for mtp "
+    "the last layer")
 MLP_WIDTH = Option(
-    "mlp_width", 512, "eagle1, eagle3, mtp, parallel_layers, parallel: inner "
-    "width of a layer's MLP")
+    "mlp_width", 512, "eagle1, eagle3, peagle, mtp, parallel_layers, parallel: "
+    "inner width of a layer's MLP")
+LAYERS = Option("layers", 1, "peagle, parallel: number of draft layers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

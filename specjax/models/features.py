@@ -15,6 +15,7 @@ differ only in normalisation, fusion, chaining and output head
 
 from collections.abc import Sequence
 import dataclasses
+from typing import ClassVar
 
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
@@ -47,7 +48,8 @@ class FeatureConfig(TransformerConfig):
   Inherited fields describe the decoder layer and its norms.
 
   Attributes:
-    layers: number of decoder layers of a module, always 1.
+    layers: number of decoder layers of a module; 1 except in P-EAGLE. Only
+      the first of them reads the token embedding.
     target_width: width of the target's residual stream.
     taps: hidden states of the target that the layer reads, by the names of
       `TransformerConfig.features`.
@@ -111,6 +113,8 @@ class FeatureConfig(TransformerConfig):
   reuse: bool = True
   chained: bool = True
 
+  one_layer: ClassVar[bool] = True  # `layers` must be 1
+
   def __post_init__(self):
     super().__post_init__()
     for name in ("taps", "ids"):
@@ -125,7 +129,7 @@ class FeatureConfig(TransformerConfig):
 
   def _check_parts(self) -> None:
     others = self.features, self.lookahead, self.learned_positions
-    if self.layers != 1 or any(others):
+    if self.one_layer and self.layers != 1 or any(others):
       raise ValueError(
           f"layers is {self.layers}, features {self.features}, lookahead "
           f"{self.lookahead} and learned_positions {self.learned_positions}; "

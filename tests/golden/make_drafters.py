@@ -3,6 +3,11 @@
   pip install torch transformers pydantic jax
   python tests/golden/make_drafters.py PUBLIC [case ...]
 
+With the files of export_drafters.py, the loader of speculators reads what
+specjax writes. This compares its activations with the recorded ones:
+
+  python tests/golden/make_drafters.py --exported DIRECTORY
+
 PUBLIC holds clones of the public implementations:
 
   Medusa (FasterDecoding) e2a5d20    Hydra (zankner) 3f39fbd
@@ -11,10 +16,12 @@ PUBLIC holds clones of the public implementations:
   DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
   vllm (vllm-project) 01dbb08
 
-The cases with windows need no clones, but `pip install speculators==0.9.0
-dflash==0.1.0`. Run them apart from the cases with the clone of speculators. So
-do the cases "dflash2", "domino", "lilicorr" and "dflare", with `pip install
---no-deps dflash==0.1.0 specforge==0.2.0 sglang==0.5.23 angelslim==0.5.0`.
+The cases with windows, those of P-EAGLE, and "dflash2", "domino", "lilicorr"
+and "dflare" need no clones, but `pip install speculators==0.9.0 dflash==0.1.0`
+and `pip install --no-deps sglang==0.5.23 angelslim==0.5.0 specforge==0.2.0`,
+and for P-EAGLE and EAGLE-3 SpecForge unpacked (`pip download --no-deps
+specforge==0.2.0`) as PUBLIC/SpecForge. Run them apart from the cases with the
+clone of speculators.
 
 Each case is a tiny random drafter in their layout, `config.json` and a
 safetensors file, and `expected.npz`: what it was given, and what their code
@@ -315,9 +322,7 @@ def _specforge(public):
     every.append(states[0])
     logits.append(model.compute_logits(states)[0])
     ids = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-  weights = {name: x for name, x in model.state_dict().items()
-             if name not in ("d2t", "t2d")}
-  return config, weights, _training(
+  return *_saved(model), _training(
       features, tokens, every, logits, _embedding(33, model)), (
           "model.safetensors")
 
@@ -456,6 +461,26 @@ def _speculators_eagle3(public):
       logits=chain(1), embedding=_embedding(43, model)), "model.safetensors"
 
 
+_exported = None  # directory of the files that speculators loads
+
+
+def _made(make, config, seed, offsets=True):
+  """A model of random weights, or of those that specjax has exported."""
+  if _exported is None:
+    model = _randomise(make(config), seed)
+    if offsets:
+      d2t, t2d = _offsets()
+      model.load_vocab_mappings(t2d, d2t)
+    return model
+  from speculators import SpeculatorModel
+  from speculators import SpeculatorModelConfig
+  config = SpeculatorModelConfig.from_pretrained(_exported)
+  config.transformer_layer_config._attn_implementation = "eager"
+  model = SpeculatorModel.from_pretrained(_exported, config=config)
+  assert isinstance(model, make), type(model)
+  return model.eval()
+
+
 @torch.no_grad()
 def _eagle3_windows():
   """EAGLE-3 whose layer has a window.
@@ -474,10 +499,7 @@ def _eagle3_windows():
       **_speculators_config(layer, "eagle3"), draft_vocab_size=len(_USED),
       norm_before_residual=True, norm_before_fc=True, norm_output=True,
       eagle_aux_hidden_state_layer_ids=[2, 6, 9])
-  model = Eagle3DraftModel(config)
-  _randomise(model, 140)
-  d2t, t2d = _offsets()
-  model.load_vocab_mappings(t2d, d2t)
+  model = _made(Eagle3DraftModel, config, 140)
 
   def run(states, tokens, past):
     past = DynamicCache() if past is None else past
@@ -505,12 +527,87 @@ def _eagle3_windows():
   hook.remove()
   hidden = _steps(run, features, tokens, _LONG)
   torch.testing.assert_close(hidden[:_LONG], first[0])
-  weights = {name: x for name, x in model.state_dict().items()
-             if not name.startswith("verifier_")}
-  return json.loads(config.to_json_string()), weights, dict(
+  return *_saved(model), dict(
       features=features, tokens=tokens, hidden=hidden,
       logits=model.lm_head(hidden), embedding=_embedding(143, model)), (
           "model.safetensors")
+
+
+def _saved(model):
+  """The configuration and the tensors that their own code writes."""
+  with tempfile.TemporaryDirectory() as directory:
+    model.save_pretrained(directory)
+    directory = pathlib.Path(directory)
+    return (json.loads((directory / "config.json").read_text()),
+            load_file(directory / "model.safetensors"))
+
+
+@torch.no_grad()
+def _peagle():
+  """P-EAGLE of speculators: all depths of a conditional drop, in one pass."""
+  from speculators.models.peagle import PEagleDraftModel
+  from speculators.models.peagle import PEagleSpeculatorConfig
+  core = importlib.import_module("speculators.models.peagle.core")
+  layer = _QWEN | _WINDOW | dict(layer_types=_MIXED)
+  del layer["num_target_layers"]
+  config = PEagleSpeculatorConfig(
+      **_speculators_config(transformers.Qwen3Config(
+          **layer, attn_implementation="eager"), "peagle"),
+      draft_vocab_size=len(_USED), norm_before_residual=True, fc_norm=True,
+      eagle_aux_hidden_state_layer_ids=[2, 6, 9], mask_token_id=40)
+  model = _made(PEagleDraftModel, config, 150)
+  features, tokens = _draw(151, _LONG, 3 * _WIDTH), _tokens(152, _LONG)
+  drop, drawn, seen = core.generate_cod_sample_indices, [], []
+  core.compute_metrics = lambda **_: (None, {})
+  core.generate_cod_sample_indices = lambda **options: (
+      drawn.append(drop(**options)), drawn[-1])[1]
+  model.lm_head.register_forward_hook(
+      lambda _, given, logits: seen.append((given[0][0], logits[0])))
+  torch.manual_seed(0)
+  model(features[None], tokens[None], torch.zeros(1, _LONG, dtype=torch.long),
+        verifier_last_hidden_states=_draw(153, 1, _LONG, _WIDTH), num_depths=3)
+  [(anchors, depths)], [(hidden, logits)] = drawn, seen
+  return *_saved(model), dict(
+      features=features, tokens=tokens, anchors=anchors, depths=depths,
+      hidden=hidden, logits=logits, embedding=_embedding(154, model)), (
+          "model.safetensors")
+
+
+@torch.no_grad()
+def _peagle_specforge(public):
+  """P-EAGLE of SpecForge, whose files do not name the token of the mask."""
+  for package in ("specforge.modeling.draft", "specforge.algorithms.peagle"):
+    _bare(public / "SpecForge", package)
+  _stub("specforge.core.loss", LogSoftmaxLoss=None)
+  _stub("specforge.utils", print_with_rank=print)
+  _stub("specforge.distributed", get_sp_ring_group=None,
+        get_sp_ulysses_group=None)
+  make = importlib.import_module("specforge.modeling.draft.peagle")
+  training = importlib.import_module("specforge.algorithms.peagle.model")
+  config = transformers.LlamaConfig(**_LLAMA | dict(
+      head_dim=8, num_hidden_layers=2, draft_vocab_size=_VOCAB,
+      rope_theta=100.0,
+      eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 5, 8])))
+  model = _randomise(make.PEagleDraftModel(config), 160)
+  features, tokens = _draw(161, _ROWS, 3 * _WIDTH), _tokens(162, _ROWS)
+  torch.manual_seed(0)
+  anchors, depths = training.generate_cod_sample_indices(
+      _ROWS, torch.ones(_ROWS), num_depths=3)
+  first, count = depths == 0, len(depths)
+  mask = training.create_block_mask(training.create_peagle_mask_mod(
+      anchors, depths, torch.tensor([_ROWS]), _ROWS), B=None, H=None,
+      Q_LEN=count, KV_LEN=count, device="cpu")
+  ids = torch.where(first, tokens[anchors], 40)
+  states = torch.where(first[:, None], features[anchors], model.mask_hidden[0])
+  hidden = model.backbone(
+      model.embed_input_ids(ids)[None],
+      model.project_hidden_states(states)[None], attention_mask=mask,
+      position_ids=(anchors + depths)[None])
+  config, weights = _saved(model)
+  return config | dict(mask_token_id=40), weights, dict(
+      features=features, tokens=tokens, anchors=anchors, depths=depths,
+      hidden=model.norm(hidden)[0], logits=model.compute_logits(hidden)[0],
+      embedding=_embedding(163, model)), "model.safetensors"
 
 
 _DEEPSEEK = {
@@ -641,13 +738,10 @@ def _speculators_block(public, kind, window=None, rows=_ROWS):
       transformers.Qwen3Config(**layer, attn_implementation="eager"), kind),
       block_size=size, mask_token_id=40, aux_hidden_state_layer_ids=[2, 6, 9],
       sliding_window_non_causal=bool(window) and not spark, **more)
-  model = _randomise(make(config), 75)
-  head, used = _draw(76, _VOCAB, _WIDTH), range(_VOCAB)
-  if spark:
-    d2t, t2d = _offsets()
-    model.load_vocab_mappings(t2d, d2t)
-    used = _USED
-  model.lm_head.weight.copy_(head[torch.tensor(list(used))])
+  model = _made(make, config, 75, spark)
+  head = _draw(76, _VOCAB, _WIDTH)
+  if _exported is None:
+    model.lm_head.weight.copy_(head[torch.tensor(_USED)] if spark else head)
   anchored.select_anchors = lambda *_: (
       torch.tensor([rows]), torch.tensor([True]))
   total = rows + 2 * size
@@ -677,10 +771,7 @@ def _speculators_block(public, kind, window=None, rows=_ROWS):
     expected |= dict(
         drafted=tokens[rows + 1:rows + size], candidates=candidates[0, 1:],
         probs=scores[0, 1:].softmax(-1))
-  weights = {name: x for name, x in model.state_dict().items()
-             if not name.startswith("verifier_")}
-  return json.loads(config.to_json_string()), weights, expected, (
-      "model.safetensors")
+  return *_saved(model), expected, "model.safetensors"
 
 
 @torch.no_grad()
@@ -699,7 +790,10 @@ def _dflash(module, window=None, rows=_ROWS):
   hidden = model(
       position_ids=torch.arange(rows + size)[None],
       noise_embedding=embedding[block][None], target_hidden=features[None])[0]
-  return config, model.state_dict(), dict(
+  # Published files of the clone's time have the old keys of transformers.
+  config, weights = (config, model.state_dict()) if module.__name__ == (
+      "model") else _saved(model)
+  return config, weights, dict(
       features=features, anchor=anchor, hidden=hidden, logits=hidden @ head.T,
       embedding=embedding, head=head), "model.safetensors"
 
@@ -845,6 +939,9 @@ def _dflare():
       110)
   return config, model.state_dict(), expected | dict(
       logits=expected["base"]), "model.safetensors"
+def _dflash_specforge(public):
+  _bare(public / "SpecForge", "specforge.modeling.draft")
+  return _dflash(importlib.import_module("specforge.modeling.draft.dflash"))
 
 
 @torch.no_grad()
@@ -888,7 +985,9 @@ def _dspark(public, kind):
   before = torch.cat([anchor[None], tokens[:, :-1]], dim=1)
   confidence = (model.predict_confidence_step if own else
                 model.predict_confidence)(hidden, prev_token_ids=before)
-  return config, model.state_dict(), dict(
+  config, weights = (_saved(model) if kind == "rnn" else
+                     (config, model.state_dict()))
+  return config, weights, dict(
       features=features, anchor=anchor, hidden=hidden[0], base=base[0],
       drafted=tokens[0], logits=logits[0], confidence=confidence[0],
       embedding=embedding, head=output), "model.safetensors"
@@ -913,6 +1012,7 @@ CASES = {
     "mtp_chained": _mtp_chained,
     "dflash": lambda public: _dflash(
         _file(public / "dflash/dflash/model.py")),
+    "dflash_specforge": _dflash_specforge,
     "dflash_speculators": lambda public: _speculators_block(public, "dflash"),
     "dflash2": lambda _: _dflash_2(),
     "domino": lambda _: _domino(),
@@ -923,6 +1023,8 @@ CASES = {
     "dspark_rnn": lambda public: _dspark(public, "rnn"),
     "dspark_speculators": lambda public: _speculators_block(public, "dspark"),
     "eagle3_windows": lambda _: _eagle3_windows(),
+    "peagle_speculators": lambda _: _peagle(),
+    "peagle_specforge": _peagle_specforge,
     "dflash_windows": lambda _: _dflash(
         importlib.import_module("dflash.model"), _WINDOW | dict(
             sliding_window=7, layer_types=_MIXED), _LONG),
@@ -935,9 +1037,27 @@ CASES = {
 }
 
 
+def _compare(directory):
+  """Prints the largest differences of exported drafters from the records."""
+  global _exported
+  for _exported in sorted(pathlib.Path(directory).iterdir()):
+    name = _exported.name.split("-")[0]
+    if name not in CASES:
+      continue
+    _, _, found, _ = CASES[name](None)
+    recorded = np.load(_HERE / name / "expected.npz")
+    differences = {key: float(np.abs(found[key].numpy() - recorded[key]).max())
+                   for key in ("hidden", "logits", "confidence")
+                   if key in recorded}
+    print(_exported.name, differences)
+    assert all(x < 1e-5 for x in differences.values())
+
+
 def main():
-  public, *wanted = sys.argv[1:]
   torch.set_num_threads(1)
+  if sys.argv[1] == "--exported":
+    return _compare(sys.argv[2])
+  public, *wanted = sys.argv[1:]
   for name in wanted or CASES:
     config, weights, expected, file = CASES[name](pathlib.Path(public))
     directory = _HERE / name

@@ -33,6 +33,8 @@ from specjax.drafters import Tree
 from specjax.methods import Eagle1Heads
 from specjax.methods import Eagle3Heads
 from specjax.methods import MTPHeads
+from specjax.methods import PEagleHeads
+from specjax.methods.features.eagle import layer_drafter
 from specjax.verifiers import Block
 from specjax.verifiers import TargetWalk
 from specjax.verifiers import Traversal
@@ -62,6 +64,9 @@ _CASES = {
         Eagle3Heads, taps=(0, 1), entry_norm="each", feed_normed=True,
         norm_before_residual=True, windows=(2,))),
         shape=Sampled(depth=3, expanded=2, children=2)), Traversal()),
+    "P-EAGLE tree": lambda: (layer_drafter(
+        heads_of(PEagleHeads, layers=2, windows=(3, 0), **EAGLE_3),
+        Sampled(depth=3, expanded=2, children=2)), Traversal()),
     "modules": lambda: (NetworkDrafter(
         network=FeatureModules(heads=heads_of(MTPHeads, 4)),
         shape=Chain(gamma=3)), Block()),
@@ -130,8 +135,11 @@ def _laws(heads, target, params, texts, lengths):
   keys, found = None, []
   for k in range(1, FORECASTS + 1):
     if heads.reuse:
+      read = hidden, ahead(k)
+      if k > 1:
+        read = heads.later_input(own, *read)
       out = heads.step(
-          own, given, hidden, ahead(k), keys=keys, positions=jnp.tile(
+          own, given, *read, keys=keys, positions=jnp.tile(
               jnp.arange(size) + k - 1, (len(texts), 1)))
       hidden, keys = out.hidden, out.keys
     else:

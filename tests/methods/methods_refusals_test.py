@@ -347,6 +347,9 @@ _LAYERS = [
      "drafters.FeatureLayer"),
     (lambda: _heads(methods.Eagle3Heads, taps="0,5"), "taps contains 5"),
     (lambda: _heads(methods.Eagle3Heads, taps="low"), "taps contains 'low'"),
+    (lambda: _heads(methods.Eagle3Heads, layers=2), "set layers=1"),
+    (lambda: _heads(methods.PEagleHeads, mask_token=5), r"id in \[0, 5\)"),
+    (lambda: _heads(methods.PEagleHeads, feed_normed=True), "feed_normed is T"),
     (lambda: _decoder(strategies.mtp(_heads(
         methods.MTPHeads, taps="final"), gamma=4).drafter),
      "4 tokens deep, but the network predicts 3"),

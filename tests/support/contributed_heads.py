@@ -25,6 +25,7 @@ from specjax.drafters import Medusa
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import Parallel
 from specjax.methods import stop_rules
+from specjax.methods.features.eagle import layer_drafter
 
 MEDUSA = methods.MedusaHeads(width=WIDTH, vocab_size=VOCAB, heads=HEADS)
 BLOCKWISE = methods.BlockwiseHeads(
@@ -37,6 +38,8 @@ EAGLE_1, EAGLE_3, MODULES = (
     kind.for_target(pair().target, 2, **options) for kind, options in (
         (methods.Eagle1Heads, {}), (methods.Eagle3Heads, {
             "taps": (0, 1, "final")}), (methods.MTPHeads, {})))
+P_EAGLE = methods.PEagleHeads.for_target(
+    pair().target, 3, layers=2, taps=(0, 1))
 ACCEPTANCE = stop_rules.AcceptanceHead()
 ADAPTER = methods.KangarooAdapter(width=WIDTH, vocab_size=VOCAB, exit=1)
 PARALLEL = methods.ParallelHeads(
@@ -91,6 +94,12 @@ def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
       pair().target, pair().params["target"], disturbed(heads))
   return Contributed(drafter(heads=heads, **(drafts or {})), rule, target,
                      params, controller=controller)
+
+
+def p_eagle(shape, rule, **options):
+  """P-EAGLE of two layers, the last of which has a window."""
+  return layer(methods.PEagleHeads, layer_drafter, rule, layers=2,
+               windows=(0, 4), taps=(0, 1), drafts=dict(shape=shape), **options)
 
 
 def lookahead(rule, embeddings=EMBEDDINGS, **kwargs):

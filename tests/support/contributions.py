@@ -97,6 +97,16 @@ DRAFTERS = {
     "EAGLE-3 tree of few tokens": lambda: heads.layer(
         methods.Eagle3Heads, heads.reused, sj.verifiers.Traversal(),
         ids=(0, 2, 3), taps=(0, 1, "final"), drafts=dict(shape=Tree(UNEVEN))),
+    "P-EAGLE tree of few tokens": lambda: heads.p_eagle(
+        Tree(UNEVEN), sj.verifiers.Traversal(), ids=(0, 2, 3)),
+    "P-EAGLE chain with a stop rule and a controller": lambda: heads.p_eagle(
+        Chain(3, stop_rules.Confidence(threshold=0.3)), sj.verifiers.Block(),
+        controller=sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2)), mask_token=1),
+    "P-EAGLE, DDTree's tree": lambda: heads.p_eagle(
+        Best(3, top_k=3, num_nodes=8), sj.verifiers.TargetWalk()),
+    "P-EAGLE tree expanded by score": lambda: heads.p_eagle(
+        Sampled(depth=3, expanded=2, children=2), sj.verifiers.Traversal()),
     "EAGLE-2 tree": lambda: heads.layer(
         methods.Eagle1Heads, heads.reused, sj.verifiers.TargetWalk(),
         drafts=dict(shape=Best(depth=3, top_k=2, num_nodes=7))),
@@ -218,7 +228,8 @@ DRAFTERS = {
 QUICK = {
     "Empty", "chain", "chain with a controller", "tree hybrid",
     "EAGLE-2 tree of a language model", "Medusa top_k",
-    "EAGLE-3 chain with a stop rule", "NGram", "Recycling"}
+    "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree", "NGram",
+    "Recycling"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
@@ -258,8 +269,8 @@ def _drafter(key, target):
 # does not read the token. Windows of 3 tokens count whole or not at all.
 COUNTED = 7
 LAST_READ = {"AcceptedLength": 4} | dict.fromkeys(
-    ("Eagle1Objective", "Eagle3Objective", "KangarooObjective", "Distillation",
-     "Acceptance", "StoredLaws"), 6)
+    ("Eagle1Objective", "Eagle3Objective", "PEagleObjective",
+     "KangarooObjective", "Distillation", "Acceptance", "StoredLaws"), 6)
 
 # `model -> (objective, (key, target's parameters) -> what it trains, or None
 # for the target, and what a batch has besides its tokens)`.
@@ -288,6 +299,9 @@ OBJECTIVES = {
     "Eagle3Objective": lambda model: (
         objectives.Eagle3Objective(model=model, heads=heads.EAGLE_3),
         heads.EAGLE_3.init, {}),
+    "PEagleObjective": lambda model: (
+        objectives.PEagleObjective(model=model, heads=heads.P_EAGLE),
+        heads.P_EAGLE.init, {}),
     "MTPObjective": lambda model: (
         objectives.MTPObjective(model=model, heads=heads.MODULES),
         heads.MODULES.init, {}),

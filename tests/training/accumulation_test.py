@@ -108,7 +108,7 @@ def test_parts_have_the_gradient_of_the_batch(name):
 
 # Their random draws depend on the length of a row.
 _DRAWN = {"PaSSObjective", "ParallelObjective", "D-PACE", "Eagle1Objective",
-          "Acceptance", "AcceptedLength"}
+          "PEagleObjective", "Acceptance", "AcceptedLength"}
 
 
 @pytest.mark.default_cases(2)

@@ -241,6 +241,44 @@ def test_eagle3_by_hand(drop, normalizer):
   np.testing.assert_allclose(loss, want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.6])
+def test_p_eagle_by_hand(ratio):
+  # Broken: a law of the wrong place; a dropped position counts, or is kept
+  # although one before it is dropped; or what is kept attends to other keys
+  # than if nothing were dropped.
+  heads, drafter = _made(methods.PEagleHeads, ids=_IDS, layers=2)
+  rows = _rows()
+  seen, outs = _forecasts(heads, drafter, rows)
+  objective = objectives.PEagleObjective(
+      model=_pair().target, heads=heads, cod_ratio=ratio, cod_least=0.5)
+  weights = np.ones((len(rows), _S), np.float32)
+  weights[0, :4] = 0
+  kept, labels, counts = jax.jit(objective._drop)(jax.random.key(0), weights)
+  assert [x.shape[1] for x in counts] == [_S] + [
+      int(max(ratio**d, 0.5) * (_S - d)) for d in (1, 2)]
+  sums = total = 0
+  for b in range(len(rows)):
+    places = np.arange(_S)
+    for d in range(_K):
+      if d:
+        known = sum(t + d + 1 < _S and weights[b, t + d + 1] for t in places)
+        places = places[np.asarray(kept[d - 1][b])]
+        assert len({*places}) == len(places)
+        # Positions whose label counts are kept first.
+        assert np.sum(counts[d][b]) == min(known, len(places))
+      for t, label, count in zip(places, labels[d][b], counts[d][b]):
+        assert count == (0 if t + d + 1 >= _S else weights[b, t + d + 1])
+        if count:
+          assert label == t + d + 1
+          p = np.exp(_log_softmax(np.asarray(
+              seen.logits[b, label], np.float64)[list(_IDS)]))
+          sums, total = sums - (p * outs[d][1][b, t]).sum(), total + 1
+  loss, _ = jax.jit(objective)(
+      {"drafter": drafter}, {"target": _pair().params["target"]},
+      {"tokens": rows, "weights": weights}, jax.random.key(0))
+  np.testing.assert_allclose(loss, sums / total, rtol=1e-4)
+
+
 def test_eagle1_by_hand():
   # Broken: the feature or the distribution of another position, a last row
   # without a label, SmoothL1's bend, or noise on the labels.
@@ -362,6 +400,9 @@ def test_scores_are_of_all_tokens_and_finite():
     (lambda: objectives.Eagle3Objective(
         model=_pair().target, heads=_made(methods.Eagle3Heads)[0],
         normalizer="sum"), "normalizer is 'sum'"),
+    (lambda: objectives.PEagleObjective(
+        model=_pair().target, heads=_made(methods.PEagleHeads)[0],
+        cod_ratio=0.0), "cod_ratio is 0.0; it must be above 0"),
     (lambda: objectives.Eagle1Objective(
         model=_pair().target, heads=_made(methods.Eagle3Heads)[0]),
      "train as EAGLE-3"),

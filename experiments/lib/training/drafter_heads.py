@@ -98,7 +98,7 @@ class Start:
       raise ValueError(
           f"--keep_features is set and --method={self.method.name} does not "
           "train on stored hidden states; leave --keep_features out, or set "
-          "--method=eagle1 or eagle3")
+          "--method=eagle1, eagle3 or peagle")
     return Learner(heads, params, objective)
 
   @property
@@ -132,14 +132,15 @@ class Start:
         if not hasattr(heads, "narrow_head"):
           raise ValueError(
               f"--narrow_head is set and --method={self.method.name} has no "
-              "such head; leave --narrow_head out, or set --method=eagle1 or "
-              "eagle3")
+              "such head; leave --narrow_head out, or set --method=eagle1, "
+              "eagle3 or peagle")
         fields = {"own_head": False, "narrow_head": True}
       elif not (hasattr(heads, "ids") and getattr(heads, "own_head", True)):
         raise ValueError(
             f"--draft_vocabulary is {self.draft_vocabulary} and the heads of "
             f"--method={self.method.name} draft with the target's LM head; "
-            "leave --draft_vocabulary out, or set --method=eagle3 or parallel")
+            "leave --draft_vocabulary out, or set --method=eagle3, peagle or "
+            "parallel")
       heads = dataclasses.replace(
           heads, ids=self._frequent(target, tokenizer, counted), **fields)
     return heads, heads.init(jax.random.key(self.seed), target.params)

@@ -17,11 +17,11 @@ method are, as (anchor, depth):
                        (first - 1, 1..size), and attend to each other in both
                        directions
 
-`ParallelObjective` uses this mask. `Eagle3Objective` needs no mask because each
-step reads the complete row (`FeatureHeads.step` with `keys`). Tests apply the
-rule to the steps of EAGLE-3, the copies of PARD and the steps of P-EAGLE. The
-objectives of specjax train on rows with one document each. Masks for several
-documents serve other objectives.
+`ParallelObjective` uses this mask. `Eagle3Objective` and `PEagleObjective` need
+no mask because each step reads the keys of the complete row
+(`FeatureHeads.step` with `keys`). Tests apply the rule to the steps of EAGLE-3,
+the copies of PARD and the steps of P-EAGLE. The objectives of specjax train on
+rows with one document each. Masks for several documents serve other objectives.
 
 EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583),
 DFlash (arXiv:2602.06036). All functions apply to one row. Use `jax.vmap` for a

@@ -28,6 +28,7 @@ from specjax.methods.blocks.parallel_network import ParallelHeads
 from specjax.methods.features import _training
 from specjax.methods.networks import check_sizes_match
 from specjax.methods.records import CUTS
+from specjax.methods.records import LAYERS
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
 from specjax.methods.records import MLP_WIDTH
@@ -406,8 +407,7 @@ PARALLEL = Method(
         heads, proposal="top_k", verifier=TOKEN),
     strategy=_parallel_strategy, compared=_parallel_compared,
     head_options=(
-        Option("layers", 1, "parallel: number of draft layers"),
-        MLP_WIDTH, TAPS,
+        LAYERS, MLP_WIDTH, TAPS,
         Option("from_anchor", True, "parallel: the slot of the last committed "
                "token also predicts a token (DSpark). With --nofrom_anchor "
                "only mask tokens predict tokens (DFlash)"),

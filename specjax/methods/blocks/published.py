@@ -397,7 +397,10 @@ def _with_mask_row(form: ParallelHeads, heads: ParallelHeads,
 
 _writer = functools.partial(
     Writer, form=_without_unused_rank, params=_with_mask_row,
-    ids=lambda heads: heads.ids, input_size=input_size, stores_head=True)
+    ids=lambda heads: heads.ids, input_size=input_size,
+    # With a trained mask, the embedding has more rows than the LM head. Then
+    # speculators does not take the LM head from the target.
+    stores_head=lambda heads: bool(heads.ids) or heads.mask_token is None)
 _parallel_layout = functools.partial(
     Layout, kind="parallel", names=_PARALLEL)
 _dspark = functools.partial(_read, projector="dspark")

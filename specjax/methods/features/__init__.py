@@ -4,13 +4,15 @@ from specjax.methods.features import eagle
 from specjax.methods.features import eagle_objective
 from specjax.methods.features import mtp
 from specjax.methods.features import mtp_objective
+from specjax.methods.features import peagle_objective
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(eagle.FeatureLayer, mtp.FeatureModules),
+    drafters=(eagle.FeatureLayer, eagle.PEagle, mtp.FeatureModules),
     strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp),
     objectives=(eagle_objective.Eagle1Objective,
         eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,
-        mtp_objective.MTPObjective),
+        mtp_objective.MTPObjective, peagle_objective.PEagleObjective),
     methods=(eagle_objective.EAGLE_1, eagle_objective.EAGLE_3,
-        mtp_objective.MTP, mtp_objective.PARALLEL_LAYERS))
+        peagle_objective.P_EAGLE, mtp_objective.MTP,
+        mtp_objective.PARALLEL_LAYERS))

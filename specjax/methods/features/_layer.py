@@ -29,35 +29,33 @@ class Keys:
   window therefore ends i positions further, and the first keys leave it.
 
   Attributes:
-    k: keys `[B, T, H, D]` of the first pass; None before that pass.
-    v: values, with the shape of `k`.
     visible: mask `[B or 1, S, T]` bool, the keys of the first pass to which
       each position attends.
-    own_k: keys `[B, S, I, H, D]` of I later passes, or None. A position attends
-      only to its own I keys.
-    own_v: values, with the shape of `own_k`.
+    first: keys and values of the first pass, each `[B, T, H, D]`, by layer.
+    later: keys and values of I later passes, each `[B, S, I, H, D]`, by layer.
+      A position attends only to its own I keys.
     own: True if the next `append` adds the keys of a later pass.
   """
 
-  k: jax.Array | None
-  v: jax.Array | None
   visible: jax.Array
-  own_k: jax.Array | None = None
-  own_v: jax.Array | None = None
+  first: dict[int, tuple[jax.Array, jax.Array]] = struct.field(
+      default_factory=dict)
+  later: dict[int, tuple[jax.Array, jax.Array]] = struct.field(
+      default_factory=dict)
   own: bool = struct.field(pytree_node=False, default=False)
 
   def append(self, layer: int, k: jax.Array, v: jax.Array, after: int = 0
              ) -> "Keys":
     """Appends `k`, `v [B, S, H, D]` of a pass, see `interfaces.Cache`."""
-    del layer, after
+    del after
+    old, new = self.first, (k, v)
     if self.own:
-      grown = lambda old, new: new[:, :, None] if old is None else (
-          jnp.concatenate([old, new[:, :, None]], axis=2))
-      return self.replace(own_k=grown(self.own_k, k),
-                          own_v=grown(self.own_v, v))
-    grown = lambda old, new: new if old is None else (
-        jnp.concatenate([old, new], axis=1))
-    return self.replace(k=grown(self.k, k), v=grown(self.v, v))
+      old, new = self.later, (k[:, :, None], v[:, :, None])
+    if layer in old:
+      new = tuple(jnp.concatenate(pair, axis=1 + self.own)
+                  for pair in zip(old[layer], new))
+    grown = {**old, layer: new}
+    return self.replace(later=grown) if self.own else self.replace(first=grown)
 
   def attend(self, layer: int, query: jax.Array, visible: jax.Array,
              window: int = 0, softcap: float = 0.0) -> jax.Array:
@@ -65,20 +63,31 @@ class Keys:
 
     `query` is `[B, S, G * H, D]`: G query heads share each of the H key heads.
     """
-    del layer
-    own = 0 if self.own_k is None else self.own_k.shape[2]
+    k, v = self.first[layer]
+    own = self.later[layer][0].shape[2] if layer in self.later else 0
     if window:
       visible = visible_slots(
-          jnp.zeros(visible.shape[:1], jnp.int32), visible, self.k.shape[1],
+          jnp.zeros(visible.shape[:1], jnp.int32), visible, k.shape[1],
           window, topology.depths_of(visible) + own)
     part = attention.block_attention(
-        query, self.k.swapaxes(1, 2), self.v.swapaxes(1, 2), visible,
-        softcap=softcap)
+        query, k.swapaxes(1, 2), v.swapaxes(1, 2), visible, softcap=softcap)
     if own:  # without a window, the slice `-0:` contains all keys
       part = attention.merge(part, _own_part(
-          query, self.own_k[:, :, -window:], self.own_v[:, :, -window:],
-          softcap))
-    return part[0].astype(self.v.dtype)
+          query, *(x[:, :, -window:] for x in self.later[layer]), softcap))
+    return part[0].astype(v.dtype)
+
+  def at(self, rows: jax.Array) -> "Keys":
+    """Returns the keys for later passes over n of the positions.
+
+    Args:
+      rows: indices `[B, n]` of these positions.
+    """
+    take = lambda x: jnp.take_along_axis(
+        x, rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), axis=1)
+    visible = jnp.broadcast_to(
+        self.visible, (len(rows), *self.visible.shape[1:]))
+    return self.replace(
+        visible=take(visible), later=jax.tree.map(take, self.later))
 
 
 def _own_part(query, k, v, softcap):
@@ -104,11 +113,11 @@ def _own_part(query, k, v, softcap):
 
 @dataclasses.dataclass(frozen=True)
 class LayerOf(Cache):
-  """View of one layer of a cache, for a module whose only layer is layer 0.
+  """View of some layers of a cache, for a module whose first layer is layer 0.
 
   Attributes:
     cache: cache of all modules.
-    layer: index of the module's layer in the cache.
+    layer: index of the module's first layer in the cache.
   """
 
   cache: Any
@@ -181,5 +190,7 @@ class FeatureModule(nn.Module):
       read = x
     tables = layers.RotaryTables.of(c, positions, x.dtype)
     x, cache = layers.decoder_layer(c, 0, x, tables, visible, cache, read)
+    for i in range(1, c.layers):
+      x, cache = layers.decoder_layer(c, i, x, tables, visible, cache)
     out = layers.Norm(c, name="final_norm")(x) if c.final_norm == "own" else x
     return x, out, cache

@@ -8,6 +8,7 @@ them, as the target does.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -92,7 +93,8 @@ def shifted(tokens: jax.Array, by: int, size: int) -> jax.Array:
 
 
 def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
-              tokens: jax.Array, count: int) -> Iterator[Any]:
+              tokens: jax.Array, count: int, kept: Sequence[jax.Array] = ()
+              ) -> Iterator[Any]:
   """Yields the `FeatureOutput` of steps 1..count at every position.
 
   One reused module is trained as in the training-time test of EAGLE-3
@@ -109,6 +111,9 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
     tokens: token ids of the sequence, `[B, T]` int32 with T >= S.
     count: number of steps. Without `heads.reuse`, it is at most
       `heads.num_forecasts`.
+    kept: for each step after the first, the positions that it computes, as
+      indices `[B, n]` into the positions of the step before. () means all
+      positions. `heads.reuse` is required.
   """
   chex.assert_rank([features, tokens], [3, 2])
   own, target = params["drafter"], params["target"]
@@ -120,6 +125,14 @@ def forecasts(heads: FeatureHeads, params: Params, features: jax.Array,
   for k in range(1, count + 1):
     given = shifted(tokens, k, size)
     if heads.reuse:
+      if k > 1:
+        if kept:
+          rows = kept[k - 2]
+          places = jnp.take_along_axis(places, rows, axis=1)
+          given = jnp.take_along_axis(given, places, axis=1)
+          hidden = jnp.take_along_axis(hidden, rows[..., None], axis=1)
+          keys = keys.at(rows)
+        hidden, given = heads.later_input(own, hidden, given)
       out = heads.step(own, target, hidden, given, positions=places + k - 1,
                        keys=keys)
       hidden, keys = out.hidden, out.keys

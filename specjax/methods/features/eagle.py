@@ -1,15 +1,17 @@
-"""EAGLE: a network on the target's features, and its strategies.
+"""EAGLE: networks on the target's features, and their strategies.
 
 A draft starts from the target's features of the committed tokens. Later draft
 steps read the output of a feature layer instead
 (`models.features.FeatureConfig`). `Eagle1Heads` and `Eagle3Heads` differ only
-in the defaults of that configuration.
+in the defaults of that configuration. In P-EAGLE, later draft steps read a mask
+that is the same in all steps. Therefore one pass predicts all draft tokens.
 """
 
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import ClassVar
+from typing import Self
 
 import chex
 import jax
@@ -27,10 +29,14 @@ from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.features import _drafter
 from specjax.methods.features._drafter import FeatureState
 from specjax.methods.features.network import FeatureHeads
+from specjax.methods.heads._forecasts import ProductNetwork
+from specjax.methods.networks import Params
 from specjax.methods.stop_rules import Forecast
 from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TRAVERSAL
 from specjax.methods.strategy import with_default_rule
+from specjax.models.transformer import Transformer
+from specjax.trees import topology
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -74,6 +80,52 @@ class Eagle3Heads(FeatureHeads):
     if not taps[0] < taps[1] < taps[2]:
       taps = (1, (layers + 1) // 2, layers)
     return tuple(dict.fromkeys(taps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagleHeads(Eagle3Heads):
+  """Heads of P-EAGLE (arXiv:2602.01469): EAGLE-3 with one or several layers.
+
+  Draft steps after the first read a mask: the embedding of a mask token, and
+  trained features, the parameter `mask_hidden [F]`. So the draft tokens are
+  independent of each other.
+
+  Attributes:
+    mask_token: id of the mask token. `for_target` chooses the last token of the
+      vocabulary by default, which most models do not use.
+  """
+
+  mask_token: int
+  own_embedding: bool = True
+
+  kind: ClassVar[str] = "peagle"
+  one_layer: ClassVar[bool] = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not 0 <= self.mask_token < self.vocab_size:
+      raise ValueError(f"mask_token is {self.mask_token}; it must be a token "
+                       f"id in [0, {self.vocab_size})")
+    if self.feed_normed:
+      raise ValueError("feed_normed is True, but no draft step reads the "
+                       "output of another one: set feed_normed=False")
+
+  @classmethod
+  def for_target(cls, target: Transformer, count: int, **options: Any) -> Self:
+    last = {"mask_token": target.config.vocab_size - 1}
+    return super().for_target(target, count, **last | options)
+
+  def init(self, key: jax.Array, target_params: Params) -> dict[str, Any]:
+    own, mask = jax.random.split(key)
+    return super().init(own, target_params) | {
+        "mask_hidden": jax.random.normal(
+            mask, (len(self.taps) * self.target_width,), jnp.float32)}
+
+  def later_input(self, params: Params, hidden: jax.Array, tokens: jax.Array
+                  ) -> tuple[jax.Array, jax.Array]:
+    mask = self.enter(params, params["mask_hidden"][None, None])
+    return (jnp.broadcast_to(mask, hidden.shape),
+            jnp.full_like(tokens, self.mask_token))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,13 +195,44 @@ class FeatureLayer(_drafter.FeatureNetwork):
                                output, count, shape.depth)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagle(ProductNetwork, FeatureLayer):
+  """The layers of P-EAGLE, which predict all draft tokens in one pass.
+
+  In a round the layers run one pass over the masks and, after verification, one
+  pass over the accepted tokens with the target's features.
+
+  Attributes:
+    heads: layers of P-EAGLE.
+  """
+
+  heads: PEagleHeads
+
+  def begin(self, params: chex.ArrayTree, state: DecodeState, shape: Shape
+            ) -> tuple[Forecast, Any]:
+    memory, heads, count = state.drafter, self.heads, max(shape.depth - 1, 0)
+    read, hidden = memory.read[:, None], memory.hidden[:, None]
+    if count:
+      blank = jnp.zeros((len(read), count, heads.width))
+      masks, tokens = heads.later_input(
+          params["drafter"], blank, blank[..., 0].astype(jnp.int32))
+      out = heads.step(
+          params["drafter"], params["target"], masks, tokens,
+          visible=topology.causal(*tokens.shape)[1], cache=memory.cache)
+      read = jnp.concatenate([read, out.read], axis=1)
+      hidden = jnp.concatenate([hidden, out.hidden], axis=1)
+    return self.extend(params, None, (
+        (self.logits(params, read), hidden), jnp.zeros((), jnp.int32)))
+
+
 def eagle(heads: FeatureHeads, parents: Sequence[int] | None = None,
           proposal: str = "without_replacement",
           verifier: Verifier | None = None) -> Strategy:
   """Samples a chain or a tree from a layer on the target's features.
 
-  EAGLE (Li et al. 2024, arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840).
-  Decode with the target that `heads.attach` returns.
+  EAGLE (Li et al. 2024, arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840) and
+  P-EAGLE (arXiv:2602.01469, with `methods.PEagleHeads`). Decode with the target
+  that `heads.attach` returns.
 
   >>> import jax
   >>> import specjax as sj
@@ -183,6 +266,7 @@ def eagle_dynamic(heads: FeatureHeads, depth: int = 6, top_k: int = 10,
   """Drafts EAGLE-2's tree, whose shape depends on the layer's probabilities.
 
   EAGLE-2 (Li et al. 2024, arXiv:2406.16858). EAGLE-3 layers use the same tree.
+  With P-EAGLE it is the most likely tree of `depth` levels, as in DDTree.
 
   >>> from specjax import testing
   >>> from specjax import methods
@@ -229,4 +313,5 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
 
 def layer_drafter(heads: FeatureHeads, shape: Shape) -> NetworkDrafter:
   """Returns a drafter of a feature layer."""
-  return NetworkDrafter(network=FeatureLayer(heads=heads), shape=shape)
+  network = PEagle if isinstance(heads, PEagleHeads) else FeatureLayer
+  return NetworkDrafter(network=network(heads=heads), shape=shape)

@@ -48,8 +48,8 @@ def uniform_noise(key: jax.Array, shape: tuple[int, int, int], width: float,
       key, shape, dtype, -0.5, 0.5)
 
 
-class _Unrolled:
-  """Base class of the losses of EAGLE-1 and EAGLE-3, which runs the target."""
+class Unrolled:
+  """Base class of the losses of EAGLE, which runs the target."""
 
   needs = ("target", "drafter")
 
@@ -122,7 +122,7 @@ class _Unrolled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle1Objective(_Unrolled):
+class Eagle1Objective(Unrolled):
   """EAGLE-1's loss SmoothL1(f, f^) + w CE(p, p^) of the next position.
 
   Li et al. 2024 (arXiv:2401.15077, section 4.2). f is the target's feature at
@@ -181,7 +181,7 @@ class Eagle1Objective(_Unrolled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Objective(_Unrolled):
+class Eagle3Objective(Unrolled):
   """EAGLE-3's loss -sum_{i<K} decay^i mean_t sum_v p(v) log q_i(v).
 
   Training-time test of Li et al. 2025 (arXiv:2503.01840, section 3.2). The

@@ -215,11 +215,12 @@ class FeatureHeads(FeatureConfig):
       params: parameters of the layer.
       batch: number of rows.
       capacity: slots per row.
-      modules: number of modules that get a cache layer; None means all.
+      modules: number of modules that get cache layers; None means all.
     """
     return KVCache.empty(
-        layers=modules or self.modules, batch=batch, heads=self.kv_heads,
-        capacity=capacity, head_dim=self.head_dim, dtype=_dtype(params))
+        layers=(modules or self.modules) * self.layers, batch=batch,
+        heads=self.kv_heads, capacity=capacity, head_dim=self.head_dim,
+        dtype=_dtype(params))
 
   def taps_of(self, hidden: jax.Array) -> jax.Array:
     """Returns the hidden states `[..., F]` that this layer reads.
@@ -282,8 +283,8 @@ class FeatureHeads(FeatureConfig):
     else:
       if visible is None:
         visible = jnp.tril(jnp.ones((1, size, size), bool))
-      memory = (Keys(k=None, v=None, visible=visible) if cache is None else
-                _layer.LayerOf(cache, module))
+      memory = (Keys(visible=visible) if cache is None else
+                _layer.LayerOf(cache, module * self.layers))
     hidden, read, memory = _layer.FeatureModule(self).apply(
         {"params": params[f"module_{module}"]}, hidden.astype(dtype),
         self._embedded(params, target_params, tokens, dtype), positions,
@@ -296,6 +297,21 @@ class FeatureHeads(FeatureConfig):
     if cache is None:
       return output.replace(keys=memory)
     return output.replace(cache=memory.cache)
+
+  def later_input(self, params: Params, hidden: jax.Array, tokens: jax.Array
+                  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the input of a draft step after the first.
+
+    Args:
+      params: parameters of the layer.
+      hidden: output `[B, S, D]` of the previous step.
+      tokens: token after each position, `[B, S]` int32.
+
+    Returns:
+      The arguments `(hidden, tokens)` of `step`.
+    """
+    del params
+    return hidden, tokens
 
   def _embedded(self, params, target_params, tokens, dtype):
     """Returns embeddings `[B, S, D]`, or None if the layer reads no tokens."""

@@ -1,4 +1,4 @@
-"""File layouts of published EAGLE and multi-token-prediction layers.
+"""File layouts of published EAGLE, P-EAGLE and multi-token-prediction layers.
 
 A layout has a table of tensor names, a reader and possibly a writer. A reader
 returns the heads that a file's configuration describes. If the configuration
@@ -12,9 +12,12 @@ import sys
 from typing import Any
 
 import chex
+import numpy as np
 
+from specjax.methods.blocks.published import Row
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
+from specjax.methods.features.eagle import PEagleHeads
 from specjax.methods.features.mtp import MTPHeads
 from specjax.methods.features.network import FeatureHeads
 from specjax.methods.layouts import check_taps
@@ -50,21 +53,32 @@ def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
       "module_{i}.fusion": fusion, "module_{i}.final_norm": final_norm})
 
 
+class _Features(Row):
+  """Vector stored as a tensor `[1, 1, F]`."""
+
+  def shapes(self, config, shape):
+    return [(1, 1, *shape)]
+
+  def split(self, config, x):
+    return [np.asarray(x)[None, None]]
+
+
 def _eagle_3(layer: str) -> Table:
-  names = decoder_layer(layer, "module_{i}.", "{j}")
-  del names["module_{i}.attention_norm_{j}"]
-  return names | table({
+  # Only the first layer has no `attention_norm`: it normalises its two inputs.
+  first = layer.format(j=0)
+  return decoder_layer(layer, "module_{i}.", "{j}") | table({
       "embedding": "embed_tokens", "head": "lm_head", "entry": "fc",
       "entry_norm": "input_norm", "entry_norm_{i}": "fc_norm.{i}",
-      "module_{i}.embedding_norm": f"{layer}.input_layernorm",
-      "module_{i}.hidden_norm": f"{layer}.hidden_norm",
-      "module_{i}.final_norm": "norm"})
+      "module_{i}.embedding_norm": f"{first}.input_layernorm",
+      "module_{i}.hidden_norm": f"{first}.hidden_norm",
+      "module_{i}.final_norm": "norm",
+      "mask_hidden": _Features(("mask_hidden",), ending="")})
 
 
 _EAGLE_1 = decoder_layer("layers.{j}", "module_{i}.", "{j}") | table({
     "embedding": "embed_tokens", "module_{i}.fusion": "fc"})
 _EAGLE_3 = _eagle_3("midlayer")
-_EAGLE_3_LAYERS = _eagle_3("layers.0")
+_EAGLE_3_LAYERS = _eagle_3("layers.{j}")
 _MTP_DEEPSEEK = _module(
     "model.layers.{i}", "model.layers.{i}.enorm", "model.layers.{i}.hnorm",
     "model.layers.{i}.eh_proj", "model.layers.{i}.shared_head.norm")
@@ -76,10 +90,10 @@ _MTP_SPECULATORS = _module(*(f"mtp_layers.{{i}}{rest}" for rest in (
     ".final_layernorm")))
 
 
-def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
-  """Returns the fields of a feature layer that describe its decoder layer."""
+def _layers(found: Found, keys: Keys, several: bool = False) -> dict[str, Any]:
+  """Returns the fields of a feature layer that describe its decoder layers."""
   layers = max(1, found.count(r"layers\.(\d+)\."))
-  if layers != 1:
+  if layers != 1 and not several:
     found.fail(f"has {layers} layers; specjax reads feature layers of one "
                "decoder layer: take a drafter with one layer")
   return found.layer(keys, layers) | dict(
@@ -89,7 +103,7 @@ def _one_layer(found: Found, keys: Keys) -> dict[str, Any]:
 def _read_eagle1(found: Found) -> FeatureHeads:
   """Reads EAGLE-1 and 2, whose feature is the input of the target's LM head."""
   keys = found.keys()
-  fields = _one_layer(found, keys)
+  fields = _layers(found, keys)
   for name in ("qkv_bias", "eagle_fc_bias"):
     keys(name)
   bias = "fc.bias" in found.tensors
@@ -130,7 +144,8 @@ def _read_eagle3(found: Found, *, bare: bool = False) -> FeatureHeads:
       **fields, forecasts=depth, final_norm="own" if head_norm else None)
 
 
-def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
+def _eagle3_fields(found: Found, keys: Keys, outer: Keys,
+                   several: bool = False) -> dict[str, Any]:
   """Returns the fields that all EAGLE-3 files have in common.
 
   Args:
@@ -138,8 +153,9 @@ def _eagle3_fields(found: Found, keys: Keys, outer: Keys) -> dict[str, Any]:
     keys: keys that describe the decoder layer.
     outer: keys of the complete configuration; equal to `keys` unless the layer
       has a nested configuration.
+    several: True if several decoder layers are supported (P-EAGLE).
   """
-  fields = _one_layer(found, keys)
+  fields = _layers(found, keys, several)
   norms = [name for name, key in (("each", "fc_norm"), ("all", "norm_before_fc")
                                   ) if outer(key)]
   if len(norms) > 1:
@@ -173,6 +189,38 @@ def _read_eagle3_speculators(found: Found) -> FeatureHeads:
       **fields, forecasts=num_steps(outer),
       norm_before_residual=outer.switch("norm_before_residual", False),
       feed_normed=outer.switch("norm_output", False))
+  for given in (keys, outer):
+    given.refuse_others()
+  return heads
+
+
+def _read_peagle(found: Found, *, nested: bool) -> PEagleHeads:
+  """Reads P-EAGLE of speculators or SpecForge.
+
+  Args:
+    found: files of the drafter.
+    nested: True if the layers have a nested configuration (speculators).
+  """
+  outer = found.keys()
+  keys = (found.keys(outer, "transformer_layer_config") if nested else outer)
+  found.used.update(OF_VERIFIER)
+  mask = outer("mask_token_id")
+  if mask is None:
+    found.fail("has no mask_token_id in its configuration; add the id of the "
+               "token with which it was trained as mask")
+  fields = _eagle3_fields(found, keys, outer, several=True)
+  outer.ignore("norm_output")  # no draft step reads another one's output
+  heads = PEagleHeads(
+      **fields, forecasts=(num_steps(outer) if nested else
+                           outer.size("num_lookahead_tokens", DEPTH)),
+      norm_before_residual=outer.switch("norm_before_residual", False),
+      mask_token=mask)
+  # In shorter windows, a mask of speculators sees masks that it would not see
+  # in an inference server.
+  if 0 < max(heads.windows, default=0) < heads.forecasts:
+    found.fail(f"has sliding_window {max(heads.windows)} and "
+               f"{heads.forecasts} draft tokens; specjax supports only windows "
+               "that are at least as long as a draft")
   for given in (keys, outer):
     given.refuse_others()
   return heads
@@ -321,6 +369,15 @@ def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
       norm_output=heads.feed_normed)
 
 
+def _write_peagle_speculators(heads: PEagleHeads) -> dict[str, Any]:
+  return speculators_keys(
+      heads, "peagle", "PEagleSpeculator", layer_keys(heads, heads.windows),
+      **_eagle3_keys(heads),
+      eagle_aux_hidden_state_layer_ids=list(heads.taps),
+      norm_before_residual=heads.norm_before_residual,
+      mask_token_id=heads.mask_token)
+
+
 def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
   return speculators_keys(heads, "mtp", "MTPDraftModel", layer_keys(heads),
                           num_nextn_predict_layers=1)
@@ -332,17 +389,29 @@ def _with_own_head(heads: Eagle3Heads) -> Eagle3Heads:
           if heads.narrow_head else heads)
 
 
-def _own_head_params(form: Eagle3Heads, heads: Eagle3Heads,
-                     params: chex.ArrayTree, target_params: chex.ArrayTree
-                     ) -> Any:
+def _with_copies(heads: Eagle3Heads) -> Eagle3Heads:
+  """Returns heads that also store a copy of the target's embedding.
+
+  Files of speculators have it. Its loader does not define a missing embedding.
+  """
+  return dataclasses.replace(_with_own_head(heads), own_embedding=True)
+
+
+def _copied_params(form: Eagle3Heads, heads: Eagle3Heads,
+                   params: chex.ArrayTree, target_params: chex.ArrayTree
+                   ) -> Any:
+  copies = {}
   if form.own_head and not heads.own_head:
-    return {**params, "head": heads.columns(target_params)}
-  return params
+    copies["head"] = heads.columns(target_params)
+  if form.own_embedding and not heads.own_embedding:
+    copies["embedding"] = target_params["embedding"]
+  return {**params, **copies}
 
 
 _eagle3 = functools.partial(
-    Writer, form=_with_own_head, params=_own_head_params,
+    Writer, form=_with_own_head, params=_copied_params,
     ids=lambda heads: heads.ids)
+_speculators = functools.partial(_eagle3, form=_with_copies)
 # Inference servers read the layouts that have a writer: vLLM reads "eagle1" and
 # the layouts of speculators, SGLang reads SpecForge's. If files do not name
 # their layout, the first layout whose `sign` matches a tensor name is used.
@@ -350,7 +419,8 @@ _eagle3 = functools.partial(
 LAYOUTS = {
     "eagle3 of speculators": Layout(
         kind="eagle3", read=_read_eagle3_speculators, names=_EAGLE_3_LAYERS,
-        algorithm="eagle3", write=_eagle3(config=_write_eagle3_speculators)),
+        algorithm="eagle3",
+        write=_speculators(config=_write_eagle3_speculators)),
     "eagle3 of specforge": Layout(
         kind="eagle3", read=functools.partial(_read_eagle3, bare=True),
         names=_EAGLE_3, architectures=("LlamaForCausalLMEagle3",),
@@ -361,6 +431,13 @@ LAYOUTS = {
     "eagle3": Layout(
         kind="eagle3", read=_read_eagle3, names=_EAGLE_3,
         sign=r"midlayer\."),
+    "peagle of speculators": Layout(
+        kind="peagle", read=functools.partial(_read_peagle, nested=True),
+        names=_EAGLE_3_LAYERS, algorithm="peagle",
+        write=_speculators(config=_write_peagle_speculators)),
+    "peagle of specforge": Layout(
+        kind="peagle", read=functools.partial(_read_peagle, nested=False),
+        names=_EAGLE_3_LAYERS, architectures=("PEagleDraftModel",)),
     "mtp of speculators": Layout(
         kind="mtp", read=_read_mtp_speculators, names=_MTP_SPECULATORS,
         algorithm="mtp", write=Writer(config=_write_mtp_speculators)),
