@@ -12,9 +12,8 @@ import sys
 from typing import Any
 
 import chex
-import numpy as np
 
-from specjax.methods.blocks.published import Row
+from specjax.methods.blocks.published import Expanded
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
 from specjax.methods.features.eagle import PEagleHeads
@@ -53,16 +52,6 @@ def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
       "module_{i}.fusion": fusion, "module_{i}.final_norm": final_norm})
 
 
-class _Features(Row):
-  """Vector stored as a tensor `[1, 1, F]`."""
-
-  def shapes(self, config, shape):
-    return [(1, 1, *shape)]
-
-  def split(self, config, x):
-    return [np.asarray(x)[None, None]]
-
-
 def _eagle_3(layer: str) -> Table:
   # Only the first layer has no `attention_norm`: it normalises its two inputs.
   first = layer.format(j=0)
@@ -72,7 +61,8 @@ def _eagle_3(layer: str) -> Table:
       "module_{i}.embedding_norm": f"{first}.input_layernorm",
       "module_{i}.hidden_norm": f"{first}.hidden_norm",
       "module_{i}.final_norm": "norm",
-      "mask_hidden": _Features(("mask_hidden",), ending="")})
+      "mask_hidden": Expanded(
+          ("mask_hidden",), ending="", at=(0, 1))})
 
 
 _EAGLE_1 = decoder_layer("layers.{j}", "module_{i}.", "{j}") | table({
