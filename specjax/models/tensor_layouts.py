@@ -47,7 +47,7 @@ def _query_key_value(c: TransformerConfig, x: np.ndarray
   The parts of a bias are `[K, G or 1, H]`.
   """
   if x.ndim == 1:
-    x = x.reshape(c.kv_heads, c.group + 2, c.head_dim)
+    x = x.reshape(c.kv_heads, -1, c.head_dim)
   else:
     x = np.moveaxis(x, 0, -1)
   return x[:, :-2], x[:, -2:-1], x[:, -1:]
@@ -64,7 +64,11 @@ def stacked(c: TransformerConfig, x: np.ndarray) -> Views:
 
 
 def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Stores query, key and value per head in one tensor (GPT-NeoX)."""
+  """Stores the parts on the second axis in one tensor, one after another.
+
+  They are query, key and value per head (GPT-NeoX), or the three inputs of a
+  short convolution (LFM2).
+  """
   if x.ndim == 1:
     return [[x]]
   return [[np.moveaxis(x, 0, -1)]]
@@ -81,6 +85,32 @@ def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
 
   query, key, value = _query_key_value(c, x)
   return [[pairs(query)], [pairs(key)], [value]]
+
+
+def _delta_parts(c: TransformerConfig, x: np.ndarray) -> list[np.ndarray]:
+  """Returns the inputs of Gated DeltaNet, each `[key heads, rows, D]`.
+
+  They are query, key, value, gate, step size and decay.
+  """
+  r = c.recurrent
+  ends = np.cumsum([*r.widths, r.widths[2], r.heads])
+  return [part.reshape(r.key_heads, -1, part.shape[-1])
+          for part in np.split(x.T, ends)]
+
+
+def delta_apart(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Stores query, key and value in one tensor, and the others in three."""
+  *inputs, gate, step, decay = _delta_parts(c, x)
+  return [inputs, [gate], [step], [decay]]
+
+
+def delta_by_head(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Stores query, key, value and gate per key head, then step size and decay.
+  """
+  *wide, step, decay = _delta_parts(c, x)
+  by_head = lambda parts: [part[i] for i in range(c.recurrent.key_heads)
+                           for part in parts]
+  return [by_head(wide), by_head([step, decay])]
 
 
 def _gate_and_up(c: TransformerConfig, x: np.ndarray
@@ -117,6 +147,7 @@ class Stored:
   inputs_first: bool = False
   offset: float = 0.0
   axes: ClassVar[int] = 0
+  suffix: ClassVar[str | None] = None  # of the names; None: weight or bias
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
              ) -> list[tuple[int, ...]]:
@@ -212,6 +243,26 @@ class Same(Stored):
     return [x]
 
 
+class Bare(Same):
+  """A tensor without `.weight` in its name."""
+
+  suffix: ClassVar[str] = ""
+
+
+class Taps(Stored):
+  """Kernel `[K, C]` of a depthwise convolution, stored as `[C, 1, K]`."""
+
+  def shapes(self, config, shape):
+    return [(shape[1], 1, shape[0])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.ascontiguousarray(tensor.read(dtype)[:, 0].T)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(x.T[:, None])]
+
+
 @dataclasses.dataclass(frozen=True)
 class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.
@@ -279,9 +330,11 @@ def locate(table: Table, path: str, shape: tuple[int, ...],
   for letter in numbers:
     module = re.sub(r"_\d+", f"_{{{letter}}}", module, count=1)
   stored = table[module]
-  suffix = "bias" if path.endswith("bias") else "weight"
+  suffix = stored.suffix
+  if suffix is None:
+    suffix = ".bias" if path.endswith("bias") else ".weight"
   if "i" in numbers:
     numbers["i"] += sizes.get("first", 0)
   return stored, [
-      f"{name.format(*index, **sizes, **numbers)}.{suffix}"
+      f"{name.format(*index, **sizes, **numbers)}{suffix}"
       for name in stored.names for index in np.ndindex(shape[:stored.axes])]
