@@ -281,7 +281,7 @@ class Attention(nn.Module):
 
   The kernel is `[D, K, G + 2, H]`. For each of K key-value heads, it contains G
   query heads, the key and the value, all of width H. A mesh can split all of
-  them along K. With a gate, the gate of each query head follows the query, so
+  them along K. With gates, those of the G query heads follow the queries, so
   the kernel is `[D, K, 2 * G + 2, H]`.
   """
 
@@ -313,7 +313,7 @@ class Attention(nn.Module):
       qkv = qkv[:, :ancestors.shape[1]]
       query, key, value = jnp.split(qkv, [queries, queries + 1], axis=3)
       if c.attention_gate:
-        query, gate = query[:, :, :, ::2], query[:, :, :, 1::2]
+        query, gate = jnp.split(query, 2, axis=3)
       query = query.reshape(*qkv.shape[:2], c.heads, c.head_dim)
       key, value = key[:, :, :, 0], value[:, :, :, 0]
       query, key = self._prepared(query, key, rotation)
