@@ -21,6 +21,7 @@ the mask of the system contains the ancestors in a tree (compare STree, Wu et
 al. 2025, arXiv:2505.14969). Prompts are read with the same formulas.
 """
 
+import functools
 from typing import Any
 
 from flax import struct
@@ -33,6 +34,7 @@ from specjax.caches.dense import KVCache
 from specjax.interfaces import Cache
 
 _NEVER = np.iinfo(np.int32).max
+_FEW = 32  # nodes of a draft
 
 
 @struct.dataclass
@@ -254,7 +256,7 @@ def _advanced(state: LayerState, new: Contributions, path: jax.Array,
   if state.matrix is None:
     return state.replace(tail=tail)
   steps = jnp.arange(path.shape[1])
-  nodes = jnp.arange(new.inputs.shape[1])
+  nodes = np.arange(new.inputs.shape[1])
   taken = (path[..., None] == nodes) & (steps < count[:, None])[..., None]
   taken = taken.any(1)[:, None]  # [B, 1, T]
   last = jnp.take_along_axis(path, jnp.maximum(count - 1, 0)[:, None], axis=1)
@@ -262,7 +264,14 @@ def _advanced(state: LayerState, new: Contributions, path: jax.Array,
   total = jnp.where(count[:, None, None] > 0, total, 0)
   # Nodes that are not on the path may be NaN, if their row has failed.
   weight = jnp.exp(jnp.where(taken, total - new.decays, 0))[..., None]
-  taken = taken[..., None]
-  added = _einsum("bhtd,bhte->bhde", jnp.where(taken, weight * new.keys, 0),
-                  jnp.where(taken, new.writes, 0))
+  keys, writes = (jnp.where(taken[..., None], x, 0)
+                  for x in (weight * new.keys, new.writes))
+  product = functools.partial(_einsum, "bhtd,bhte->bhde")
+  # Except on a TPU, a product is a second array of the state's size, but XLA
+  # merges a sum of few terms and the state into one loop.
+  terms = lambda keys, writes: sum(
+      keys[:, :, i, :, None] * writes[:, :, i, None] for i in nodes)
+  added = jax.lax.platform_dependent(
+      keys, writes, tpu=product,
+      default=terms if len(nodes) <= _FEW else product)
   return LayerState(tail, jnp.exp(total)[..., None] * state.matrix + added)
