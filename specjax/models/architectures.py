@@ -137,14 +137,14 @@ ARCHITECTURES = {
             norm_eps=1e-5, rope_theta=1e6, conv_L_cache=3,
             num_key_value_heads=8, max_position_embeddings=128_000,
             block_multiple_of=256, block_ffn_dim_multiplier=1.0)),
-    "qwen3_next": Architecture(
-        read=settings.qwen3_next, names=tensor_names.QWEN_3_NEXT,
-        transformers="Qwen3NextForCausalLM", defaults=_HYBRID | dict(
-            num_experts=512, decoder_sparse_step=1, num_key_value_heads=2)),
     "qwen3_5_text": Architecture(
         read=settings.qwen3_5, names=tensor_names.QWEN_3_5,
         transformers="Qwen3_5ForCausalLM", defaults=_HYBRID | dict(
             num_key_value_heads=4)),
+    "qwen3_next": Architecture(
+        read=settings.qwen3_next, names=tensor_names.QWEN_3_NEXT,
+        transformers="Qwen3NextForCausalLM", defaults=_HYBRID | dict(
+            num_experts=512, decoder_sparse_step=1, num_key_value_heads=2)),
     "gpt2": Architecture(
         read=settings.gpt2, names=tensor_names.GPT_2, prefix="transformer.",
         transformers="GPT2LMHeadModel", tied=True, defaults=dict(

@@ -227,14 +227,14 @@ class TransformerConfig:
     """Returns the attention window of a layer in tokens; 0 means no limit."""
     return self.windows[layer] if self.windows else 0
 
-  def kind(self, layer: int) -> str:
+  def layer_kind(self, layer: int) -> str:
     """Returns the kind of a layer, see `RecurrentLayers.kinds`."""
     return self.recurrent.kinds[layer] if self.recurrent else "attention"
 
-  def slot(self, layer: int) -> int:
+  def cache_slot(self, layer: int) -> int:
     """Returns the index of a layer in its cache.
 
     A cache has one list of all layers with attention and one of all others.
     """
-    attends = [self.kind(i) == "attention" for i in range(layer + 1)]
+    attends = [self.layer_kind(i) == "attention" for i in range(layer + 1)]
     return attends[:layer].count(attends[layer])

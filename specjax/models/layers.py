@@ -293,7 +293,7 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, tables, ancestors, cache, adapted=None):
     c, window = self.config, self.config.window(self.layer)
-    slot = c.slot(self.layer) if self.slot is None else self.slot
+    slot = c.cache_slot(self.layer) if self.slot is None else self.slot
     queries = c.group * (1 + c.attention_gate)
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
@@ -400,7 +400,7 @@ class ShortConvolution(nn.Module):
     out = _convolved(self, recurrent.windows(state.tail, x, ancestors))
     if cache is not None:
       cache = cache.contribute(
-          c.slot(self.layer), recurrent.Contributions(x))
+          c.cache_slot(self.layer), recurrent.Contributions(x))
     return Linear((c.width,), name="out")(gate * out, adapted), cache
 
 
@@ -443,7 +443,7 @@ class DeltaNet(nn.Module):
         ancestors)
     if cache is not None:
       cache = cache.contribute(
-          c.slot(self.layer), recurrent.Contributions(inputs, *new))
+          c.cache_slot(self.layer), recurrent.Contributions(inputs, *new))
     out = Norm(dataclasses.replace(c, norm_plus_one=False), rms=True,
                name="norm")(out.swapaxes(1, 2).astype(x.dtype))
     out = out.reshape(gate.shape) * nn.silu(gate.astype(wide))
@@ -460,7 +460,7 @@ def _state(config: TransformerConfig, layer: int, cache: Any,
         "in one pass; use this model as the target")
   states = empty_states(config, len(x), x.dtype) if cache is None else (
       cache.states)
-  return states[config.slot(layer)]
+  return states[config.cache_slot(layer)]
 
 
 def _convolved(module: nn.Module, windows: jax.Array) -> jax.Array:
@@ -553,13 +553,13 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
   if i in both.attention:
     if read is None:
       read = norm(c.pre_norm, f"attention_norm_{i}", x)
-    if c.kind(i) == "attention":
+    if c.layer_kind(i) == "attention":
       slot = sublayers and sublayers.slot(i)
       out, cache = Attention(c, i, slot, name=f"attention_{i}")(
           read, tables, ancestors, cache, adapted)
     else:
-      layer = {"conv": ShortConvolution, "delta": DeltaNet}[c.kind(i)]
-      out, cache = layer(c, i, name=f"{c.kind(i)}_{i}")(
+      layer = {"conv": ShortConvolution, "delta": DeltaNet}[c.layer_kind(i)]
+      out, cache = layer(c, i, name=f"{c.layer_kind(i)}_{i}")(
           read, ancestors, cache, adapted)
     out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:

@@ -150,7 +150,8 @@ def lfm2(keys: Keys) -> Fields:
       keys.agreed(values)
   if keys.switch("conv_bias", False):
     keys.refuse("conv_bias", True)
-  inner = keys.size("block_ff_dim", keys.size("intermediate_size"))
+  inner = keys.size("block_ff_dim" if keys("block_ff_dim")
+                    else "intermediate_size")
   multiple, factor = keys.size("block_multiple_of"), keys(
       "block_ffn_dim_multiplier")
   if keys.switch("block_auto_adjust_ff_dim", True):

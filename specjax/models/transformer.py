@@ -178,7 +178,7 @@ class Transformer(Model):
     """
     c, dtype = self.config, params["embedding"].dtype
     if layers is None:
-      layers = sum(c.kind(i) == "attention" for i in range(c.layers))
+      layers = sum(c.layer_kind(i) == "attention" for i in range(c.layers))
     cache = self.cache.empty(
         layers=layers, batch=batch, heads=c.kv_heads, capacity=capacity,
         head_dim=c.head_dim, dtype=dtype)

@@ -7,6 +7,7 @@ examples of docs/extending.md, short and correct.
 
 from contributed import CHAIN
 from contributed import Contributed
+from contributed import on_states
 from contributed import pair
 from contributed import part_of_target
 from contributed import paths
@@ -197,6 +198,19 @@ DRAFTERS = {
         Best(3, top_k=2, num_nodes=7)),
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
+    "recurrent target, a chain with a controller": lambda: on_states(
+        DRAFTERS["chain with a controller"]()),
+    "recurrent target, a tree": lambda: on_states(
+        DRAFTERS["tree without_replacement"]()),
+    "recurrent target, EAGLE-2's tree of EAGLE-1": lambda: on_states(
+        DRAFTERS["EAGLE-2 tree"]()),
+    "recurrent target, EAGLE-3": lambda: on_states(
+        DRAFTERS["EAGLE-3 chain with a stop rule"]()),
+    "recurrent target, one module used again": lambda: on_states(
+        DRAFTERS["MTP, one module used again"]()),
+    "recurrent target, Medusa": lambda: on_states(
+        DRAFTERS["Medusa without_replacement"]()),
+    "recurrent target, NGram": lambda: on_states(DRAFTERS["NGram"]()),
     "your cache": lambda: with_cache(examples.SlotCache),
     "Paged": lambda: with_cache(sj.caches.Paged(page=16)),
     "your drafter and rule": lambda: Contributed(
@@ -209,7 +223,8 @@ DRAFTERS = {
 QUICK = {
     "Empty", "chain", "chain with a controller", "tree hybrid",
     "EAGLE-2 tree of a language model", "Medusa top_k",
-    "EAGLE-3 chain with a stop rule", "NGram", "Recycling"}
+    "EAGLE-3 chain with a stop rule", "NGram", "Recycling",
+    "recurrent target, a tree"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
