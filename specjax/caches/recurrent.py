@@ -10,15 +10,15 @@ per node: a node takes `Dk + Dv + 1` numbers per head instead of `Dk * Dv`.
 
 Two states exist. A short convolution reads its last inputs, and the
 contribution of a node is its input. Gated DeltaNet (Yang et al. 2024,
-arXiv:2412.06464, eq. 10) has a matrix S per head, with
+arXiv:2412.06464) has a matrix S per head, with the gated delta rule
 
   S <- a S + k w^T,   w = b (v - a S^T k),   out = S^T q
 
-for query q, key k, value v, decay a and step size b of a token. Its contribution
-is (k, w, log a). The w of all nodes solve one triangular system, as in the
-chunked form of DeltaNet (Yang et al. 2024, arXiv:2406.06484, section 3.2). Here
-the mask of the system contains the ancestors in a tree (compare STree, Wu et
-al. 2025, arXiv:2505.14969). Prompts are read with the same formulas.
+for query q, key k, value v, decay a and step size b of a token. The
+contribution of a node is (k, w, log a). The w of all nodes solve one triangular
+system, as in the chunked form of DeltaNet (Yang et al. 2024, arXiv:2406.06484).
+Here the mask of the system contains the ancestors in a tree (compare STree, Wu
+et al. 2025, arXiv:2505.14969). Prompts are read with the same formulas.
 """
 
 import functools

@@ -104,8 +104,8 @@ class TransformerConfig:
     query_scale: factor on attention scores. None means head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
     tie_embeddings: if True, the embedding table is also the LM head.
-    attention_gate: if True, the output of attention is multiplied by the sigmoid
-      of a gate. The gate is projected together with the query (Qwen3-Next).
+    attention_gate: if True, multiply the output of attention by the sigmoid of
+      a gate, which is projected together with the query (Qwen3-Next).
     recurrent: kinds and sizes of recurrent layers. None means that all layers
       have attention.
     features: hidden states to concatenate into `hidden`, in this order. Integer
@@ -204,8 +204,8 @@ class TransformerConfig:
       raise ValueError(f"windows is {self.windows}; it must have one number, "
                        f"at least 0, for each of the {self.layers} layers")
     if self.recurrent and len(self.recurrent.kinds) != self.layers:
-      raise ValueError(f"kinds is {self.recurrent.kinds}; it must have one kind "
-                       f"for each of the {self.layers} layers")
+      raise ValueError(f"kinds is {self.recurrent.kinds}; it must have one "
+                       f"kind for each of the {self.layers} layers")
     if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
       raise ValueError(
           f"head_dim is {self.head_dim} and rope_fraction "

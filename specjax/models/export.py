@@ -32,7 +32,6 @@ from specjax.models.transformer import Transformer
 from specjax.models.weights import places
 from specjax.utils.files import write_json
 
-
 _TYPES = {"conv": "conv", "delta": "linear_attention"}
 
 

@@ -83,8 +83,6 @@ def _compile(tree):
       jax.sharding.SingleDeviceSharding(chip), tree)
   compiled = program.compile()
   text = compiled.as_text()
-  if len(sys.argv) > 2:
-    pathlib.Path(sys.argv[2]).write_text(text)
   read = hlo.Program(text)
   size = lambda tree: sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -94,12 +92,23 @@ def _compile(tree):
       "weights": size(params), "cache": size(cache), "states": size(states),
       "writes": [(op.name, op.kind) for _, where, op in read.executed
                  if size(states[:1]) in read.written(where, op)],
-      "reads": [(op.name, op.kind) for _, where, op in read.executed
-                if size(states[:1]) in read.read(where, op)],
-      "loops": read.loops, "cycles": read.cycles,
+      "cycles": read.cycles,
       "temporaries": compiled.memory_analysis().temp_size_in_bytes,
       "aliased": compiled.memory_analysis().alias_size_in_bytes,
       "host": re.findall(r"is_host_transfer=true|infeed\(|outfeed\(", text)}))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+def test_a_round_reads_and_writes_each_state_once(draft):
+  # Broken: a state is copied, is stored for every node, or has another layout
+  # in the pass than in the commit; or a loop over nodes waits for the host.
+  found = tpu_processes.answer(__file__, draft)
+  floor = found["weights"] + found["cache"] + found["states"]
+  assert found["moved"] < 1.05 * floor, found
+  assert len(found["writes"]) == _STATES["kinds"].count("delta"), found
+  assert found["aliased"] >= found["cache"] and not found["host"], found
+  assert found["temporaries"] < 0.1 * found["states"], found
 
 
 if __name__ == "__main__":

@@ -155,14 +155,14 @@ def _apart(sizes, rows=None, patch=lambda: None):
 
 def test_the_state_of_every_path_of_all_small_trees():
   # Broken: a state has tokens of other branches, of rejected nodes or of the
-  # padding, or lacks some of the path; or the next draft starts from it wrongly.
+  # padding, or lacks some of the path; or the next draft starts from another.
   assert _apart((_SMALL, _SMALL)) < _ROUNDING
 
 
 @pytest.mark.parametrize("size", [12, pytest.param(
     40, marks=pytest.mark.slow)])
 def test_the_state_of_random_paths_of_larger_trees(size):
-  # Broken: the same for deep trees, or for more nodes than are added one by one.
+  # Broken: the same for deep trees, or for drafts of many nodes.
   assert _apart((size,), rows=200) < _ROUNDING
 
 
@@ -288,9 +288,9 @@ def test_what_a_state_cannot_do_is_refused():
   with pytest.raises(ValueError, match="in one pass"):
     model.init_cache(params, 1, 8).reserve(2)
   with pytest.raises(ValueError, match="1 of 2 nodes"):
-    jax.eval_shape(
-        model, params, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32),
-        jnp.ones((1, 1, 2), bool), model.init_cache(params, 1, 8))
+    one = jnp.ones((1, 1), jnp.int32)
+    jax.eval_shape(model, params, one, one, jnp.ones((1, 1, 2), bool),
+                   model.init_cache(params, 1, 8))
   for kinds, sizes, named in (
       (("conv",), {}, "kinds"), (("attention", "mamba"), {}, "kinds"),
       (("attention", "conv"), dict(taps=1), "taps"),
