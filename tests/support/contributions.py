@@ -198,8 +198,12 @@ DRAFTERS = {
         Best(3, top_k=2, num_nodes=7)),
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
+    # Its drafts are often rejected, so they are almost free, or the controller
+    # would not draft.
     "recurrent target, a chain with a controller": lambda: on_states(
-        DRAFTERS["chain with a controller"]()),
+        Contributed(with_model(Chain(3)), sj.verifiers.Block(),
+                    controller=sj.decoding.Controller(
+                        lengths=(0, 1, 3), seconds=(1.0, 1.001, 1.002)))),
     "recurrent target, a tree": lambda: on_states(
         DRAFTERS["tree without_replacement"]()),
     "recurrent target, EAGLE-2's tree of EAGLE-1": lambda: on_states(
