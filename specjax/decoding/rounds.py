@@ -114,6 +114,11 @@ def check_slack(part: Model | Drafter, tokens: int) -> None:
   Raises:
     ValueError: the slack of the cache is below `tokens`.
   """
+  if not part.slack:
+    raise ValueError(
+        "the draft model has recurrent layers, and rejected tokens cannot be "
+        "removed from their state; use this model as the target, and draft "
+        "with heads, n-grams or a model whose layers all have attention")
   if part.slack < tokens:
     raise ValueError(
         f"the cache of the draft model has slack={part.slack}, and up to "

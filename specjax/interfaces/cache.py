@@ -129,7 +129,8 @@ class Cache:
     """Sets the lengths `[B]` of the prompts that the next passes read.
 
     Tokens at later positions are padding. The setting applies until `rollback`
-    removes tokens.
+    removes tokens. `read_prompt` also removes the last token of the prompt, so
+    a cache that cannot remove it may leave it out.
     """
     return self._each(lambda cache: cache.until(lengths))
 

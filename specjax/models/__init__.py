@@ -5,6 +5,7 @@ from specjax.models import cache_views
 from specjax.models import quantization
 from specjax.models.checkpoint import load_model
 from specjax.models.checkpoint import save_model
+from specjax.models.configuration import RecurrentLayers
 from specjax.models.configuration import TransformerConfig
 from specjax.models.contrastive import Contrastive
 from specjax.models.export import export_pretrained
@@ -29,6 +30,7 @@ __all__ = [
     "Masked",
     "Pretrained",
     "QuantizedMatrix",
+    "RecurrentLayers",
     "RopeScaling",
     "Shortened",
     "Sublayers",

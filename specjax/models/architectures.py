@@ -83,6 +83,12 @@ _GEMMA_2 = _GEMMA | dict(
 _QWEN = _SILU | dict(max_position_embeddings=32768, max_window_layers=28,
                      sliding_window=4096)
 
+_HYBRID = _SILU | dict(
+    head_dim=256, partial_rotary_factor=0.25, max_position_embeddings=32768,
+    linear_conv_kernel_dim=4, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_num_key_heads=16,
+    linear_num_value_heads=32)
+
 ARCHITECTURES = {
     "llama": Architecture(
         read=settings.llama, names=tensor_names.LLAMA,
@@ -124,6 +130,21 @@ ARCHITECTURES = {
             vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4,
             max_position_embeddings=131_072, rope_theta=1e6,
             rope_local_base_freq=1e4)),
+    "lfm2": Architecture(
+        read=settings.lfm2, names=tensor_names.LFM_2,
+        transformers="Lfm2ForCausalLM", tied=True, even_width=True,
+        defaults=dict(
+            norm_eps=1e-5, rope_theta=1e6, conv_L_cache=3,
+            num_key_value_heads=8, max_position_embeddings=128_000,
+            block_multiple_of=256, block_ffn_dim_multiplier=1.0)),
+    "qwen3_5_text": Architecture(
+        read=settings.qwen3_5, names=tensor_names.QWEN_3_5,
+        transformers="Qwen3_5ForCausalLM", defaults=_HYBRID | dict(
+            num_key_value_heads=4)),
+    "qwen3_next": Architecture(
+        read=settings.qwen3_next, names=tensor_names.QWEN_3_NEXT,
+        transformers="Qwen3NextForCausalLM", defaults=_HYBRID | dict(
+            num_experts=512, decoder_sparse_step=1, num_key_value_heads=2)),
     "gpt2": Architecture(
         read=settings.gpt2, names=tensor_names.GPT_2, prefix="transformer.",
         transformers="GPT2LMHeadModel", tied=True, defaults=dict(

@@ -6,11 +6,55 @@ from specjax.models.rotary import RopeScaling
 from specjax.utils import fields
 
 FINAL = "final"  # name of the hidden state before the LM head
+KINDS = ("attention", "conv", "delta")
 _CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh"),
     "norm": ("rms", "layer"),
     "qk_norm": (None, "head", "all"),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentLayers:
+  """Layers with a recurrent state in place of attention.
+
+  Attributes:
+    kinds: kind of each layer: "attention", "conv" (the gated short convolution
+      of LFM2) or "delta" (Gated DeltaNet, arXiv:2412.06464).
+    taps: number of tokens that a short convolution reads, including the current
+      token.
+    heads: number of value heads of a "delta" layer, each with a state.
+    key_heads: number of its query and key heads, a divisor of `heads`.
+    key_dim: width of a query or a key.
+    value_dim: width of a value.
+  """
+
+  kinds: tuple[str, ...]
+  taps: int
+  heads: int = 0
+  key_heads: int = 0
+  key_dim: int = 0
+  value_dim: int = 0
+
+  def __post_init__(self):
+    object.__setattr__(self, "kinds", tuple(self.kinds))
+    if not {"attention"} < {*self.kinds} <= {*KINDS}:
+      raise ValueError(f"kinds is {self.kinds}; each must be one of {KINDS}, "
+                       "with at least one 'attention' and one other kind")
+    fields.check_at_least("taps", self.taps, 2, ": a convolution of one token "
+                          "has no state")
+    if "delta" in self.kinds:
+      fields.check_fields(self, "heads", "key_heads", "key_dim", "value_dim")
+      if self.heads % self.key_heads:
+        raise ValueError(f"heads is {self.heads} and key_heads "
+                         f"{self.key_heads}; heads must be a multiple of "
+                         "key_heads")
+
+  @property
+  def widths(self) -> tuple[int, int, int]:
+    """Returns the widths of all queries, keys and values of a "delta" layer."""
+    keys = self.key_heads * self.key_dim
+    return keys, keys, self.heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +104,10 @@ class TransformerConfig:
     query_scale: factor on attention scores. None means head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
     tie_embeddings: if True, the embedding table is also the LM head.
+    attention_gate: if True, multiply the output of attention by the sigmoid of
+      a gate, which is projected together with the query (Qwen3-Next).
+    recurrent: kinds and sizes of recurrent layers. None means that all layers
+      have attention.
     features: hidden states to concatenate into `hidden`, in this order. Integer
       i is the residual stream before layer i, from 0. `layers` is the output of
       the last layer, before the final norm. "final" is the input of the LM
@@ -103,6 +151,8 @@ class TransformerConfig:
   query_scale: float | None = None
   embedding_scale: float = 1.0
   tie_embeddings: bool = True
+  attention_gate: bool = False
+  recurrent: RecurrentLayers | None = None
   features: tuple[int | str, ...] = ()
   lookahead: int = 0
   lookahead_rank: int = 0
@@ -112,6 +162,8 @@ class TransformerConfig:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     if isinstance(self.rope_scaling, dict):  # read from a JSON file
       object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+    if isinstance(self.recurrent, dict):
+      object.__setattr__(self, "recurrent", RecurrentLayers(**self.recurrent))
     sizes = ("vocab_size", "width", "layers", "heads", "kv_heads",
              "head_dim", "mlp_width", "context_length")
     fields.check_fields(
@@ -151,6 +203,9 @@ class TransformerConfig:
                          or min(self.windows) < 0):
       raise ValueError(f"windows is {self.windows}; it must have one number, "
                        f"at least 0, for each of the {self.layers} layers")
+    if self.recurrent and len(self.recurrent.kinds) != self.layers:
+      raise ValueError(f"kinds is {self.recurrent.kinds}; it must have one "
+                       f"kind for each of the {self.layers} layers")
     if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
       raise ValueError(
           f"head_dim is {self.head_dim} and rope_fraction "
@@ -171,3 +226,15 @@ class TransformerConfig:
   def window(self, layer: int) -> int:
     """Returns the attention window of a layer in tokens; 0 means no limit."""
     return self.windows[layer] if self.windows else 0
+
+  def layer_kind(self, layer: int) -> str:
+    """Returns the kind of a layer, see `RecurrentLayers.kinds`."""
+    return self.recurrent.kinds[layer] if self.recurrent else "attention"
+
+  def cache_slot(self, layer: int) -> int:
+    """Returns the index of a layer in its cache.
+
+    A cache has one list of all layers with attention and one of all others.
+    """
+    attends = [self.layer_kind(i) == "attention" for i in range(layer + 1)]
+    return attends[:layer].count(attends[layer])

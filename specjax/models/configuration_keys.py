@@ -14,8 +14,11 @@ _HARMLESS = frozenset("""
     _attn_implementation _attn_implementation_autoset _name_or_path
     _num_labels add_bos_token architectures attention_dropout
     attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout custom_pipelines
+    bad_words_ids begin_suppress_tokens block_mlp_init_scale
+    block_out_init_scale block_use_xavier_init bos_token_id
+    cache_implementation
+    chunk_size_feed_forward classifier_dropout conv_use_xavier_init
+    custom_pipelines
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id
@@ -39,7 +42,8 @@ _OFF = (None, False, 0, "", [], {})
 # Keys for which only one value is accepted. It has no effect, and any other
 # value raises an error.
 _PLAIN = {"is_causal": True, "attention.causal": True,
-          "partial_rotary_factor": 1,
+          "partial_rotary_factor": 1, "block_use_swiglu": True,
+          "use_pos_enc": True,
           "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1}
 # Synonyms. If a file contains two names of a key, their values must be equal.
 _NAMES = (
@@ -49,6 +53,7 @@ _NAMES = (
     ("layer_norm_eps", "layer_norm_epsilon"), ("rope_type", "type"),
     ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"),
     ("sliding_window", "sliding_window_size"),
+    ("tie_word_embeddings", "tie_embedding"),
     ("sliding_window_pattern", "_sliding_window_pattern"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}

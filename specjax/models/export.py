@@ -32,6 +32,8 @@ from specjax.models.transformer import Transformer
 from specjax.models.weights import places
 from specjax.utils.files import write_json
 
+_TYPES = {"conv": "conv", "delta": "linear_attention"}
+
 
 def export_pretrained(directory: str | os.PathLike[str], model: Transformer,
                       params: Mapping[str, chex.ArrayTree], *,
@@ -167,10 +169,18 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
       final_logit_softcapping=c.logit_softcap,
       sliding_window=max(c.windows, default=0) or None,
       use_sliding_window=bool(c.windows), max_window_layers=c.layers,
-      layer_types=[SLIDING if c.window(i) else FULL for i in range(c.layers)],
+      layer_types=[_TYPES.get(c.layer_kind(i), SLIDING if c.window(i) else FULL)
+                   for i in range(c.layers)],
+      attn_output_gate=c.attention_gate, norm_eps=c.norm_epsilon,
+      block_auto_adjust_ff_dim=False,
       rope_theta=c.rope_theta, rotary_emb_base=c.rope_theta,
       partial_rotary_factor=c.rope_fraction, rotary_pct=c.rope_fraction,
       rope_local_base_freq=c.local_rope_theta or c.rope_theta)
+  if r := c.recurrent:
+    keys |= dict(
+        conv_L_cache=r.taps, linear_conv_kernel_dim=r.taps,
+        linear_num_value_heads=r.heads, linear_num_key_heads=r.key_heads,
+        linear_key_head_dim=r.key_dim, linear_value_head_dim=r.value_dim)
   if scaling:
     keys["rope_scaling"] = scaling
     if "original_max_position_embeddings" in scaling:

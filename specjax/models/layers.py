@@ -3,6 +3,7 @@
 `Transformer` and feature layers (`models.features`) use these parts.
 """
 
+import dataclasses
 import math
 from typing import Any
 from typing import NamedTuple
@@ -11,8 +12,10 @@ from typing import Self
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import gpu
+from specjax.caches import recurrent
 from specjax.caches.dense import attention_in_block
 from specjax.gpu import layers as gpu_layers
 from specjax.interfaces import Cache
@@ -278,7 +281,8 @@ class Attention(nn.Module):
 
   The kernel is `[D, K, G + 2, H]`. For each of K key-value heads, it contains G
   query heads, the key and the value, all of width H. A mesh can split all of
-  them along K.
+  them along K. With gates, those of the G query heads follow the queries, so
+  the kernel is `[D, K, 2 * G + 2, H]`.
   """
 
   config: TransformerConfig
@@ -289,12 +293,14 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, tables, ancestors, cache, adapted=None):
     c, window = self.config, self.config.window(self.layer)
-    slot = self.layer if self.slot is None else self.slot
+    slot = c.cache_slot(self.layer) if self.slot is None else self.slot
+    queries = c.group * (1 + c.attention_gate)
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None and adapted is None
+             and not c.attention_gate
              and not self.is_mutable_collection("intermediates"))
-    qkv = Linear((c.kv_heads, c.group + 2, c.head_dim), c.qkv_bias,
+    qkv = Linear((c.kv_heads, queries + 2, c.head_dim), c.qkv_bias,
                  in_parts=fused, name="qkv")(x, adapted)
     rotation = tables.local if window else tables.full
     # Some caches do not support these arguments. Pass only those that the model
@@ -305,7 +311,9 @@ class Attention(nn.Module):
       out, cache = cache.attend_new(slot, *qkv, rotation, ancestors, **options)
     else:
       qkv = qkv[:, :ancestors.shape[1]]
-      query, key, value = jnp.split(qkv, [c.group, c.group + 1], axis=3)
+      query, key, value = jnp.split(qkv, [queries, queries + 1], axis=3)
+      if c.attention_gate:
+        query, gate = jnp.split(query, 2, axis=3)
       query = query.reshape(*qkv.shape[:2], c.heads, c.head_dim)
       key, value = key[:, :, :, 0], value[:, :, :, 0]
       query, key = self._prepared(query, key, rotation)
@@ -318,6 +326,8 @@ class Attention(nn.Module):
         cache = cache.append(slot, key, value,
                              after=ancestors.shape[-1] - ancestors.shape[1])
         out = cache.attend(slot, query, ancestors, **options)
+      if c.attention_gate:
+        out = out * jax.nn.sigmoid(gate).reshape(out.shape)
       if out.shape[1] < x.shape[1]:  # the only row, duplicated on a GPU
         out = jnp.concatenate([out, out], axis=1)
     out = Linear((c.width,), c.out_bias, 0.02 * (2 * c.layers) ** -0.5,
@@ -347,6 +357,125 @@ class Attention(nn.Module):
     if self.config.qk_norm == "head":
       return norm(x)
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+
+def empty_states(config: TransformerConfig, batch: int,
+                 dtype: jax.typing.DTypeLike
+                 ) -> tuple[recurrent.LayerState, ...]:
+  """Returns the state before the first token, for every recurrent layer.
+
+  Args:
+    config: configuration of the decoder.
+    batch: B, number of rows.
+    dtype: dtype of the residual stream.
+  """
+  r, wide = config.recurrent, jnp.promote_types(dtype, jnp.float32)
+
+  def empty(kind):
+    channels = config.width if kind == "conv" else sum(r.widths)
+    tail = jnp.zeros((batch, r.taps - 1, channels), dtype)
+    return recurrent.LayerState(tail, None if kind == "conv" else jnp.zeros(
+        (batch, r.heads, r.key_dim, r.value_dim), wide))
+
+  return tuple(empty(kind) for kind in r.kinds if kind != "attention")
+
+
+class ShortConvolution(nn.Module):
+  """Gated short convolution (LFM2).
+
+  out(gate * convolution(inner * x)), where one product computes inner, gate
+  and x, in this order on the third axis of its kernel `[D, 3, D]`.
+  """
+
+  config: TransformerConfig
+  layer: int
+
+  @nn.compact
+  def __call__(self, x, ancestors, cache, adapted=None):
+    c = self.config
+    inner, gate, x = jnp.moveaxis(
+        Linear((3, c.width), name="inputs")(x, adapted), 2, 0)
+    state = _state(c, self.layer, cache, ancestors, x)
+    x = inner * x
+    out = _convolved(self, recurrent.windows(state.tail, x, ancestors))
+    if cache is not None:
+      cache = cache.contribute(
+          c.cache_slot(self.layer), recurrent.Contributions(x))
+    return Linear((c.width,), name="out")(gate * out, adapted), cache
+
+
+class DeltaNet(nn.Module):
+  """Gated DeltaNet, see `caches.recurrent`.
+
+  One product computes the inputs of the convolution (query, key and value of
+  all heads), the output gate, and a step size and a decay for every head, in
+  this order.
+  """
+
+  config: TransformerConfig
+  layer: int
+
+  @nn.compact
+  def __call__(self, x, ancestors, cache, adapted=None):
+    c, r = self.config, self.config.recurrent
+    rows, size = x.shape[:2]
+    keys, _, values = r.widths
+    ends = np.cumsum([2 * keys + values, values, r.heads])
+    inputs, gate, step, decay = jnp.split(
+        Linear((ends[-1] + r.heads,), name="inputs")(x, adapted), ends, axis=2)
+    state = _state(c, self.layer, cache, ancestors, x)
+    mixed = nn.silu(_convolved(
+        self, recurrent.windows(state.tail, inputs, ancestors)))
+    wide = state.matrix.dtype
+    heads = lambda y, count: jnp.repeat(
+        y.astype(wide).reshape(rows, size, count, -1).swapaxes(1, 2),
+        r.heads // count, axis=1)
+    query, key, value = (heads(y, count) for y, count in zip(
+        jnp.split(mixed, [keys, 2 * keys], axis=2),
+        (r.key_heads, r.key_heads, r.heads)))
+    rate, bias = (parameter(self, name, nn.initializers.zeros, (r.heads,))
+                  for name in ("rate", "rate_bias"))
+    decay = -jnp.exp(rate.astype(wide)) * nn.softplus(
+        decay.astype(wide) + bias.astype(wide))
+    out, new = recurrent.delta_rule(
+        state.matrix, _unit(query) * r.key_dim**-0.5, _unit(key), value,
+        decay.swapaxes(1, 2), nn.sigmoid(step.astype(wide)).swapaxes(1, 2),
+        ancestors)
+    if cache is not None:
+      cache = cache.contribute(
+          c.cache_slot(self.layer), recurrent.Contributions(inputs, *new))
+    out = Norm(dataclasses.replace(c, norm_plus_one=False), rms=True,
+               name="norm")(out.swapaxes(1, 2).astype(x.dtype))
+    out = out.reshape(gate.shape) * nn.silu(gate.astype(wide))
+    return Linear((c.width,), name="out")(out.astype(x.dtype), adapted), cache
+
+
+def _state(config: TransformerConfig, layer: int, cache: Any,
+           ancestors: jax.Array, x: jax.Array) -> recurrent.LayerState:
+  """Returns the state of a layer before a pass over `x [B, S, D]`."""
+  if ancestors.shape[1] != ancestors.shape[2]:
+    raise ValueError(
+        f"a pass over {ancestors.shape[1]} of {ancestors.shape[2]} nodes was "
+        "requested from a model with recurrent layers, which evaluate a draft "
+        "in one pass; use this model as the target")
+  states = empty_states(config, len(x), x.dtype) if cache is None else (
+      cache.states)
+  return states[config.cache_slot(layer)]
+
+
+def _convolved(module: nn.Module, windows: jax.Array) -> jax.Array:
+  """Returns the convolution `[B, S, C]` of windows `[B, S, K, C]`."""
+  shape = windows.shape[2:]
+  taps = parameter(
+      module, "taps", nn.initializers.normal(shape[0]**-0.5), shape)
+  wide = jnp.promote_types(windows.dtype, jnp.float32)
+  return jnp.sum(windows.astype(wide) * taps.astype(wide), axis=2).astype(
+      windows.dtype)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+  """Returns vectors of length 1 along the last axis."""
+  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 class MLP(nn.Module):
@@ -424,9 +553,14 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
   if i in both.attention:
     if read is None:
       read = norm(c.pre_norm, f"attention_norm_{i}", x)
-    slot = sublayers and sublayers.slot(i)
-    out, cache = Attention(c, i, slot, name=f"attention_{i}")(
-        read, tables, ancestors, cache, adapted)
+    if c.layer_kind(i) == "attention":
+      slot = sublayers and sublayers.slot(i)
+      out, cache = Attention(c, i, slot, name=f"attention_{i}")(
+          read, tables, ancestors, cache, adapted)
+    else:
+      layer = {"conv": ShortConvolution, "delta": DeltaNet}[c.layer_kind(i)]
+      out, cache = layer(c, i, name=f"{c.layer_kind(i)}_{i}")(
+          read, ancestors, cache, adapted)
     out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out

@@ -57,9 +57,11 @@ _WITHOUT_EFFECT = re.compile(
 _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
                           "encoder_repetition_penalty"), 1)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Tensors of Gemma 3's image encoder. They are skipped, because only the
-# language model is loaded.
-_WITH_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Models with an image encoder, by model_type: the type of their language model.
+# Only the language model is loaded, and the tensors of the encoder are skipped.
+_LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+_WITH_IMAGES = re.compile(
+    r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
                    r"language_model)\.")
 
@@ -254,9 +256,10 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
   Keys(config, str(config_path)).refuse_quantized()
   tensors = model_files.open_directory(directory)
   text, model_type, outer, place = config, config.get("model_type"), None, ""
-  if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
+  if model_type in [*_LANGUAGE_MODELS] and isinstance(
+      config.get("text_config"), dict):
     text, tensors = _without_images(config, tensors)
-    model_type, place = "gemma3_text", "text_config"
+    model_type, place = _LANGUAGE_MODELS[model_type], "text_config"
     outer = Keys(config, str(config_path))
   architecture = _architecture(model_type, config_path)
   [head] = architecture.names["head"].names
@@ -284,7 +287,7 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
 
 def _without_images(config: Mapping[str, Any], tensors: Tensors
                     ) -> tuple[dict[str, Any], Tensors]:
-  """Returns the configuration and the tensors of Gemma 3's language model."""
+  """Returns the configuration and the tensors of the language model."""
   text = dict(config["text_config"])
   if text.get("eos_token_id") is None:
     text["eos_token_id"] = config.get("eos_token_id")

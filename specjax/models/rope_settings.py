@@ -5,6 +5,7 @@ The type "dynamic" is read as no scaling: it scales only for sequences longer
 than the context length, and specjax rejects such sequences.
 """
 
+from collections.abc import Collection
 from collections.abc import Mapping
 import math
 from typing import Any
@@ -19,7 +20,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(keys: Keys, theta: str = "rope_theta",
-              fraction: str | None = None) -> dict[str, Any]:
+              fraction: str | None = None, ignored: Collection[str] = ()
+              ) -> dict[str, Any]:
   """Returns the fields of `TransformerConfig` for rotary positions.
 
   Args:
@@ -29,14 +31,17 @@ def read_rope(keys: Keys, theta: str = "rope_theta",
     theta: name of the key for the base.
     fraction: name of the key for the rotated share of a head, or None if the
       architecture has no such key.
+    ignored: names of settings that have no effect on a text, such as the
+      division of the frequencies over the axes of an image.
 
   Raises:
     ValueError: the type of scaling or one of its keys is unknown, or a key has
       two different values.
   """
-  given = _merged(keys, {name: keys.mapping(name) for name in (
-      "rope_parameters", "rope_scaling")}, _ORIGINAL, theta,
-                  *([fraction] if fraction else []))
+  given = _merged(keys, {place: {
+      name: value for name, value in keys.mapping(place).items()
+      if name not in ignored} for place in ("rope_parameters", "rope_scaling")},
+                  _ORIGINAL, theta, *([fraction] if fraction else []))
   base = given.pop("rope_theta", None) or keys.number(theta, positive=True)
   share = given.pop("partial_rotary_factor", None)
   if fraction:

@@ -5,6 +5,7 @@ There is one function per architecture.
 
 from typing import Any
 
+from specjax.models.configuration import RecurrentLayers
 from specjax.models.configuration_keys import Keys
 from specjax.models.rope_settings import read_rope
 from specjax.models.rope_settings import read_two_ropes
@@ -112,6 +113,99 @@ def phi3(keys: Keys) -> Fields:
       keys.refuse(name, value)
   return (_sizes(keys) | read_rope(keys, fraction="partial_rotary_factor")
           | _same_window(keys))
+
+
+_KINDS = {FULL: "attention", "conv": "conv", "linear_attention": "delta"}
+
+
+def _recurrent(keys: Keys, kind: str, types: list[str], **sizes: int) -> Fields:
+  """Returns the field `recurrent`, or {} if all layers have attention.
+
+  Args:
+    keys: the published configuration.
+    kind: type of the recurrent layers, a key of `_KINDS`.
+    types: type of each layer, used if the configuration has no `layer_types`.
+    **sizes: fields of `RecurrentLayers`.
+  """
+  types = keys("layer_types", types)
+  layers = keys.size("num_hidden_layers")
+  if not isinstance(types, list) or len(types) != layers or any(
+      one not in (FULL, kind) for one in types):
+    keys.needs("layer_types", types, f"a list with the type of each of {layers}"
+               f" layers, and specjax supports {FULL} and {kind}")
+  if kind not in types:
+    return {}
+  if FULL not in types:
+    keys.refuse("layer_types", types)
+  return dict(recurrent=RecurrentLayers(
+      kinds=tuple(_KINDS[one] for one in types), **sizes))
+
+
+def lfm2(keys: Keys) -> Fields:
+  for name, other in (
+      ("block_dim", "hidden_size"), ("conv_dim", "hidden_size"),
+      ("conv_dim_out", "hidden_size"), ("num_heads", "num_attention_heads"),
+      ("block_norm_eps", "norm_eps"), ("theta", "rope_theta")):
+    if values := keys.said(other) | keys.said(name):
+      keys.agreed(values)
+  if keys.switch("conv_bias", False):
+    keys.refuse("conv_bias", True)
+  inner = keys.size("block_ff_dim" if keys("block_ff_dim")
+                    else "intermediate_size")
+  multiple, factor = keys.size("block_multiple_of"), keys(
+      "block_ffn_dim_multiplier")
+  if keys.switch("block_auto_adjust_ff_dim", True):
+    inner = int(2 * inner / 3)
+    if factor is not None:
+      inner = -(-int(factor * inner) // multiple) * multiple
+  keys.trust("intermediate_size", inner)
+  keys.trust("hidden_act", "silu")  # transformers reads no other
+  attends = keys.whole_numbers("full_attn_idxs")
+  types = [FULL if attends is None or i in attends else "conv"
+           for i in range(keys.size("num_hidden_layers"))]
+  return (_sizes(keys, epsilon="norm_eps") | read_rope(keys)
+          | dict(qk_norm="head") | _recurrent(
+              keys, "conv", types, taps=keys.size("conv_L_cache")))
+
+
+def qwen3_next(keys: Keys) -> Fields:
+  layers = range(keys.size("num_hidden_layers"))
+  dense = keys.whole_numbers("mlp_only_layers") or ()
+  every = keys.size("decoder_sparse_step")
+  if keys("num_experts") and any(
+      i not in dense and (i + 1) % every == 0 for i in layers):
+    keys.refuse("num_experts", keys("num_experts"))
+  keys.ignore("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
+              "shared_expert_intermediate_size", "output_router_logits",
+              "router_aux_loss_coef")
+  return _hybrid(keys)
+
+
+def _hybrid(keys: Keys) -> Fields:
+  """Returns the fields of Qwen's models with Gated DeltaNet."""
+  every = keys.size("full_attention_interval", 4)
+  types = ["linear_attention" if (i + 1) % every else FULL
+           for i in range(keys.size("num_hidden_layers"))]
+  if not keys.switch("attn_output_gate", True):
+    keys.refuse("attn_output_gate", False)
+  if keys("mamba_ssm_dtype", "float32") != "float32":
+    keys.refuse("mamba_ssm_dtype", keys("mamba_ssm_dtype"))
+  size = lambda name: keys.size(f"linear_{name}")
+  return (_sizes(keys) | _biases(keys) | dict(
+      norm_plus_one=True, qk_norm="head", attention_gate=True) | read_rope(
+          keys, fraction="partial_rotary_factor", ignored=(
+              "mrope_section", "mrope_interleaved")) | _recurrent(
+                  keys, "linear_attention", types,
+                  taps=size("conv_kernel_dim"), heads=size("num_value_heads"),
+                  key_heads=size("num_key_heads"), key_dim=size("key_head_dim"),
+                  value_dim=size("value_head_dim")))
+
+
+def qwen3_5(keys: Keys) -> Fields:
+  keys.ignore("mtp_num_hidden_layers")  # `load_drafter` reads the module
+  if keys("mlp_only_layers"):
+    keys.refuse("mlp_only_layers", keys("mlp_only_layers"))
+  return _hybrid(keys)
 
 
 def _norms(keys: Keys) -> Fields:

@@ -134,10 +134,14 @@ def mask(sublayers: Sublayers, layers: int) -> jax.Array:
 
 
 def check_whole(model: Any) -> None:
-  """Raises `ValueError` unless the model is a `Transformer`."""
+  """Raises `ValueError` unless the model is a `Transformer` of attentions."""
   if not isinstance(model, Transformer):
     raise ValueError(f"the model is a {type(model).__name__}; running some of "
                      "its layers requires a models.Transformer")
+  if model.config.recurrent:
+    raise ValueError("the model has recurrent layers, and their state requires "
+                     "that every pass runs all layers; use a drafter that does "
+                     "not run a part of the target")
 
 
 def check_exit(exit: int, model: Any) -> None:

@@ -44,13 +44,18 @@ def _query_key_value(c: TransformerConfig, x: np.ndarray
                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns query, key and value, each `[K, G or 1, H, D]`.
 
-  The parts of a bias are `[K, G or 1, H]`.
+  The parts of a bias are `[K, G or 1, H]`. With gates, the query is
+  `[K, G, 2, H, D]`, and the gate of a head follows its query.
   """
   if x.ndim == 1:
-    x = x.reshape(c.kv_heads, c.group + 2, c.head_dim)
+    x = x.reshape(c.kv_heads, -1, c.head_dim)
   else:
     x = np.moveaxis(x, 0, -1)
-  return x[:, :-2], x[:, -2:-1], x[:, -1:]
+  query = x[:, :-2]
+  if c.attention_gate:
+    query = query.reshape(
+        len(query), 2, -1, *query.shape[2:]).swapaxes(1, 2)
+  return query, x[:, -2:-1], x[:, -1:]
 
 
 def apart(c: TransformerConfig, x: np.ndarray) -> Views:
@@ -64,7 +69,11 @@ def stacked(c: TransformerConfig, x: np.ndarray) -> Views:
 
 
 def by_head(c: TransformerConfig, x: np.ndarray) -> Views:
-  """Stores query, key and value per head in one tensor (GPT-NeoX)."""
+  """Stores the parts on the second axis in one tensor, one after another.
+
+  They are query, key and value per head (GPT-NeoX), or the three inputs of a
+  short convolution (LFM2).
+  """
   if x.ndim == 1:
     return [[x]]
   return [[np.moveaxis(x, 0, -1)]]
@@ -81,6 +90,32 @@ def interleaved(c: TransformerConfig, x: np.ndarray) -> Views:
 
   query, key, value = _query_key_value(c, x)
   return [[pairs(query)], [pairs(key)], [value]]
+
+
+def _delta_parts(c: TransformerConfig, x: np.ndarray) -> list[np.ndarray]:
+  """Returns the inputs of Gated DeltaNet, each `[key heads, rows, D]`.
+
+  They are query, key, value, gate, step size and decay.
+  """
+  r = c.recurrent
+  ends = np.cumsum([*r.widths, r.widths[2], r.heads])
+  return [part.reshape(r.key_heads, -1, part.shape[-1])
+          for part in np.split(x.T, ends)]
+
+
+def delta_apart(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Stores query, key and value in one tensor, and the others in three."""
+  *inputs, gate, step, decay = _delta_parts(c, x)
+  return [inputs, [gate], [step], [decay]]
+
+
+def delta_by_head(c: TransformerConfig, x: np.ndarray) -> Views:
+  """Stores query, key, value and gate per key head, then step size and decay.
+  """
+  *wide, step, decay = _delta_parts(c, x)
+  by_head = lambda parts: [part[i] for i in range(c.recurrent.key_heads)
+                           for part in parts]
+  return [by_head(wide), by_head([step, decay])]
 
 
 def _gate_and_up(c: TransformerConfig, x: np.ndarray
@@ -212,6 +247,20 @@ class Same(Stored):
 
   def split(self, config, x):
     return [x]
+
+
+class Taps(Stored):
+  """Kernel `[K, C]` of a depthwise convolution, stored as `[C, 1, K]`."""
+
+  def shapes(self, config, shape):
+    return [(shape[1], 1, shape[0])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.ascontiguousarray(tensor.read(dtype)[:, 0].T)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(x.T[:, None])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ import dataclasses
 
 from specjax.models.tensor_layouts import apart
 from specjax.models.tensor_layouts import by_head
+from specjax.models.tensor_layouts import delta_apart
+from specjax.models.tensor_layouts import delta_by_head
 from specjax.models.tensor_layouts import gate_apart
 from specjax.models.tensor_layouts import gate_stacked
 from specjax.models.tensor_layouts import interleaved
@@ -16,6 +18,7 @@ from specjax.models.tensor_layouts import stacked
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
 from specjax.models.tensor_layouts import table
+from specjax.models.tensor_layouts import Taps
 from specjax.models.tensor_layouts import turned
 
 
@@ -57,6 +60,35 @@ OLMO_2 = LLAMA | table({
 PHI_3 = LLAMA | table({
     "attention_{i}.qkv": Stored(("layers.{i}.self_attn.qkv_proj",), stacked),
     "mlp_{i}.gate_up": Stored(("layers.{i}.mlp.gate_up_proj",), gate_stacked),
+})
+LFM_2 = LLAMA | table({
+    "final_norm": "embedding_norm",
+    "attention_norm_{i}": "layers.{i}.operator_norm",
+    "mlp_norm_{i}": "layers.{i}.ffn_norm",
+    "attention_{i}.out": "layers.{i}.self_attn.out_proj",
+    "attention_{i}.query_norm": "layers.{i}.self_attn.q_layernorm",
+    "attention_{i}.key_norm": "layers.{i}.self_attn.k_layernorm",
+    "mlp_{i}.gate_up": Stored((
+        "layers.{i}.feed_forward.w1", "layers.{i}.feed_forward.w3"),
+                              gate_apart),
+    "mlp_{i}.down": "layers.{i}.feed_forward.w2",
+    "conv_{i}.inputs": Stored(("layers.{i}.conv.in_proj",), by_head),
+    "conv_{i}.taps": Taps(("layers.{i}.conv.conv",)),
+    "conv_{i}.out": "layers.{i}.conv.out_proj",
+})
+_DELTA = "layers.{i}.linear_attn."
+QWEN_3_5 = LLAMA | table({
+    "delta_{i}.inputs": Stored(tuple(_DELTA + f"in_proj_{part}" for part in (
+        "qkv", "z", "b", "a")), delta_apart),
+    "delta_{i}.taps": Taps((_DELTA + "conv1d",)),
+    "delta_{i}.rate": Same((_DELTA + "A_log",), ending=""),
+    "delta_{i}.rate_bias": Same((_DELTA + "dt_bias",), ending=""),
+    "delta_{i}.norm": _DELTA + "norm",
+    "delta_{i}.out": _DELTA + "out_proj",
+})
+QWEN_3_NEXT = QWEN_3_5 | table({
+    "delta_{i}.inputs": Stored((
+        _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
 })
 GPT_2 = table({
     "embedding": "wte",

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.caches.dense import KVCache
+from specjax.caches.recurrent import RecurrentCache
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
 from specjax.models import layers
 from specjax.models.configuration import FINAL
 from specjax.models.configuration import TransformerConfig
+from specjax.models.layers import empty_states
 from specjax.models.sublayers import Sublayers
 from specjax.trees import topology
 from specjax.types import ModelOutput
@@ -141,6 +143,12 @@ class Transformer(Model):
   config: TransformerConfig
   cache: type[Cache] = KVCache
 
+  def __post_init__(self):
+    if self.config.recurrent and self.cache is not KVCache:
+      raise ValueError(
+          f"cache is {self.cache}, and the model has recurrent layers, whose "
+          "state needs a RecurrentCache with a KVCache; leave out `cache`")
+
   @property
   def vocab_size(self) -> int:
     return self.config.vocab_size
@@ -151,7 +159,7 @@ class Transformer(Model):
 
   @property
   def slack(self) -> float:
-    return self.cache.slack
+    return (RecurrentCache if self.config.recurrent else self.cache).slack
 
   def init(self, key: jax.Array) -> dict[str, Any]:
     """Returns random float32 parameters."""
@@ -168,11 +176,15 @@ class Transformer(Model):
       capacity: number of slots per row.
       layers: number of layers in the cache. None means all layers.
     """
-    c = self.config
-    return self.cache.empty(
-        layers=c.layers if layers is None else layers, batch=batch,
-        heads=c.kv_heads, capacity=capacity, head_dim=c.head_dim,
-        dtype=params["embedding"].dtype)
+    c, dtype = self.config, params["embedding"].dtype
+    if layers is None:
+      layers = sum(c.layer_kind(i) == "attention" for i in range(c.layers))
+    cache = self.cache.empty(
+        layers=layers, batch=batch, heads=c.kv_heads, capacity=capacity,
+        head_dim=c.head_dim, dtype=dtype)
+    if not c.recurrent:
+      return cache
+    return RecurrentCache.empty(cache, empty_states(c, batch, dtype))
 
   def __call__(self, params: chex.ArrayTree, tokens: jax.Array,
                depths: jax.Array | None = None,
@@ -259,7 +271,7 @@ class Transformer(Model):
     split along the inner width of the MLP. Out and down are split along their
     input, and embedding and head along the vocabulary. A layer then requires
     two all-reduces of the residual stream. Norms, biases, positions,
-    look-ahead embeddings and adapters are replicated.
+    look-ahead embeddings, adapters and recurrent layers are replicated.
 
     With fewer key-value heads than devices, every device has all keys and
     values. The product for query, key and value is then split along its input.
@@ -296,7 +308,7 @@ def _spec(names: Sequence[str], axis: str, few: bool) -> PartitionSpec:
     axis: name of the mesh axis.
     few: True if there are fewer key-value heads than devices.
   """
-  if names[-1] in _REPLICATED:
+  if names[-1] in _REPLICATED or names[0].startswith(("conv_", "delta_")):
     return PartitionSpec()
   name = names[-2] if names[-1] == "kernel" else names[-1]
   if name not in _SPLITS:

@@ -43,6 +43,14 @@ _PLAIN = dict(rope_type="default", rope_theta=10000.0)
 _PHI_PLAIN = _PLAIN | dict(partial_rotary_factor=0.75)
 
 
+# Three recurrent layers and one with attention, as in the published models.
+_DELTA = _SIZES | dict(
+    num_hidden_layers=4, linear_conv_kernel_dim=4, linear_key_head_dim=4,
+    linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4,
+    partial_rotary_factor=0.5)
+_HALF = _PLAIN | dict(partial_rotary_factor=0.5)
+
+
 def _scaled(kind, **values):
   return dict(rope_parameters=_PLAIN | dict(rope_type=kind, **values))
 
@@ -120,6 +128,22 @@ CASES = {
                   [dict(rope_parameters=_PHI_PLAIN), dict(
                       rope_parameters=_LONG | dict(
                           long_factor=_LONG["short_factor"]))], {}),
+    "lfm2": ("Lfm2", {key: x for key, x in _SIZES.items()
+                      if key not in ("head_dim", "rms_norm_eps")} | dict(
+                          hidden_size=32, num_hidden_layers=3, conv_L_cache=3,
+                          norm_eps=2.0**-17, block_multiple_of=8,
+                          full_attn_idxs=[1]), [
+                              _scaled("default", rope_theta=20.0)], {}),
+    "qwen3_next": ("Qwen3Next", _DELTA | dict(
+        rope_parameters=_HALF, mlp_only_layers=[0, 1, 2, 3]), [
+            dict(rope_parameters=_PLAIN, partial_rotary_factor=1.0)], {}),
+    "qwen3_5": ("Qwen3_5Text", _DELTA | dict(
+        layer_types=["linear_attention", "full_attention"] * 2,
+        tie_word_embeddings=True, rope_parameters=_HALF | dict(
+            mrope_section=[1, 1, 0], mrope_interleaved=True)), [
+                dict(rope_parameters=_PLAIN | dict(mrope_section=[1, 1, 0]),
+                     partial_rotary_factor=1.0)],
+                dict(drafts=True)),
     "olmo2": ("Olmo2", _SIZES | dict(hidden_size=32), [], {}),
 }
 
@@ -142,7 +166,8 @@ def _randomise(model, seed):
       plain = "norm" in name or "ln_" in name
       one = plain and name.endswith("weight") and not (
           model.config.model_type.startswith("gemma"))
-      x.copy_(0.3 * draw(x) + one)
+      # Heads of Gated DeltaNet that forget slowly.
+      x.copy_(0.3 * draw(x) + one - 2 * ("A_log" in name))
     elif "embed" in name or "wte" in name or "wpe" in name:
       # A tied head would find the last token itself the likeliest.
       x.copy_(draw(x) * (0.2 if model.config.tie_word_embeddings else 1))
@@ -166,6 +191,46 @@ def _greedy(model, tokens, new):
       return None
     tokens.append(int(logits.argmax()))
   return tokens
+
+
+@torch.no_grad()
+def _module(directory, model, tokens):
+  """Adds a module for multi-token prediction, and returns its logits.
+
+  transformers skips the module's tensors. Its layer is the target's, and the
+  rest is as in vLLM (`qwen3_5_mtp.py`): `fc` reads the normalised embedding of
+  the next token and then the normalised hidden state.
+  """
+  from safetensors.torch import load_file
+  from safetensors.torch import save_file
+  from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+  config, size = model.config, model.config.hidden_size
+  module = torch.nn.ModuleDict(dict(
+      fc=torch.nn.Linear(2 * size, size, bias=False),
+      layers=torch.nn.ModuleList([qwen.Qwen3_5DecoderLayer(
+          config, config.layer_types.index("full_attention"))]),
+      **{name: qwen.Qwen3_5RMSNorm(size, eps=config.rms_norm_eps) for name in (
+          "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}))
+  module.config = config
+  _randomise(module, 1)
+  module.to(torch.float16).to(torch.float32)
+  tensors = load_file(directory / "model.safetensors")
+  save_file(tensors | {
+      f"mtp.{name}": x.to(torch.float16)
+      for name, x in module.state_dict().items()},
+            directory / "model.safetensors", metadata=dict(format="pt"))
+  text = torch.tensor([tokens])
+  hidden = model.model(text).last_hidden_state[:, :-1]
+  x = module["fc"](torch.cat([
+      module["pre_fc_norm_embedding"](model.model.embed_tokens(text[:, 1:])),
+      module["pre_fc_norm_hidden"](hidden)], dim=-1))
+  places = torch.arange(x.shape[1])[None]
+  mask = torch.triu(torch.full((x.shape[1],) * 2, float("-inf")), 1)
+  x = module["layers"][0](
+      x, attention_mask=mask[None, None], position_ids=places,
+      position_embeddings=model.model.rotary_emb(x, places))
+  return dict(drafted=model.lm_head(module["norm"](x))[0].numpy())
 
 
 def _record(name, kind, settings, without, how):
@@ -195,8 +260,9 @@ def _record(name, kind, settings, without, how):
     print(f"{name}: logits up to {scale:.1f}; {changed} moves them by "
           f"{moved:.2f} of that")
     assert moved > _SEEN, f"{name}: nobody would miss {changed}"
+  more = _module(directory, model, tokens) if how.get("drafts") else {}
   np.savez_compressed(directory / "expected.npz", logits=logits,
-                      tokens=np.int32(tokens), prompt=len(prompt))
+                      tokens=np.int32(tokens), prompt=len(prompt), **more)
   return model, tokens, logits
 
 

@@ -538,7 +538,7 @@ _REFUSED = {
             "model.layers.12.self_attn.kv_a_proj_with_mqa.weight":
                 np.ones((2, 2), np.float32)}), "of latent attention"),
     "an output gate": (
-        "mtp_qwen", dict(attn_output_gate=True), "with an output gate"),
+        "mtp_qwen", dict(attn_output_gate=True), "True for attn_output_gate"),
     "another vocabulary": (
         "hydra", dict(target=sj.models.Transformer(dataclasses.replace(
             _TARGET.config, vocab_size=50))),

@@ -12,6 +12,7 @@ from specjax.drafters import LanguageModel
 from specjax.drafters import NetworkDrafter
 from specjax.drafters import Paths
 from specjax.drafters import Tree
+from specjax.models.configuration import RecurrentLayers
 
 VOCAB = 5
 WIDTH, HEADS = 16, 3
@@ -97,3 +98,22 @@ def part_of_target(make, rule, own=lambda target: target):
   model, target = deep()
   return Contributed(make(model), rule, model,
                      {"target": target, "drafter": own(target)})
+
+
+@functools.cache
+def _hybrid():
+  """Parameters of a target with recurrent layers, and their configuration."""
+  states = RecurrentLayers(
+      kinds=("delta", "conv", "attention"), taps=3, heads=2, key_heads=1,
+      key_dim=4, value_dim=6)
+  model = testing.tiny_pair(VOCAB, seed=2, layers=3, recurrent=states)
+  return model.params["target"], states
+
+
+def on_states(case: Contributed) -> Contributed:
+  """The same drafter for a target with recurrent layers."""
+  params, states = _hybrid()
+  config = dataclasses.replace(case.model.config, layers=3, recurrent=states)
+  return dataclasses.replace(
+      case, target=sj.models.Transformer(config),
+      params={**case.parameters, "target": params})

@@ -7,6 +7,7 @@ examples of docs/extending.md, short and correct.
 
 from contributed import CHAIN
 from contributed import Contributed
+from contributed import on_states
 from contributed import pair
 from contributed import part_of_target
 from contributed import paths
@@ -216,6 +217,23 @@ DRAFTERS = {
         Best(3, top_k=2, num_nodes=7)),
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
+    # Its drafts are often rejected, so they are almost free, or the controller
+    # would not draft.
+    "recurrent target, a chain with a controller": lambda: on_states(
+        Contributed(with_model(Chain(3)), sj.verifiers.Block(),
+                    controller=sj.decoding.Controller(
+                        lengths=(0, 1, 3), seconds=(1.0, 1.001, 1.002)))),
+    "recurrent target, a tree": lambda: on_states(
+        DRAFTERS["tree without_replacement"]()),
+    "recurrent target, EAGLE-2's tree of EAGLE-1": lambda: on_states(
+        DRAFTERS["EAGLE-2 tree"]()),
+    "recurrent target, EAGLE-3": lambda: on_states(
+        DRAFTERS["EAGLE-3 chain with a stop rule"]()),
+    "recurrent target, one module used again": lambda: on_states(
+        DRAFTERS["MTP, one module used again"]()),
+    "recurrent target, Medusa": lambda: on_states(
+        DRAFTERS["Medusa without_replacement"]()),
+    "recurrent target, NGram": lambda: on_states(DRAFTERS["NGram"]()),
     "your cache": lambda: with_cache(examples.SlotCache),
     "Paged": lambda: with_cache(sj.caches.Paged(page=16)),
     "your drafter and rule": lambda: Contributed(
@@ -229,7 +247,7 @@ QUICK = {
     "Empty", "chain", "chain with a controller", "tree hybrid",
     "EAGLE-2 tree of a language model", "Medusa top_k",
     "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree", "NGram",
-    "Recycling"}
+    "Recycling", "recurrent target, a tree"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.

@@ -263,15 +263,14 @@ def _without_windows(found: Found, fields: dict[str, Any]) -> dict[str, Any]:
 def _mtp_of_target(found: Found, modules: int) -> MTPHeads:
   """Returns heads whose `modules` layers have the target's architecture."""
   keys, config = found.keys(), found.target.config
-  if keys("attn_output_gate") or keys("model_type") == "qwen3_next":
-    found.fail("has attention with an output gate, which specjax does not "
-               "support; take a drafter without it")
+  if keys.mapping("text_config"):  # a model with an image encoder
+    keys = found.keys(keys, "text_config")
   fields = _without_windows(found, found.layer(keys))
   keys.refuse_others()
   found.check_sizes(fields)
   return MTPHeads(**fields | dict(
-      layers=1, target_width=config.width, forecasts=modules, taps=(FINAL,),
-      reuse=modules == 1, feed_normed=True))
+      layers=1, recurrent=None, target_width=config.width, forecasts=modules,
+      taps=(FINAL,), reuse=modules == 1, feed_normed=True))
 
 
 def _read_mtp_speculators(found: Found) -> FeatureHeads:

@@ -85,6 +85,10 @@ class Hierarchy(Cascade):
     if not isinstance(target, Transformer) or target.cache is not KVCache:
       raise ValueError(f"the target is a {name} without a KVCache; a view "
                        "needs a models.Transformer with cache=KVCache")
+    if target.config.recurrent:
+      raise ValueError("the target has recurrent layers, and a view selects "
+                       "keys and values: give a target whose layers all have "
+                       "attention")
     if any(target.config.windows):
       raise ValueError(f"windows of the target is {target.config.windows}; a "
                        "view selects from the complete cache: give a target "
