@@ -14,6 +14,7 @@ from specjax.models.tensor_layouts import delta_by_head
 from specjax.models.tensor_layouts import gate_apart
 from specjax.models.tensor_layouts import gate_stacked
 from specjax.models.tensor_layouts import interleaved
+from specjax.models.tensor_layouts import Same
 from specjax.models.tensor_layouts import stacked
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
