@@ -167,10 +167,28 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
       final_logit_softcapping=c.logit_softcap,
       sliding_window=max(c.windows, default=0) or None,
       use_sliding_window=bool(c.windows), max_window_layers=c.layers,
+      no_rope_layers=[int(i not in c.unrotated) for i in range(c.layers)],
+      position_embedding_type="nope" if c.unrotated else "rope",
+      attention_multiplier=c.query_scale or c.head_dim**-0.5,
+      embedding_multiplier=c.embedding_scale,
+      residual_multiplier=c.residual_scale, logits_scaling=c.logit_divisor,
+      use_qk_norm=c.qk_norm is not None, num_local_experts=0,
+      shared_intermediate_size=c.mlp_width,
       layer_types=[SLIDING if c.window(i) else FULL for i in range(c.layers)],
       rope_theta=c.rope_theta, rotary_emb_base=c.rope_theta,
       partial_rotary_factor=c.rope_fraction, rotary_pct=c.rope_fraction,
       rope_local_base_freq=c.local_rope_theta or c.rope_theta)
+  if c.experts:
+    e = c.experts
+    keys |= dict(
+        num_experts=e.count, num_local_experts=e.count,
+        n_routed_experts=e.count, num_experts_per_tok=e.chosen,
+        moe_intermediate_size=e.width, norm_topk_prob=e.normalise,
+        mlp_only_layers=list(e.dense_layers),
+        first_k_dense_replace=len(e.dense_layers),
+        routed_scaling_factor=e.scale,
+        n_shared_experts=e.shared_width // e.width,
+        shared_intermediate_size=e.shared_width)
   if scaling:
     keys["rope_scaling"] = scaling
     if "original_max_position_embeddings" in scaling:

@@ -109,6 +109,7 @@ class Stored:
     layout: layout of the parameter in the tensors.
     inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
     offset: difference of the stored number from the parameter.
+    suffix: True if the names in files end in `.weight` or `.bias`.
     axes: number of axes of the parameter with one tensor per index, see `Each`.
   """
 
@@ -116,6 +117,7 @@ class Stored:
   layout: Callable[[TransformerConfig, np.ndarray], Views] = as_it_is
   inputs_first: bool = False
   offset: float = 0.0
+  suffix: bool = True
   axes: ClassVar[int] = 0
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
@@ -216,30 +218,65 @@ class Same(Stored):
 class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.
 
+  With several names, the parameter contains the outputs of their matrices side
+  by side.
+
   Attributes:
     axes: number of these first axes. Their indices replace `{}` in the names.
   """
 
   axes: int = 1
 
+  def _views(self, x: np.ndarray) -> list[np.ndarray]:
+    return [part[index].T for part in np.split(x, len(self.names), axis=-1)
+            for index in np.ndindex(x.shape[:self.axes])]
+
   def shapes(self, config, shape):
-    return [shape[self.axes:][::-1]] * math.prod(shape[:self.axes])
+    stand_in = np.broadcast_to(np.zeros((), np.bool_), shape)
+    return [view.shape for view in self._views(stand_in)]
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     out = np.empty(shape, dtype)
-    for index, tensor in zip(np.ndindex(shape[:self.axes]), tensors):
-      out[index] = tensor.read(dtype).T
+    for view, tensor in zip(self._views(out), tensors):
+      view[...] = tensor.read(dtype)
     return out
 
   def split(self, config, x):
-    return [np.ascontiguousarray(x[index].T)
-            for index in np.ndindex(x.shape[:self.axes])]
+    return [np.ascontiguousarray(view) for view in self._views(x)]
+
+
+class Batched(Stored):
+  """One tensor `[E, out, in]` of a parameter `[E, in, out]`."""
+
+  def shapes(self, config, shape):
+    return [(shape[0], *shape[:0:-1])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.swapaxes(tensor.read(dtype), 1, 2)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(np.swapaxes(x, 1, 2))]
+
+
+class HalvesSwapped(Stored):
+  """One matrix `[out, in]` whose inputs are two halves in the other order."""
+
+  def shapes(self, config, shape):
+    return [shape[::-1]]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.roll(tensor.read(dtype).T, shape[0] // 2, axis=0)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(np.roll(x, len(x) // 2, axis=0).T)]
 
 
 Table = Mapping[str, Stored]
 # Modules of drafters whose kernels are `[in, out]` and stored as `[out, in]`.
 _TURNED = ("head", "out", "up", "down", "entry", "fc", "fusion", "gate",
-           "joint", "w2", "skip", "inner", "block_{j}", "output")
+           "joint", "w2", "skip", "inner", "block_{j}", "output", "router")
 
 
 def table(names: Mapping[str, str | Stored]) -> Table:
@@ -279,9 +316,10 @@ def locate(table: Table, path: str, shape: tuple[int, ...],
   for letter in numbers:
     module = re.sub(r"_\d+", f"_{{{letter}}}", module, count=1)
   stored = table[module]
-  suffix = "bias" if path.endswith("bias") else "weight"
+  suffix = "" if not stored.suffix else (
+      ".bias" if path.endswith("bias") else ".weight")
   if "i" in numbers:
     numbers["i"] += sizes.get("first", 0)
   return stored, [
-      f"{name.format(*index, **sizes, **numbers)}.{suffix}"
+      f"{name.format(*index, **sizes, **numbers)}{suffix}"
       for name in stored.names for index in np.ndindex(shape[:stored.axes])]

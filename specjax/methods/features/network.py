@@ -97,7 +97,8 @@ class FeatureHeads(FeatureConfig):
             for field in dataclasses.fields(TransformerConfig)}
     like.update(layers=1, windows=(), features=(), lookahead=0,
                 lookahead_rank=0, pre_norm=True, post_norm=False,
-                parallel_residual=False, learned_positions=False)
+                parallel_residual=False, learned_positions=False,
+                unrotated=(), experts=None)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
       taps = [int(name) if name.isdecimal() else name
