@@ -127,6 +127,8 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
     * "floor": size of the weights and caches that the passes must read, for the
       same two cases. The kernels read only the chosen experts, so both numbers
       contain their expected size if tokens choose independently.
+    * "experts": names of the operations, except kernels, that read from an
+      array of all experts of a chip.
     * "cache": size of both caches.
     * "law": size of one distribution for every node of the batch, over all
       chips.
@@ -142,12 +144,14 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
   nodes = len(setting.parents) or setting.gamma + 1
   weights = dict(params["target"])
   del weights["embedding"]  # a pass reads only a few rows
-  chosen = 0  # bytes of the experts that the nodes choose, see `analysis`
+  # Bytes of the experts that the nodes choose, and shapes of all experts.
+  chosen, all_experts = 0, set()
   for i in range(setting.decoder().target.config.layers):
     e = setting.decoder().target.config.experts_of(i)
     if e:
       layer = dict(weights[f"mlp_{i}"])
       own = [layer.pop(name) for name in ("expert_gate_up", "expert_down")]
+      all_experts |= {x.sharding.shard_shape(x.shape) for x in own}
       weights[f"mlp_{i}"] = layer
       chosen += on_a_chip(own) / e.count * sj.analysis.expected_experts(
           [e.chosen / e.count] * e.count, nodes * setting.batch)
@@ -163,6 +167,11 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
       "moved": [program.total + float(chosen) + share * read
                 for share in (1, fetched / capacity)],
       "floor": [must + share * needed for share in (1, SHORT / capacity)],
+      "experts": [
+          op.name for _, where, op in program.executed
+          if op.kind not in hlo.FREE and any(
+              dims in all_experts for shape in program.operands(where, op)
+              for dims in hlo.shapes(shape))],
       "cache": on_a_chip(caches), "copied": _copied(program, params, caches),
       "law": 4 * setting.batch * nodes * setting.vocab_size,
       "loops": program.loops, "cycles": program.cycles,
