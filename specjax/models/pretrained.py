@@ -256,7 +256,8 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
   Keys(config, str(config_path)).refuse_quantized()
   tensors = model_files.open_directory(directory)
   text, model_type, outer, place = config, config.get("model_type"), None, ""
-  if model_type in _WITH_TEXT and isinstance(config.get("text_config"), dict):
+  if isinstance(model_type, str) and model_type in _WITH_TEXT and isinstance(
+      config.get("text_config"), dict):
     text, tensors = _without_images(config, tensors)
     model_type = _WITH_TEXT[model_type] or text.get("model_type")
     place = "text_config"

@@ -392,7 +392,8 @@ def _refuses(path, *words, **options):
         rope_type="default", rope_theta=1e4, llama_4_scaling_beta=0.1)),
      ["0.1 for llama_4_scaling_beta"]),
     ("llama_yarn", dict(rope_parameters=dict(
-        rope_type="yarn", rope_theta=1e4, factor=4.0, llama_4_scaling_beta=0.1)),
+        rope_type="yarn", rope_theta=1e4, factor=4.0,
+        llama_4_scaling_beta=0.1)),
      ["0.1 for llama_4_scaling_beta"]),
     ("olmo3", dict(rope_parameters=dict(
         full_attention=dict(rope_type="default", rope_theta=1e4),
