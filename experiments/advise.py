@@ -16,8 +16,10 @@ all rounds, and reports the errors of the interpolation.
 For a chip, the TPU compiler counts the bytes and the operations of a round
 (`pip install -e '.[tpu-aot]'`, no TPU is needed). The time of the target's pass
 is the larger of bytes over peak bandwidth and operations over peak throughput,
-and the same holds for the draft. Real rounds take longer, with and without
-drafts. For the GPUs the counts are still those of the TPU compiler.
+and the same holds for the draft. For a target with experts, the number of
+experts that a pass reads is predicted from the experts that text chooses. Real
+rounds take longer, with and without drafts. For the GPUs the counts are still
+those of the TPU compiler.
 
 Output: advice.md and advice.csv in --output_dir. An interrupted run continues.
 """
@@ -26,6 +28,7 @@ from lib import common  # before jax, which takes long to import
 
 # isort: split
 import os
+from typing import Any
 
 from absl import flags
 import jax
@@ -35,10 +38,13 @@ from lib import models
 from lib.compiler import chips
 from lib.compiler import tpu_compiler
 from lib.configurations import decoders
+from lib.prompts import reading as prompts_lib
 from lib.reports import advice
 from lib.rollouts import judging
 from lib.rollouts import round_costs
 
+import specjax as sj
+from specjax.data import prompt_sets
 from specjax.utils import files
 
 _ARENA = shared.directory(
@@ -79,7 +85,7 @@ def main() -> None:
   used = recorded["models"]
   rows = [row for row in recorded["rows"] if row["prompts"] == "all"]
   gammas = sorted({row["gamma"] for row in rows if row["gamma"]})
-  target, loaded, _ = drafters_lib.load(
+  target, loaded, tokenizer = drafters_lib.load(
       used["target"], used["drafters"], drafters_lib.Options(
           gamma=used["gamma"], nodes=used["nodes"],
           datastore=used["datastore"]),
@@ -95,7 +101,8 @@ def main() -> None:
   common.claim(output_dir, "advice")
   rounds = round_costs.Rounds(
       target=target, candidates=candidates, gammas=gammas or [1],
-      batches=batches, contexts=contexts)
+      batches=batches, contexts=contexts,
+      texts=_texts(target.model, tokenizer, max(contexts)))
   stored = round_costs.Stored(output_dir / "costs.json")
   costs = (round_costs.Compiled(rounds, stored, chips.CHIPS[_CHIP.value])
            if _CHIP.value else round_costs.Measured(rounds, stored))
@@ -109,6 +116,16 @@ def main() -> None:
                check=advice.check(predicted, costs)
                if _CHECK.value else None)
   common.finish(output_dir, "advice", {"rows": predicted})
+
+
+def _texts(model: sj.interfaces.Model, tokenizer: Any, tokens: int
+           ) -> list[list[int]] | None:
+  """Returns token ids of text for a target with experts, otherwise None."""
+  if getattr(getattr(model, "config", None), "experts", None) is None:
+    return None
+  return prompts_lib.read(
+      tokenizer, list(prompt_sets.EMBEDDED), field="text", count=4,
+      tokens=tokens, seed=0, chat=False).all
 
 
 if __name__ == "__main__":

@@ -36,14 +36,22 @@ from lib.compiler import pairs  # noqa: E402
 import specjax as sj  # noqa: E402
 from specjax import methods  # noqa: E402
 
-_NAMES = ("chain", "tree", "medusa", "eagle3", "top_p")
+_BLOCKS = {
+    "dflash": dict(from_anchor=False),
+    "dspark": dict(markov="plain", markov_rank=256),
+    "domino": dict(markov="gru", markov_rank=256, markov_width=1024),
+    "dflash2": dict(from_anchor=False, markov="selector", markov_rank=256,
+                    conv_kernel=2),
+    "lilicorr": dict(from_anchor=False, markov="lilicorr", markov_width=256)}
+_NAMES = ("chain", "tree", "medusa", "eagle3", "top_p", *_BLOCKS)
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
     "rounds", list(_NAMES),
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
     "'medusa' heads with a tree of 16 nodes; 'eagle3' layer with a chain of 4 "
-    "tokens; 'top_p' is the chain under top-p")
+    "tokens; 'top_p' is the chain under top-p; the others are networks that "
+    "draft a block of 7 tokens in one pass")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/gpu_schedule", "Directory for the JSON file")
 _TREE = (3, 2, 1)  # children of a node at each depth: 16 nodes with the root
@@ -73,6 +81,10 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
         width=target.config.width, vocab_size=target.vocab_size, heads=3,
         output="shared")
     strategy = sj.strategies.medusa(own, tree)
+  elif name in _BLOCKS:
+    own = methods.ParallelHeads.for_target(
+        target, 7, layers=layers[1], taps=(0, 1), **_BLOCKS[name])
+    strategy = sj.strategies.parallel(own)
   else:
     own = methods.Eagle3Heads.for_target(target, 4, taps=(0, 1))
     strategy = sj.strategies.eagle(own)
@@ -83,7 +95,7 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
     if own is None:
       return target, {"target": params, "drafter": draft.init(key)}
     heads = own.init(key, params)
-    if name == "eagle3":
+    if name == "eagle3" or name in _BLOCKS:
       return own.attach(target, params, heads)
     return target, {"target": params, "drafter": heads}
 

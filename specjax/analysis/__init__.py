@@ -19,6 +19,10 @@ from specjax.analysis.duals import tree_potential
 from specjax.analysis.estimates import block_efficiency
 from specjax.analysis.estimates import ratio_estimate
 from specjax.analysis.estimates import relative_gain
+from specjax.analysis.experts import distinct_experts
+from specjax.analysis.experts import expected_experts
+from specjax.analysis.experts import pass_bytes
+from specjax.analysis.experts import router_frequencies
 from specjax.analysis.intervals import clusters_needed
 from specjax.analysis.intervals import Estimate
 from specjax.analysis.intervals import estimate
@@ -81,12 +85,14 @@ __all__ = [
     "chain_potential",
     "clusters_needed",
     "coupled_acceptance",
+    "distinct_experts",
     "dual_bound",
     "emission_optimum",
     "estimate",
     "evaluate",
     "evaluate_budget",
     "expected_accepted",
+    "expected_experts",
     "expected_rounds",
     "expected_tokens",
     "expected_tokens_by_position",
@@ -98,6 +104,7 @@ __all__ = [
     "online",
     "operations_factor",
     "optimal_gamma",
+    "pass_bytes",
     "patient_pair",
     "predicted_speedup",
     "progress_given_text",
@@ -106,6 +113,7 @@ __all__ = [
     "relative_gain",
     "remaining_rounds",
     "rounds_distribution",
+    "router_frequencies",
     "speedup",
     "token_value",
     "transport_optimum",

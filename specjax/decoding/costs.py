@@ -24,6 +24,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specjax import interfaces
 from specjax.decoding import growth as capacity_lib
@@ -118,6 +119,7 @@ def has_chain_of(drafter: Drafter, length: int) -> bool:
 def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
              lengths: Sequence[int] | None = None, used: int = 64,
              capacity: int = 0, context: chex.ArrayTree | None = None,
+             prompts: Sequence[ArrayLike] | None = None,
              directory: str | os.PathLike[str] | None = None,
              again: bool = False, **options: Any) -> Controller:
   """Returns a controller with the measured costs of a decoder's rounds.
@@ -143,6 +145,9 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
     capacity: minimum number of slots per row, as in `Decoder.prefill`. Default:
       the slots for `used` and the timed rounds.
     context: context of the rows, as in `Decoder.prefill`.
+    prompts: token ids at which rounds are timed, one text or several. Default:
+      random tokens. Give texts for a target with experts, because the time of
+      its pass depends on the experts that the tokens choose.
     directory: directory of the stored costs. Default: `specjax/costs` in the
       user's cache directory. If it cannot be written, the costs are not stored.
     again: True measures even if stored costs exist.
@@ -167,13 +172,14 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
       controller=_Scripted(
           lengths=lengths, seconds=(1.0,) * len(lengths), **options))
   capacity = capacity and capacity_lib.rounded(capacity)
-  path = _path(directory, trial, params, batch, (used, capacity), context)
+  path = _path(directory, trial, params, batch, (used, capacity), context,
+               prompts)
   found = None if again else _stored(path, len(lengths))
   if found is None:
-    found = _measure(trial, params, batch, used, capacity, context)
+    setting = batch, used, capacity, context, prompts
+    found = _measure(trial, params, *setting)
     first, own = _first(trial, params)
-    found["first"] = _measure(
-        first, own, batch, used, capacity, context)["seconds"] if first else []
+    found["first"] = _measure(first, own, *setting)["seconds"] if first else []
     # The constructor rejects very large costs. They may be due to a disturbance
     # of the measurement, so the error is raised before the costs are stored.
     Controller(lengths=lengths, **found)
@@ -186,7 +192,7 @@ def measured(decoder: Decoder, params: chex.ArrayTree, *, batch: int = 1,
 
 def seconds_of_rounds(
     decoders: Sequence[tuple[Decoder, chex.ArrayTree]], *, batch: int,
-    used: int) -> list[float]:
+    used: int, prompts: Sequence[ArrayLike] | None = None) -> list[float]:
   """Returns the measured seconds of a round of each decoder.
 
   The decoders take turns, so ratios of their times are more reliable than the
@@ -197,6 +203,7 @@ def seconds_of_rounds(
       `{"target": ..., "drafter": ...}`.
     batch: number of rows B of the batch.
     used: tokens per row at which rounds are timed; fewer if there is no room.
+    prompts: token ids at which rounds are timed, as in `measured`.
   """
   longest = max(decoder.num_nodes for decoder, _ in decoders)
   used, rounds = _room(used, min(
@@ -204,17 +211,21 @@ def seconds_of_rounds(
   calls = []
   for decoder, params in decoders:
     state = decoder.prefill(
-        params, _random_prompts(decoder, batch, used), jax.random.key(0),
+        params, _prompts(decoder, batch, used, prompts), jax.random.key(0),
         limits=used + rounds * longest)
     calls.append((functools.partial(
         rounds_lib.until, decoder.stage, params, rounds=rounds), state))
   return [seconds / rounds for seconds in _timed(calls, _SECONDS)]
 
 
-def _random_prompts(decoder: Decoder, batch: int, used: int
-                    ) -> list[np.ndarray]:
-  rng = np.random.default_rng(0)
-  return list(rng.integers(decoder.target.vocab_size, size=(batch, used)))
+def _prompts(decoder: Decoder, batch: int, used: int,
+             prompts: Sequence[ArrayLike] | None) -> list[np.ndarray]:
+  """Returns prompts of `used` tokens. Shorter texts are repeated."""
+  if prompts is None:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(decoder.target.vocab_size, size=(batch, used)))
+  return [np.resize(np.asarray(prompts[i % len(prompts)]), used)
+          for i in range(batch)]
 
 
 def _first(decoder: Decoder, params: chex.ArrayTree
@@ -236,7 +247,7 @@ def _first(decoder: Decoder, params: chex.ArrayTree
 
 def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
           params: chex.ArrayTree, batch: int, slots: tuple[int, int],
-          context: chex.ArrayTree) -> pathlib.Path | None:
+          context: chex.ArrayTree, prompts: Any = None) -> pathlib.Path | None:
   """Returns the path of the file for these costs.
 
   The name of the file is a hash of the configuration and the machine. The
@@ -249,7 +260,8 @@ def _path(directory: str | os.PathLike[str] | None, decoder: Decoder,
   try:
     name = fingerprint(
         decoder.target, decoder.drafter, decoder.verifier, decoder.transform,
-        decoder.controller.lengths, shapes, batch, slots, (_FORM, *machine))
+        decoder.controller.lengths, shapes, batch, slots, (_FORM, *machine),
+        *([] if prompts is None else [[np.asarray(x) for x in prompts]]))
   except TypeError:
     return None
   return pathlib.Path(directory, f"{name}.json")
@@ -296,7 +308,8 @@ def _is_valid(count: int, seconds: Any, first: Any, reading: Any,
 
 
 def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
-             capacity: int, context: chex.ArrayTree) -> dict[str, Any]:
+             capacity: int, context: chex.ArrayTree,
+             prompts: Sequence[ArrayLike] | None = None) -> dict[str, Any]:
   """Returns the measured values of `seconds`, `reading` and `switching`.
 
   `Controller` documents these fields.
@@ -306,7 +319,7 @@ def _measure(decoder: Decoder, params: chex.ArrayTree, batch: int, used: int,
   used, rounds = _room(
       used, min(whole, capacity - longest) if capacity else whole, longest)
   state = decoder.prefill(
-      params, _random_prompts(decoder, batch, used), jax.random.key(0),
+      params, _prompts(decoder, batch, used, prompts), jax.random.key(0),
       context=context,
       limits=used + rounds * longest, capacity=capacity)
   own = state.controller

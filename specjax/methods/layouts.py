@@ -31,7 +31,8 @@ from specjax.models.tensor_layouts import Table
 from specjax.models.transformer import Transformer
 
 # Supported architectures of a drafter's transformer layers.
-_LAYERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5_text")
+_LAYERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5_text",
+           "mimo")
 # Keys that training tools write to the configuration. Drafting ignores them.
 _NOTES = """
     attention_mode base_model_name_or_path confidence_head_alpha

@@ -82,6 +82,7 @@ _GEMMA_2 = _GEMMA | dict(
     final_logit_softcapping=30.0)
 _QWEN = _SILU | dict(max_position_embeddings=32768, max_window_layers=28,
                      sliding_window=4096)
+_EXPERTS = _SILU | dict(num_experts_per_tok=2, num_experts=8)
 
 _HYBRID = _SILU | dict(
     head_dim=256, partial_rotary_factor=0.25, max_position_embeddings=32768,
@@ -105,10 +106,64 @@ ARCHITECTURES = {
     "qwen3": Architecture(
         read=settings.qwen3, names=tensor_names.LLAMA,
         transformers="Qwen3ForCausalLM", defaults=_QWEN | dict(head_dim=128)),
+    "mimo": Architecture(
+        read=settings.mimo, names=tensor_names.LLAMA,
+        transformers="MiMoForCausalLM", defaults=_QWEN),
+    "smollm3": Architecture(
+        read=settings.smollm3, names=tensor_names.LLAMA,
+        transformers="SmolLM3ForCausalLM", tied=True, defaults=_SILU | dict(
+            rope_theta=2e6, max_position_embeddings=32768)),
+    "ministral3": Architecture(
+        read=settings.ministral3, names=tensor_names.LLAMA,
+        transformers="Ministral3ForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=262_144, head_dim=128,
+            num_key_value_heads=8, rope_theta=1e6)),
+    "granite": Architecture(
+        read=settings.granite, names=tensor_names.LLAMA, even_width=True,
+        transformers="GraniteForCausalLM",
+        defaults=_SILU | dict(max_position_embeddings=2048)),
+    "mixtral": Architecture(
+        read=settings.mixtral, names=tensor_names.MIXTRAL,
+        transformers="MixtralForCausalLM", defaults=_EXPERTS | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=131_072, rope_theta=1e6,
+            num_key_value_heads=8)),
+    "olmoe": Architecture(
+        read=settings.olmoe, names=tensor_names.EXPERTS, even_width=True,
+        transformers="OlmoeForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=4096,
+            num_experts_per_tok=8, num_experts=64)),
+    "qwen3_moe": Architecture(
+        read=settings.qwen3_moe, names=tensor_names.EXPERTS,
+        transformers="Qwen3MoeForCausalLM", defaults=_QWEN | dict(
+            num_experts_per_tok=8, num_experts=128, moe_intermediate_size=768)),
+    "granitemoe": Architecture(
+        read=settings.granitemoe, names=tensor_names.GRANITE_EXPERTS,
+        transformers="GraniteMoeForCausalLM", even_width=True,
+        defaults=_EXPERTS | dict(max_position_embeddings=2048)),
+    "granitemoeshared": Architecture(
+        read=settings.granitemoeshared, names=tensor_names.GRANITE_EXPERTS,
+        transformers="GraniteMoeSharedForCausalLM", even_width=True,
+        defaults=_EXPERTS | dict(max_position_embeddings=2048)),
+    "granitemoehybrid": Architecture(
+        read=settings.granitemoehybrid, names=tensor_names.GRANITE_EXPERTS,
+        transformers="GraniteMoeHybridForCausalLM", even_width=True,
+        defaults=_EXPERTS | dict(
+            max_position_embeddings=2048, shared_intermediate_size=1024)),
+    "glm4_moe": Architecture(
+        read=settings.glm4_moe, names=tensor_names.EXPERTS,
+        transformers="Glm4MoeForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=131_072,
+            partial_rotary_factor=0.5, num_experts_per_tok=8, num_experts=128,
+            moe_intermediate_size=1408)),
     "olmo2": Architecture(
         read=settings.olmo2, names=tensor_names.OLMO_2,
         transformers="Olmo2ForCausalLM", defaults=_SILU | dict(
             rms_norm_eps=1e-5, max_position_embeddings=2048)),
+    "olmo3": Architecture(
+        read=settings.olmo3, names=tensor_names.OLMO_2,
+        transformers="Olmo3ForCausalLM", defaults=_SILU | dict(
+            rms_norm_eps=1e-5, max_position_embeddings=2048,
+            sliding_window=4096, rope_theta=5e5)),
     "phi3": Architecture(
         read=settings.phi3, names=tensor_names.PHI_3,
         transformers="Phi3ForCausalLM", defaults=_SILU | dict(

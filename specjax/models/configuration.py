@@ -58,6 +58,50 @@ class RecurrentLayers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+  """Sizes and variants of a mixture of experts in place of an MLP.
+
+  A router scores the experts for every token. The MLP's output is the weighted
+  sum of the outputs of the experts with the highest scores (Shazeer et al.
+  2017, arXiv:1701.06538). Every expert is a gated MLP.
+
+  Attributes:
+    count: number E of experts of a layer.
+    chosen: number k of experts per token.
+    width: inner width F of an expert.
+    dense_layers: layers that have an ordinary MLP instead.
+    shared_width: inner width of the MLP that is added for every token. 0 means
+      no such MLP.
+    scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
+    normalise: if True, divide the weights of the chosen experts by their sum.
+    choice_bias: if True, add a bias to the scores for the choice of the
+      experts, but not for their weights (DeepSeek-V3, arXiv:2408.15664).
+    scale: factor on the weights.
+  """
+
+  count: int
+  chosen: int
+  width: int
+  dense_layers: tuple[int, ...] = ()
+  shared_width: int = 0
+  scores: str = "softmax"
+  normalise: bool = True
+  choice_bias: bool = False
+  scale: float = 1.0
+
+  def __post_init__(self):
+    object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+    fields.check_fields(self, "count", "chosen", "width",
+                        more=": correct the model's configuration")
+    if self.chosen > self.count:
+      raise ValueError(f"chosen is {self.chosen} and count {self.count}; a "
+                       "token has at most all experts")
+    if self.scores not in ("softmax", "sigmoid"):
+      raise ValueError(f"scores is {self.scores!r}; it must be 'softmax' or "
+                       "'sigmoid'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
   """Sizes and variants of a decoder.
 
@@ -74,8 +118,10 @@ class TransformerConfig:
     rope_fraction: share of the dimensions of a head that are rotated, from the
       first dimension.
     rope_scaling: scaling of the frequencies for long sequences, or None.
-    local_rope_theta: base in layers with a window (Gemma 3). These layers then
-      have no scaling. None means that all layers have the same base.
+    local_rope_theta: base in layers with a window (Gemma 3, OLMo 3). These
+      layers then have no scaling. None means that all layers have the same base
+      and scaling.
+    unrotated: layers whose queries and keys are not rotated (SmolLM3).
     learned_positions: if True, add a table of `context_length` positions to the
       embedding and rotate nothing (GPT-2).
     norm: "rms", or "layer" with a bias.
@@ -95,6 +141,7 @@ class TransformerConfig:
     gated: if True, the MLP is down(activation(gate(x)) * up(x)). If False, it
       is down(activation(up(x))).
     activation: "silu", "gelu" or "gelu_tanh".
+    experts: mixture of experts that replaces the MLP, or None.
     windows: attention window of each layer in tokens, including the current
       token. 0 means no limit. An empty tuple means no limit in all layers.
     attention_softcap: constant c. Attention scores x become c tanh(x / c)
@@ -103,6 +150,8 @@ class TransformerConfig:
       unchanged.
     query_scale: factor on attention scores. None means head_dim^(-1/2).
     embedding_scale: factor on the embeddings (Gemma).
+    residual_scale: factor on the outputs of attention and MLP (Granite).
+    logit_divisor: number by which logits are divided (Granite).
     tie_embeddings: if True, the embedding table is also the LM head.
     attention_gate: if True, multiply the output of attention by the sigmoid of
       a gate, which is projected together with the query (Qwen3-Next).
@@ -132,6 +181,7 @@ class TransformerConfig:
   rope_fraction: float = 1.0
   rope_scaling: RopeScaling | None = None
   local_rope_theta: float | None = None
+  unrotated: tuple[int, ...] = ()
   learned_positions: bool = False
   norm: str = "rms"
   norm_epsilon: float = 1e-5
@@ -145,11 +195,14 @@ class TransformerConfig:
   mlp_bias: bool = False
   gated: bool = True
   activation: str = "silu"
+  experts: ExpertConfig | None = None
   windows: tuple[int, ...] = ()
   attention_softcap: float | None = None
   logit_softcap: float | None = None
   query_scale: float | None = None
   embedding_scale: float = 1.0
+  residual_scale: float = 1.0
+  logit_divisor: float = 1.0
   tie_embeddings: bool = True
   attention_gate: bool = False
   recurrent: RecurrentLayers | None = None
@@ -158,12 +211,13 @@ class TransformerConfig:
   lookahead_rank: int = 0
 
   def __post_init__(self):
-    for name in ("features", "windows"):
+    for name in ("features", "windows", "unrotated"):
       object.__setattr__(self, name, tuple(getattr(self, name)))
-    if isinstance(self.rope_scaling, dict):  # read from a JSON file
-      object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-    if isinstance(self.recurrent, dict):
-      object.__setattr__(self, "recurrent", RecurrentLayers(**self.recurrent))
+    for name, kind in (("rope_scaling", RopeScaling),
+                       ("recurrent", RecurrentLayers),
+                       ("experts", ExpertConfig)):
+      if isinstance(getattr(self, name), dict):  # read from a JSON file
+        object.__setattr__(self, name, kind(**getattr(self, name)))
     sizes = ("vocab_size", "width", "layers", "heads", "kv_heads",
              "head_dim", "mlp_width", "context_length")
     fields.check_fields(
@@ -174,6 +228,7 @@ class TransformerConfig:
     self._check_choices()
     self._check_features()
     self._check_sizes()
+    self._check_experts()
 
   def _check_choices(self) -> None:
     for name, choices in _CHOICES.items():
@@ -194,6 +249,15 @@ class TransformerConfig:
                           ": 0 is a plain decoder")
     fields.check_at_least("lookahead_rank", self.lookahead_rank, 0,
                           ": 0 is a decoder without adapters")
+
+  def _check_experts(self) -> None:
+    if self.experts is None:
+      return
+    for name, wanted in (("gated", True), ("mlp_bias", False),
+                         ("lookahead_rank", 0)):
+      if getattr(self, name) != wanted:
+        raise ValueError(f"{name} is {getattr(self, name)} and experts is set; "
+                         f"experts require {name}={wanted}")
 
   def _check_sizes(self) -> None:
     if self.heads % self.kv_heads:
@@ -238,3 +302,8 @@ class TransformerConfig:
     """
     attends = [self.layer_kind(i) == "attention" for i in range(layer + 1)]
     return attends[:layer].count(attends[layer])
+
+  def experts_of(self, layer: int) -> ExpertConfig | None:
+    """Returns the experts of a layer, or None if it has an ordinary MLP."""
+    dense = self.experts is None or layer in self.experts.dense_layers
+    return None if dense else self.experts

@@ -55,12 +55,14 @@ _NAMES = (
     ("sliding_window", "sliding_window_size"),
     ("tie_word_embeddings", "tie_embedding"),
     ("sliding_window_pattern", "_sliding_window_pattern"),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("layer_types", "layers_block_type"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}
 # For these keys, null means "off". For other keys, null means a missing key.
 _OFF_BY_NULL = ("sliding_window",)
-_NO_ROPE = ("specjax does not have layers without rotary positions, so this "
-            "model cannot be loaded")
+_NO_ROPE = ("the architecture of layers without rotary positions is smollm3; "
+            "use another model, or correct model_type")
 _ADVICE = {
     "no_rope_layers": _NO_ROPE, "no_rope_layer_interval": _NO_ROPE,
     # Keys with lists of layers. If a user removed such a key, a drafter would

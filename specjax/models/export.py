@@ -169,6 +169,13 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
       final_logit_softcapping=c.logit_softcap,
       sliding_window=max(c.windows, default=0) or None,
       use_sliding_window=bool(c.windows), max_window_layers=c.layers,
+      no_rope_layers=[int(i not in c.unrotated) for i in range(c.layers)],
+      position_embedding_type="nope" if c.unrotated else "rope",
+      attention_multiplier=c.query_scale or c.head_dim**-0.5,
+      embedding_multiplier=c.embedding_scale,
+      residual_multiplier=c.residual_scale, logits_scaling=c.logit_divisor,
+      use_qk_norm=c.qk_norm is not None, num_local_experts=0,
+      shared_intermediate_size=c.mlp_width,
       layer_types=[_TYPES.get(c.layer_kind(i), SLIDING if c.window(i) else FULL)
                    for i in range(c.layers)],
       attn_output_gate=c.attention_gate, norm_eps=c.norm_epsilon,
@@ -181,6 +188,17 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
         conv_L_cache=r.taps, linear_conv_kernel_dim=r.taps,
         linear_num_value_heads=r.heads, linear_num_key_heads=r.key_heads,
         linear_key_head_dim=r.key_dim, linear_value_head_dim=r.value_dim)
+  if c.experts:
+    e = c.experts
+    keys |= dict(
+        num_experts=e.count, num_local_experts=e.count,
+        n_routed_experts=e.count, num_experts_per_tok=e.chosen,
+        moe_intermediate_size=e.width, norm_topk_prob=e.normalise,
+        mlp_only_layers=list(e.dense_layers),
+        first_k_dense_replace=len(e.dense_layers),
+        routed_scaling_factor=e.scale,
+        n_shared_experts=e.shared_width // e.width,
+        shared_intermediate_size=e.shared_width)
   if scaling:
     keys["rope_scaling"] = scaling
     if "original_max_position_embeddings" in scaling:

@@ -128,12 +128,14 @@ class FeatureConfig(TransformerConfig):
     self._check_widths()
 
   def _check_parts(self) -> None:
-    others = self.features, self.lookahead, self.learned_positions
-    if self.one_layer and self.layers != 1 or any(others):
+    others = ("features", "lookahead", "learned_positions", "experts",
+              "unrotated")
+    if self.one_layer and self.layers != 1 or any(
+        getattr(self, name) for name in others):
+      values = ", ".join(f"{x} {getattr(self, x)}" for x in others)
       raise ValueError(
-          f"layers is {self.layers}, features {self.features}, lookahead "
-          f"{self.lookahead} and learned_positions {self.learned_positions}; "
-          "for a feature layer set layers=1 and leave out the others")
+          f"layers is {self.layers}, {values}; for a feature layer set "
+          "layers=1 and leave out the others")
     if not self.taps or len(set(self.taps)) < len(self.taps):
       raise ValueError(f"taps is {self.taps}; name at least one of the "
                        "target's hidden states, and each once")

@@ -19,6 +19,7 @@ from specjax.caches import recurrent
 from specjax.caches.dense import attention_in_block
 from specjax.gpu import layers as gpu_layers
 from specjax.interfaces import Cache
+from specjax.models import experts
 from specjax.models import rotary
 from specjax.models.configuration import TransformerConfig
 from specjax.models.quantization import QuantizedMatrix
@@ -249,10 +250,13 @@ class RotaryTables(NamedTuple):
     full: rotation in layers without a window. None means that positions are not
       rotary.
     local: rotation in layers with a window, possibly with another base.
+    query_factor: `[B, S]` factor on the queries (`RopeScaling.query_growth`),
+      or None.
   """
 
   full: rotary.Rotation | None
   local: rotary.Rotation | None
+  query_factor: jax.Array | None = None
 
   @classmethod
   def of(cls, config: TransformerConfig, positions: jax.Array,
@@ -271,9 +275,15 @@ class RotaryTables(NamedTuple):
                              cosines_and_sines(
                                  positions, frequency, scale, wide))
 
-    full = table(c.rope_theta, c.rope_scaling)
+    full, scaling, factor = table(c.rope_theta, c.rope_scaling), (
+        c.rope_scaling), None
+    # The factor is 1 at all positions before `original_length`.
+    if scaling and scaling.query_growth and (
+        c.context_length > scaling.original_length):
+      factor = 1 + scaling.query_growth * jnp.log1p(
+          (positions // scaling.original_length).astype(wide))
     return cls(full, full if c.local_rope_theta is None else
-               table(c.local_rope_theta, None))
+               table(c.local_rope_theta, None), factor)
 
 
 class Attention(nn.Module):
@@ -298,11 +308,13 @@ class Attention(nn.Module):
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None and adapted is None
-             and not c.attention_gate
+             and not c.attention_gate and tables.query_factor is None
              and not self.is_mutable_collection("intermediates"))
     qkv = Linear((c.kv_heads, queries + 2, c.head_dim), c.qkv_bias,
                  in_parts=fused, name="qkv")(x, adapted)
     rotation = tables.local if window else tables.full
+    if self.layer in c.unrotated:
+      rotation = None
     # Some caches do not support these arguments. Pass only those that the model
     # uses.
     options = {name: value for name, value in
@@ -316,7 +328,7 @@ class Attention(nn.Module):
         query, gate = jnp.split(query, 2, axis=3)
       query = query.reshape(*qkv.shape[:2], c.heads, c.head_dim)
       key, value = key[:, :, :, 0], value[:, :, :, 0]
-      query, key = self._prepared(query, key, rotation)
+      query, key = self._prepared(query, key, rotation, tables.query_factor)
       # `sow` stores the queries only if the caller makes "intermediates"
       # mutable (`cache_views`).
       self.sow("intermediates", "query", query)
@@ -336,7 +348,7 @@ class Attention(nn.Module):
     return out, cache
 
   def _prepared(self, query: jax.Array, key: jax.Array,
-                rotation: rotary.Rotation | None
+                rotation: rotary.Rotation | None, factor: jax.Array | None
                 ) -> tuple[jax.Array, jax.Array]:
     """Returns normalised, rotated and scaled queries and keys."""
     c = self.config
@@ -345,11 +357,13 @@ class Attention(nn.Module):
       key = self._normed("key_norm", key)
     if rotation is not None:
       query, key = (rotary.rotate(x, rotation.table) for x in (query, key))
+    # The products are in float32 or wider, because bfloat16 would round the
+    # factor.
+    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
     if c.query_scale is not None:
-      # The product is in float32 or wider, because bfloat16 would round the
-      # factor.
-      wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
       query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
+    if factor is not None:
+      query = (wide * factor[..., None, None]).astype(query.dtype)
     return query, key
 
   def _normed(self, name: str, x: jax.Array) -> jax.Array:
@@ -487,19 +501,63 @@ class MLP(nn.Module):
 
   config: TransformerConfig
   in_parts: bool = False  # see `Linear`
+  width: int | None = None  # inner width; None means that of the configuration
 
   @nn.compact
   def __call__(self, x, adapted=None):
     c = self.config
-    activation = _ACTIVATIONS[c.activation]
+    activation, width = _ACTIVATIONS[c.activation], self.width or c.mlp_width
     if c.gated:
-      both = Linear((2, c.mlp_width), c.mlp_bias, name="gate_up")(x, adapted)
+      both = Linear((2, width), c.mlp_bias, name="gate_up")(x, adapted)
       inner = activation(both[..., 0, :]) * both[..., 1, :]
     else:
       inner = activation(
-          Linear((c.mlp_width,), c.mlp_bias, name="up")(x, adapted))
+          Linear((width,), c.mlp_bias, name="up")(x, adapted))
     return Linear((c.width,), c.mlp_bias, 0.02 * (2 * c.layers) ** -0.5,
                   in_parts=self.in_parts, name="down")(inner, adapted)
+
+
+class Experts(nn.Module):
+  """Mixture of experts, see `ExpertConfig`.
+
+  The kernels `gate_up [E, D, 2 F]` and `down [E, F, D]` contain all experts. A
+  mesh can split them along E.
+  """
+
+  config: TransformerConfig
+  layer: int
+  in_parts: bool = False  # see `Linear`
+  cached: bool = True  # False in training, where the pass is differentiated
+
+  @nn.compact
+  def __call__(self, x, adapted=None):
+    del adapted  # `TransformerConfig` excludes adapters
+    c, e, width = self.config, self.config.experts_of(self.layer), x.shape[-1]
+    kernel = parameter(self, "router", nn.initializers.normal(0.02),
+                       (width, e.count))
+    raw = product(x, kernel)
+    scores = jax.nn.sigmoid(raw) if e.scores == "sigmoid" else nn.softmax(raw)
+    if e.choice_bias:
+      bias = parameter(self, "choice_bias", nn.initializers.zeros, (e.count,))
+      chosen = jax.lax.top_k(scores + bias.astype(scores.dtype), e.chosen)[1]
+      weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    else:
+      weights, chosen = jax.lax.top_k(scores, e.chosen)
+    if e.normalise:
+      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    self.sow("intermediates", "chosen", chosen)  # see `Transformer.routes`
+    flat = lambda y: y.reshape(-1, y.shape[-1])
+    out = experts.mixed(
+        flat(x), flat(chosen), flat(weights * e.scale),
+        parameter(self, "expert_gate_up", nn.initializers.normal(0.02),
+                  (e.count, width, 2 * e.width)),
+        parameter(self, "expert_down", nn.initializers.normal(
+            0.02 * (2 * c.layers) ** -0.5), (e.count, e.width, width)),
+        activation=_ACTIVATIONS[c.activation],
+        differentiable=not self.cached).reshape(x.shape)
+    if e.shared_width:
+      out = out + MLP(c, width=e.shared_width, name="shared")(x)
+    return Parts(out[None], None) if self.in_parts else out.astype(x.dtype)
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
@@ -534,18 +592,26 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
   """
   c, out, new = config, 0, 0  # a skipped sublayer adds 0 to the stream
   both = sublayers or Sublayers.between(i, i + 1)
+
+  def mlp(in_parts: bool = False) -> nn.Module:
+    if c.experts_of(i):
+      return Experts(c, i, in_parts, cache is not None, name=f"mlp_{i}")
+    return MLP(c, in_parts, name=f"mlp_{i}")
+
   if isinstance(x, Pending):
     slot = sublayers and sublayers.slot(i)
     x, read = Norm(c, name=f"attention_norm_{i}")(x)
     out, cache = Attention(c, i, slot, True, name=f"attention_{i}")(
         read, tables, ancestors, cache)
     x, inner = Norm(c, name=f"mlp_norm_{i}")(Pending(x, out))
-    return Pending(x, MLP(c, True, name=f"mlp_{i}")(inner)), cache
+    return Pending(x, mlp(in_parts=True)(inner)), cache
 
   def norm(enabled: bool, name: str, x: jax.Array) -> jax.Array:
     return Norm(c, name=name)(x) if enabled else x
 
   def scaled(part: int, x: jax.Array) -> jax.Array:
+    if c.residual_scale != 1:
+      x = x * jnp.asarray(c.residual_scale, x.dtype)
     if keep is None:
       return x
     return x * keep[part].astype(x.dtype).reshape(-1, 1, 1)
@@ -564,7 +630,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
     out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out
-    new = MLP(c, name=f"mlp_{i}")(
+    new = mlp()(
         norm(c.pre_norm, f"mlp_norm_{i}", inner), adapted)
     new = scaled(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
   return x + out + new, cache
@@ -574,4 +640,6 @@ def logits(x: jax.Array, head: jax.Array, config: TransformerConfig
            ) -> jax.Array:
   """Returns the logits `[B, S, V]` of `x [B, S, D]` and a `head [D, V]`."""
   raw, cap = product(x, head), config.logit_softcap
+  if config.logit_divisor != 1:
+    raw = raw / config.logit_divisor
   return cap * jnp.tanh(raw / cap) if cap else raw

@@ -37,7 +37,7 @@ Tensors = Mapping[str, StoredTensor]
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 # Tensors of drafters in the files of a target, which `load_drafter` reads.
-_DRAFTER = re.compile(r"^(mtp|medusa_head)\.")
+_DRAFTER = re.compile(r"^(mtp|model\.mtp_layers|medusa_head)\.")
 # Tensors of heads of reward models and classifiers, which have no LM head.
 _OTHER_TASK = re.compile(
     r"(score|classifier|qa_outputs|v_head|value_head|regression_head)\.")
@@ -57,9 +57,11 @@ _WITHOUT_EFFECT = re.compile(
 _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
                           "encoder_repetition_penalty"), 1)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Models with an image encoder, by model_type: the type of their language model.
-# Only the language model is loaded, and the tensors of the encoder are skipped.
-_LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+# Models with images, whose text_config describes their language model.
+_WITH_TEXT = {"gemma3": "gemma3_text", "mistral3": None,
+              "qwen3_5": "qwen3_5_text"}
+# Tensors of their image encoders. They are skipped, because only the language
+# model is loaded.
 _WITH_IMAGES = re.compile(
     r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
@@ -256,10 +258,11 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
   Keys(config, str(config_path)).refuse_quantized()
   tensors = model_files.open_directory(directory)
   text, model_type, outer, place = config, config.get("model_type"), None, ""
-  if model_type in [*_LANGUAGE_MODELS] and isinstance(
+  if isinstance(model_type, str) and model_type in _WITH_TEXT and isinstance(
       config.get("text_config"), dict):
     text, tensors = _without_images(config, tensors)
-    model_type, place = _LANGUAGE_MODELS[model_type], "text_config"
+    model_type = _WITH_TEXT[model_type] or text.get("model_type")
+    place = "text_config"
     outer = Keys(config, str(config_path))
   architecture = _architecture(model_type, config_path)
   [head] = architecture.names["head"].names

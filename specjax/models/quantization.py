@@ -280,7 +280,7 @@ def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
 
   Raises:
     ValueError: `bits` or `group` is out of range, the parameters contain no
-      matrix, or they are already quantised.
+      matrix or experts, or they are already quantised.
   """
   if bits not in BITS:
     raise ValueError(f"bits is {bits!r}; it must be one of {BITS}")
@@ -295,6 +295,9 @@ def quantize(params: Mapping[str, chex.ArrayTree], bits: int = 8,
     if isinstance(x, QuantizedMatrix):
       raise ValueError(f"{jax.tree_util.keystr(path)} is already quantised; "
                        "give the original parameters of the model")
+    if str(name).startswith("expert_"):
+      raise ValueError(f"{jax.tree_util.keystr(path)} contains experts, which "
+                       "quantize does not support; use a dense model")
     if name not in _MATRICES or jnp.ndim(x) < 2:
       return x
     found += 1

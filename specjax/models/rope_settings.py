@@ -7,6 +7,7 @@ than the context length, and specjax rejects such sequences.
 
 from collections.abc import Collection
 from collections.abc import Mapping
+import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +21,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(keys: Keys, theta: str = "rope_theta",
-              fraction: str | None = None, ignored: Collection[str] = ()
+              fraction: str | None = None, ignored: Collection[str] = (),
+              growth: bool = False
               ) -> dict[str, Any]:
   """Returns the fields of `TransformerConfig` for rotary positions.
 
@@ -33,6 +35,7 @@ def read_rope(keys: Keys, theta: str = "rope_theta",
       architecture has no such key.
     ignored: names of settings that have no effect on a text, such as the
       division of the frequencies over the axes of an image.
+    growth: True if the architecture has `RopeScaling.query_growth`.
 
   Raises:
     ValueError: the type of scaling or one of its keys is unknown, or a key has
@@ -48,15 +51,28 @@ def read_rope(keys: Keys, theta: str = "rope_theta",
     share = share or keys.number(fraction, 1.0, positive=True)
   elif share not in (None, 1):
     keys.refuse("partial_rotary_factor", share)
+  by = given.pop("llama_4_scaling_beta", 0.0) if growth else 0.0
+  if growth:
+    given.pop("max_position_embeddings", None)  # a copy of the outer key
   scaling, length = _scaling(keys, given)
+  if by:
+    if scaling is None or not scaling.original_length:
+      keys.refuse("llama_4_scaling_beta", by)
+    scaling = dataclasses.replace(scaling, query_growth=float(by))
   return dict(rope_theta=float(base), rope_scaling=scaling,
               rope_fraction=share or 1.0, context_length=length)
 
 
-def read_two_ropes(keys: Keys) -> dict[str, Any]:
+def read_two_ropes(keys: Keys, local: str = "rope_local_base_freq"
+                   ) -> dict[str, Any]:
   """Returns the fields of `read_rope`, for models with two rotary bases.
 
-  Layers with a window have a separate base (Gemma 3).
+  Layers with a window have a separate base (Gemma 3) and no scaling.
+
+  Args:
+    keys: the published configuration.
+    local: name of the key for the base of layers with a window, outside of
+      `rope_parameters`.
   """
   place, local_place = (f"rope_parameters.{name}" for name in (
       "full_attention", "sliding_attention"))
@@ -67,16 +83,15 @@ def read_two_ropes(keys: Keys) -> dict[str, Any]:
   full = _merged(keys, {place: parts.mapping("full_attention"),
                         "rope_scaling": keys.mapping("rope_scaling")},
                  _ORIGINAL, "rope_theta")
-  local = _merged(keys, {local_place: parts.mapping("sliding_attention")})
+  of_windows = _merged(keys, {local_place: parts.mapping("sliding_attention")})
   base = full.pop("rope_theta", None) or keys.number(
       "rope_theta", positive=True)
-  local_base = local.pop("rope_theta", None)
-  beside = keys.number("rope_local_base_freq", local_base, positive=True)
-  if local_base is not None and keys.said("rope_local_base_freq"):
-    keys.agreed({"rope_local_base_freq": beside,
-                 f"{local_place}.rope_theta": local_base})
-  if _kind(local) != "default" or local:
-    keys.refuse("rope_parameters.sliding_attention", local)
+  local_base = of_windows.pop("rope_theta", None)
+  beside = keys.number(local, local_base, positive=True)
+  if local_base is not None and keys.said(local):
+    keys.agreed({local: beside, f"{local_place}.rope_theta": local_base})
+  if _kind(of_windows) != "default" or of_windows:
+    keys.refuse("rope_parameters.sliding_attention", of_windows)
   scaling, length = _scaling(keys, full)
   return dict(rope_theta=float(base),
               local_rope_theta=float(local_base or beside),
@@ -245,6 +260,7 @@ def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
   if s.kind == "llama3":
     return kind | {"low_freq_factor": s.low_frequency_factor,
                    "high_freq_factor": s.high_frequency_factor}
-  return kind | {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow,
-                 "truncate": s.truncate,
-                 "attention_factor": s.attention_factor}
+  growth = {"llama_4_scaling_beta": s.query_growth} if s.query_growth else {}
+  return kind | growth | {
+      "beta_fast": s.beta_fast, "beta_slow": s.beta_slow,
+      "truncate": s.truncate, "attention_factor": s.attention_factor}

@@ -35,6 +35,8 @@ class RopeScaling:
     truncate: if True, "yarn" rounds the ends of its ramp to integers.
     attention_factor: factor on cosines and sines.
     factors: divisor of every frequency, for "longrope".
+    query_growth: constant b. Queries at position p are multiplied by
+      1 + b log(1 + floor(p / original_length)) (Llama 4, Ministral 3).
   """
 
   kind: str
@@ -47,6 +49,7 @@ class RopeScaling:
   truncate: bool = True
   attention_factor: float = 1.0
   factors: tuple[float, ...] = ()
+  query_growth: float = 0.0
 
   def __post_init__(self):
     object.__setattr__(self, "factors", tuple(self.factors))

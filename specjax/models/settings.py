@@ -3,8 +3,11 @@
 There is one function per architecture.
 """
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
+from specjax.models.configuration import ExpertConfig
 from specjax.models.configuration import RecurrentLayers
 from specjax.models.configuration_keys import Keys
 from specjax.models.rope_settings import read_rope
@@ -97,14 +100,169 @@ def qwen2(keys: Keys) -> Fields:
           | dict(qkv_bias=True))
 
 
+def mimo(keys: Keys) -> Fields:
+  if not keys.switch("attention_bias", True):
+    keys.refuse("attention_bias", False)
+  return qwen2(keys)
+
+
+def smollm3(keys: Keys) -> Fields:
+  """Returns the fields of SmolLM3. In `no_rope_layers`, 0 means no rotation."""
+  layers = range(keys.size("num_hidden_layers"))
+  period = keys.size("no_rope_layer_interval", 4)
+  rotated = keys.whole_numbers("no_rope_layers") or tuple(
+      int((i + 1) % period > 0) for i in layers)
+  if len(rotated) < len(layers) or {*rotated} - {0, 1}:
+    keys.needs("no_rope_layers", list(rotated), "a list with 1 (rotation) or 0 "
+               f"(no rotation) for each of {len(layers)} layers")
+  on = keys.switch("use_sliding_window", False) and keys("sliding_window")
+  types = [SLIDING if on and not rotated[i] else FULL for i in layers]
+  keys("sliding_window")  # accepted; has no effect without use_sliding_window
+  windows = layer_windows(keys, types)
+  if windows and not on:
+    keys.refuse("layer_types", keys("layer_types"))
+  return llama(keys) | windows | dict(
+      unrotated=tuple(i for i in layers if not rotated[i]))
+
+
+def ministral3(keys: Keys) -> Fields:
+  return _sizes(keys) | read_rope(keys, growth=True) | _same_window(keys)
+
+
+def _granite_scales(keys: Keys, fields: Fields) -> Fields:
+  """Adds Granite's factors. The usual factor on scores is `query_scale` None.
+  """
+  scale = keys.number("attention_multiplier", 1.0, positive=True)
+  usual = fields["head_dim"]**-0.5
+  return fields | dict(
+      query_scale=None if scale == usual else float(scale),
+      embedding_scale=float(keys.number("embedding_multiplier", 1.0)),
+      residual_scale=float(keys.number("residual_multiplier", 1.0)),
+      logit_divisor=float(keys.number("logits_scaling", 1.0, positive=True)))
+
+
+def granite(keys: Keys) -> Fields:
+  return _granite_scales(keys, llama(keys))
+
+
+def _experts(keys: Keys, count: str, width: str, **fields: Any) -> ExpertConfig:
+  """Returns the experts.
+
+  Args:
+    keys: the published configuration.
+    count: key of the number of experts.
+    width: key of the inner width of an expert.
+    **fields: other fields of `ExpertConfig`.
+  """
+  for name in ("output_router_logits", "router_aux_loss_coef",
+               "router_jitter_noise"):
+    keys(name)  # only training reads these keys
+  total, chosen = keys.size(count), keys.size("num_experts_per_tok")
+  if chosen > total:
+    keys.needs("num_experts_per_tok", chosen,
+               f"at most {total}, the number of experts")
+  return ExpertConfig(count=total, chosen=chosen, width=keys.size(width),
+                      **fields)
+
+
+def granitemoe(keys: Keys, shared_width: int = 0) -> Fields:
+  fields = _sizes(keys) | read_rope(keys) | _biases(keys)
+  return _granite_scales(keys, fields) | dict(experts=_experts(
+      keys, "num_local_experts", "intermediate_size",
+      shared_width=shared_width))
+
+
+def granitemoeshared(keys: Keys) -> Fields:
+  return granitemoe(keys, int(keys.number("shared_intermediate_size", 0)))
+
+
+def granitemoehybrid(keys: Keys) -> Fields:
+  """Returns the fields of Granite 4 without recurrent layers."""
+  types = keys("layer_types")
+  if not isinstance(types, list) or {*types} - {"attention", FULL}:
+    keys.needs("layer_types", types, f"a list of 'attention' or {FULL!r}: "
+               "specjax does not have Mamba layers")
+  keys.ignore(*(f"mamba_{name}" for name in (
+      "chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand",
+      "n_groups", "n_heads", "proj_bias")), "time_step_limit",
+              "normalization_function", "init_method")
+  rotated = keys("position_embedding_type") == "rope"
+  if keys("position_embedding_type") not in ("rope", "nope", None):
+    keys.refuse("position_embedding_type", keys("position_embedding_type"))
+  if keys.number("num_local_experts", 8):
+    fields = granitemoeshared(keys)
+  else:
+    keys.ignore("num_experts_per_tok", "output_router_logits",
+                "router_aux_loss_coef")
+    keys.trust("intermediate_size", keys.size("shared_intermediate_size"))
+    fields = _granite_scales(
+        keys, _sizes(keys) | read_rope(keys) | _biases(keys))
+  layers = tuple(range(fields["layers"]))
+  return fields | ({} if rotated else dict(unrotated=layers))
+
+
+def mixtral(keys: Keys) -> Fields:
+  return mistral(keys) | dict(experts=_experts(
+      keys, "num_local_experts", "intermediate_size"))
+
+
+def olmoe(keys: Keys) -> Fields:
+  return _sizes(keys) | read_rope(keys) | _biases(keys) | dict(
+      qk_norm="all", experts=_experts(
+          keys, "num_experts", "intermediate_size",
+          normalise=keys.switch("norm_topk_prob", False)))
+
+
+def qwen3_moe(keys: Keys) -> Fields:
+  step = keys.size("decoder_sparse_step", 1)
+  dense = keys.whole_numbers("mlp_only_layers") or ()
+  return qwen3(keys) | dict(experts=_experts(
+      keys, "num_experts", "moe_intermediate_size",
+      normalise=keys.switch("norm_topk_prob", False),
+      dense_layers=tuple(i for i in range(keys.size("num_hidden_layers"))
+                         if i in dense or (i + 1) % step)))
+
+
+def glm4_moe(keys: Keys) -> Fields:
+  """Returns the fields of GLM 4.5 and its successors."""
+  for name in ("n_group", "topk_group"):
+    if keys.size(name, 1) != 1:
+      keys.refuse(name, keys(name))
+  width = keys.size("moe_intermediate_size")
+  dense = int(keys.number("first_k_dense_replace", 1))
+  return _sizes(keys) | read_rope(
+      keys, fraction="partial_rotary_factor") | dict(
+          qkv_bias=keys.switch("attention_bias", False),
+          qk_norm="head" if keys.switch("use_qk_norm", False) else None,
+          experts=_experts(
+              keys, "n_routed_experts", "moe_intermediate_size",
+              scores="sigmoid", choice_bias=True,
+              normalise=keys.switch("norm_topk_prob", True),
+              scale=float(keys.number("routed_scaling_factor", 1.0)),
+              shared_width=width * int(keys.number("n_shared_experts", 1)),
+              dense_layers=tuple(range(dense))))
+
+
 def qwen3(keys: Keys) -> Fields:
   return (_sizes(keys) | read_rope(keys) | _upper_windows(keys) | _biases(keys)
           | dict(qk_norm="head"))
 
 
-def olmo2(keys: Keys) -> Fields:
-  return (_sizes(keys) | read_rope(keys) | _biases(keys)
+def olmo2(keys: Keys, rope: Callable[[Keys], Fields] = read_rope) -> Fields:
+  return (_sizes(keys) | rope(keys) | _biases(keys)
           | dict(qk_norm="all", pre_norm=False, post_norm=True))
+
+
+def olmo3(keys: Keys) -> Fields:
+  types = [SLIDING if (i + 1) % 4 else FULL
+           for i in range(keys.size("num_hidden_layers"))]
+  fields = olmo2(keys, functools.partial(
+      read_two_ropes, local="rope_theta")) | layer_windows(keys, types)
+  if not fields.get("windows") or (
+      fields["local_rope_theta"] == fields["rope_theta"]
+      and fields["rope_scaling"] is None):
+    fields["local_rope_theta"] = None  # all layers have the same frequencies
+  return fields
 
 
 def phi3(keys: Keys) -> Fields:

@@ -267,30 +267,65 @@ class Taps(Stored):
 class Each(Stored):
   """One matrix `[out, in]` for each index of a parameter's first axes.
 
+  With several names, the parameter contains the outputs of their matrices side
+  by side.
+
   Attributes:
     axes: number of these first axes. Their indices replace `{}` in the names.
   """
 
   axes: int = 1
 
+  def _views(self, x: np.ndarray) -> list[np.ndarray]:
+    return [part[index].T for part in np.split(x, len(self.names), axis=-1)
+            for index in np.ndindex(x.shape[:self.axes])]
+
   def shapes(self, config, shape):
-    return [shape[self.axes:][::-1]] * math.prod(shape[:self.axes])
+    stand_in = np.broadcast_to(np.zeros((), np.bool_), shape)
+    return [view.shape for view in self._views(stand_in)]
 
   def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
     out = np.empty(shape, dtype)
-    for index, tensor in zip(np.ndindex(shape[:self.axes]), tensors):
-      out[index] = tensor.read(dtype).T
+    for view, tensor in zip(self._views(out), tensors):
+      view[...] = tensor.read(dtype)
     return out
 
   def split(self, config, x):
-    return [np.ascontiguousarray(x[index].T)
-            for index in np.ndindex(x.shape[:self.axes])]
+    return [np.ascontiguousarray(view) for view in self._views(x)]
+
+
+class Batched(Stored):
+  """One tensor `[E, out, in]` of a parameter `[E, in, out]`."""
+
+  def shapes(self, config, shape):
+    return [(shape[0], *shape[:0:-1])]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.swapaxes(tensor.read(dtype), 1, 2)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(np.swapaxes(x, 1, 2))]
+
+
+class HalvesSwapped(Stored):
+  """One matrix `[out, in]` whose inputs are two halves in the other order."""
+
+  def shapes(self, config, shape):
+    return [shape[::-1]]
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    [tensor] = tensors
+    return np.roll(tensor.read(dtype).T, shape[0] // 2, axis=0)
+
+  def split(self, config, x):
+    return [np.ascontiguousarray(np.roll(x, len(x) // 2, axis=0).T)]
 
 
 Table = Mapping[str, Stored]
 # Modules of drafters whose kernels are `[in, out]` and stored as `[out, in]`.
 _TURNED = ("head", "out", "up", "down", "entry", "fc", "fusion", "gate",
-           "joint", "w2", "skip", "inner", "block_{j}", "output")
+           "joint", "w2", "skip", "inner", "block_{j}", "output", "router")
 
 
 def table(names: Mapping[str, str | Stored]) -> Table:

@@ -8,9 +8,11 @@ number of the layer. Some Hugging Face files have a prefix (`model.`,
 import dataclasses
 
 from specjax.models.tensor_layouts import apart
+from specjax.models.tensor_layouts import Batched
 from specjax.models.tensor_layouts import by_head
 from specjax.models.tensor_layouts import delta_apart
 from specjax.models.tensor_layouts import delta_by_head
+from specjax.models.tensor_layouts import Each
 from specjax.models.tensor_layouts import gate_apart
 from specjax.models.tensor_layouts import gate_stacked
 from specjax.models.tensor_layouts import interleaved
@@ -91,6 +93,40 @@ QWEN_3_NEXT = QWEN_3_5 | table({
     "delta_{i}.inputs": Stored((
         _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
 })
+
+
+def _experts(router: str, experts: str, gate: str, up: str, down: str
+             ) -> Table:
+  """Returns the table of experts with one matrix each, of layer `{i}`."""
+  layer, one = "layers.{i}.", f"layers.{{i}}.{experts}.{{}}."
+  return table({
+      "mlp_{i}.router": layer + router,
+      "mlp_{i}.expert_gate_up": Each((one + gate, one + up)),
+      "mlp_{i}.expert_down": Each((one + down,))})
+
+
+MIXTRAL = LLAMA | _experts("block_sparse_moe.gate", "block_sparse_moe.experts",
+                           "w1", "w3", "w2")
+EXPERTS = LLAMA | _experts(
+    "mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj") | table({
+        "mlp_{i}.choice_bias": Stored((
+            "layers.{i}.mlp.gate.e_score_correction_bias",), ending=""),
+        "mlp_{i}.shared.gate_up": Stored((
+            "layers.{i}.mlp.shared_experts.gate_proj",
+            "layers.{i}.mlp.shared_experts.up_proj"), gate_apart),
+        "mlp_{i}.shared.down": "layers.{i}.mlp.shared_experts.down_proj"})
+_SHARED = Stored(("layers.{i}.shared_mlp.input_linear",), gate_stacked)
+GRANITE_EXPERTS = LLAMA | table({
+    "mlp_{i}.router": "layers.{i}.block_sparse_moe.router.layer",
+    "mlp_{i}.expert_gate_up": Batched((
+        "layers.{i}.block_sparse_moe.input_linear",)),
+    "mlp_{i}.expert_down": Batched((
+        "layers.{i}.block_sparse_moe.output_linear",)),
+    "mlp_{i}.shared.gate_up": _SHARED,
+    "mlp_{i}.shared.down": "layers.{i}.shared_mlp.output_linear",
+    # Granite 4 without experts has only the shared MLP.
+    "mlp_{i}.gate_up": _SHARED,
+    "mlp_{i}.down": "layers.{i}.shared_mlp.output_linear"})
 GPT_2 = table({
     "embedding": "wte",
     "positions": "wpe",

@@ -1,7 +1,7 @@
 """Decoder in Flax Linen for many published architectures.
 
-Differences between Llama, Mistral, Qwen, Gemma, GPT-2, GPT-NeoX, Phi-3 and
-OLMo-2 are fields of `TransformerConfig`. The default values are those of Llama.
+Differences between the architectures of `models.architectures` are fields of
+`TransformerConfig`. The default values are those of Llama.
 The module has no state: the cache is an argument and a result of every pass.
 """
 
@@ -35,10 +35,11 @@ _SPLITS = {
     "qkv of few heads": (True, False, False, False), "out": (True, False),
     "gate_up": (False, False, True), "up": (False, True),
     "down": (True, False),
+    "expert_gate_up": (True, False, False), "expert_down": (True, False, False),
 }
 # Small parameters, which every device stores completely.
 _REPLICATED = ("scale", "bias", "positions", "lookahead", "adapter_in",
-               "adapter_out")
+               "adapter_out", "router", "choice_bias")
 
 
 class TransformerModule(nn.Module):
@@ -102,6 +103,7 @@ class TransformerModule(nn.Module):
     return (cache is not None and cache.is_fused(x) and keep is None
             and (part is None or part.attention == part.mlp) and c.pre_norm
             and not c.post_norm and not c.parallel_residual
+            and c.residual_scale == 1
             and not c.lookahead_rank)
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
@@ -244,6 +246,28 @@ class Transformer(Model):
     head = params["embedding"].T if tied else params["head"]
     return layers.logits(hidden, head, self.config)
 
+  def routes(self, params: chex.ArrayTree, tokens: jax.Array,
+             depths: jax.Array | None = None,
+             ancestors: jax.Array | None = None, cache: Cache | None = None
+             ) -> jax.Array:
+    """Returns the experts that tokens choose in one pass, see `Model`.
+
+    Returns:
+      `[L, B, S, k]` int32 ids of the experts, for the L layers with experts.
+
+    Raises:
+      ValueError: the model has no experts.
+    """
+    if self.config.experts is None:
+      raise ValueError("the model has no experts (TransformerConfig.experts is "
+                       "None); routes requires a mixture of experts")
+    _, seen = TransformerModule(self.config).apply(
+        {"params": params}, tokens, depths, ancestors, cache,
+        mutable=["intermediates"])
+    return jnp.stack([seen["intermediates"][f"mlp_{i}"]["chosen"][0]
+                      for i in range(self.config.layers)
+                      if self.config.experts_of(i)])
+
   def feature(self, hidden: jax.Array, name: int | str = FINAL) -> jax.Array:
     """Returns one of the hidden states in `config.features`.
 
@@ -271,7 +295,8 @@ class Transformer(Model):
     split along the inner width of the MLP. Out and down are split along their
     input, and embedding and head along the vocabulary. A layer then requires
     two all-reduces of the residual stream. Norms, biases, positions,
-    look-ahead embeddings, adapters and recurrent layers are replicated.
+    look-ahead embeddings, routers, adapters and recurrent layers are
+    replicated. Experts are distributed over the devices.
 
     With fewer key-value heads than devices, every device has all keys and
     values. The product for query, key and value is then split along its input.
@@ -285,15 +310,22 @@ class Transformer(Model):
       A tree of `PartitionSpec` with the structure of the parameters.
 
     Raises:
-      ValueError: heads, mlp_width or vocab_size is not a multiple of `size`, or
-        kv_heads is neither a multiple nor a divisor of `size`. With fewer
-        key-value heads than devices, width must also be a multiple.
+      ValueError: heads, vocab_size, the width of an MLP or the number of
+        experts is not a multiple of `size`, or kv_heads is neither a multiple
+        nor a divisor of `size`. With fewer key-value heads than devices, width
+        must also be a multiple.
       KeyError: a parameter is unknown.
     """
-    few = self.config.kv_heads < size and size % self.config.kv_heads == 0
-    for name in ("heads", "width" if few else "kv_heads", "mlp_width",
-                 "vocab_size"):
-      check_divisible(name, getattr(self.config, name), size, axis)
+    c = self.config
+    few, e = c.kv_heads < size and size % c.kv_heads == 0, c.experts
+    names = ["heads", "width" if few else "kv_heads", "vocab_size"]
+    if e is None or e.dense_layers:
+      names.append("mlp_width")
+    for name in names:
+      check_divisible(name, getattr(c, name), size, axis)
+    if e is not None:
+      check_divisible("experts.count", e.count, size, axis)
+      check_divisible("experts.shared_width", e.shared_width, size, axis)
 
     shapes = jax.eval_shape(self.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(

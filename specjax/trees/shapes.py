@@ -254,7 +254,9 @@ def best_tree(acceptance: ArrayLike, pass_seconds: Mapping[int, float],
   Args:
     acceptance: `[K]` or `[K, K]`, see `sequoia_tree`.
     pass_seconds: measured seconds of the target's pass over N nodes, with N as
-      key. Entry 1 is the time per token without drafts.
+      key. Entry 1 is the time per token without drafts. For a target with
+      experts, the time also depends on the text: measure it on text, or predict
+      it with `analysis.pass_bytes`.
     draft_seconds: seconds for drafting one level of the tree.
     round_seconds: seconds of the rest of a round, such as verification.
     depth: maximum depth of a node. None: no limit.

@@ -68,6 +68,10 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
   assert first == path_of((64, 0), np.ones((1, 3)))
   assert first != path_of((64, 384), np.zeros((1, 3)))
   assert first != path_of((64, 0), np.zeros((1, 4)))
+  assert first != path_of((64, 0), np.zeros((1, 3)), [[1, 2]])
+  texts = sj.decoding.costs._prompts(decoder, 3, 5, [[1, 2], [3]])
+  np.testing.assert_array_equal(
+      texts, [[1, 2, 1, 2, 1], [3] * 5, [1, 2, 1, 2, 1]])
   monkeypatch.setenv("XLA_FLAGS", "--a_flag_that_changes_what_is_compiled")
   assert first != path_of((64, 0), np.zeros((1, 3)))
 

@@ -41,6 +41,17 @@ _LONG = dict(rope_type="longrope", rope_theta=10000.0,
              long_factor=[1.5, 4.0, 11.0])
 _PLAIN = dict(rope_type="default", rope_theta=10000.0)
 _PHI_PLAIN = _PLAIN | dict(partial_rotary_factor=0.75)
+_GRANITE = _SIZES | dict(
+    hidden_size=32, embedding_multiplier=1.5, residual_multiplier=0.5,
+    attention_multiplier=0.2, logits_scaling=2.0)
+_MINISTRAL = _PLAIN | dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=8,
+    beta_fast=8.0, beta_slow=0.25, mscale=1.0, mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.5, max_position_embeddings=64)
+_YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4,
+             original_max_position_embeddings=16, beta_fast=8.0, beta_slow=0.25)
+_EXPERTS = _SIZES | dict(num_experts_per_tok=2, num_experts=5)
+_LOCAL_EXPERTS = _SIZES | dict(num_experts_per_tok=2, num_local_experts=5)
 
 
 # Three recurrent layers and one with attention, as in the published models.
@@ -145,6 +156,44 @@ CASES = {
                      partial_rotary_factor=1.0)],
                 dict(drafts=True)),
     "olmo2": ("Olmo2", _SIZES | dict(hidden_size=32), [], {}),
+    "olmo3": ("Olmo3", _SIZES | dict(
+        hidden_size=32, num_hidden_layers=3, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention",
+                     "sliding_attention"],
+        rope_parameters=dict(full_attention=_YARN, sliding_attention=_PLAIN)), [
+            dict(sliding_window=64), dict(rope_parameters=dict(
+                full_attention=_PLAIN, sliding_attention=_PLAIN)),
+            dict(rope_parameters=dict(
+                full_attention=_YARN, sliding_attention=_YARN))], {}),
+    "smollm3": ("SmolLM3", _SIZES | dict(
+        num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_parameters=_PLAIN),
+                [dict(no_rope_layers=[1, 1, 1]),
+                 dict(no_rope_layers=[0, 1, 0])], {}),
+    "ministral3": ("Ministral3", _SIZES | dict(rope_parameters=_MINISTRAL), [
+        dict(rope_parameters=_MINISTRAL | dict(llama_4_scaling_beta=0.0))], {}),
+    "granite": ("Granite", _GRANITE, [
+        {name: 1.0} for name in _GRANITE if name[-5:] in ("plier", "aling")],
+                {}),
+    "granite_dense": ("GraniteMoeHybrid", _GRANITE | dict(
+        num_local_experts=0, shared_intermediate_size=24, mamba_n_heads=4,
+        layer_types=["full_attention"] * 2, position_embedding_type="rope"), [
+            dict(position_embedding_type=None)], {}),
+    "mixtral": ("Mixtral", _LOCAL_EXPERTS, [dict(num_experts_per_tok=1)], {}),
+    "olmoe": ("Olmoe", _EXPERTS | dict(hidden_size=32), [
+        dict(norm_topk_prob=True)], {}),
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS | dict(
+        num_hidden_layers=3, mlp_only_layers=[1], moe_intermediate_size=12,
+        norm_topk_prob=True), [dict(norm_topk_prob=False)], {}),
+    "granite_moe": ("GraniteMoe", _LOCAL_EXPERTS | _GRANITE, [
+        dict(residual_multiplier=1.0)], {}),
+    "granite_shared": ("GraniteMoeShared", _LOCAL_EXPERTS | _GRANITE | dict(
+        shared_intermediate_size=12), [], {}),
+    "glm4_moe": ("Glm4Moe", _SIZES | dict(
+        n_routed_experts=5, num_experts_per_tok=2, num_hidden_layers=3,
+        n_shared_experts=2, moe_intermediate_size=12,
+        first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True,
+        attention_bias=True, num_nextn_predict_layers=0), [
+            dict(routed_scaling_factor=1.0), dict(norm_topk_prob=False)], {}),
 }
 
 
@@ -162,7 +211,9 @@ def _randomise(model, seed):
   draw = lambda x: torch.randn(x.shape, generator=generator)
   transposed = model.config.model_type == "gpt2"
   for name, x in model.named_parameters():
-    if x.ndim == 1:
+    if x.ndim == 3:  # of experts, each [out, in]
+      x.copy_(1.6 * draw(x) * x.shape[2]**-0.5)
+    elif x.ndim == 1:
       plain = "norm" in name or "ln_" in name
       one = plain and name.endswith("weight") and not (
           model.config.model_type.startswith("gemma"))
@@ -174,6 +225,9 @@ def _randomise(model, seed):
     else:
       inputs = x.shape[0] if transposed and "head" not in name else x.shape[1]
       x.copy_(1.6 * draw(x) * inputs**-0.5)
+  for name, x in model.named_buffers():
+    if name.endswith("e_score_correction_bias"):
+      x.copy_(0.3 * draw(x))
 
 
 @torch.no_grad()

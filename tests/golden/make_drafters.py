@@ -696,6 +696,49 @@ def _mtp(public, kind):
 
 
 @torch.no_grad()
+def _mtp_mimo():
+  """MiMo's module: Qwen 2's decoder layer, whose input is W [state; token].
+
+  vLLM's `mimo_mtp.py` has the order and the names; the layer is transformers'.
+  """
+  from transformers.models.qwen2 import modeling_qwen2 as qwen2
+  plain = _mtp_target(_QWEN | dict(
+      model_type="mimo", attention_bias=True, head_dim=8), 1)
+  del plain["num_target_layers"]
+  config = transformers.Qwen2Config(
+      **plain | dict(num_hidden_layers=1, layer_types=["full_attention"]),
+      attn_implementation="eager")
+  norm = lambda: qwen2.Qwen2RMSNorm(_WIDTH, eps=config.rms_norm_eps)
+  model = _randomise(nn.ModuleDict(dict(
+      token_layernorm=norm(), hidden_layernorm=norm(), final_layernorm=norm(),
+      input_proj=nn.Linear(2 * _WIDTH, _WIDTH, bias=False),
+      block=qwen2.Qwen2DecoderLayer(config, 0))), 60)
+  embed, head = _draw(61, _VOCAB, _WIDTH), _draw(62, _VOCAB, _WIDTH)
+  rotary = qwen2.Qwen2RotaryEmbedding(config)
+
+  def run(states, tokens, past):
+    past = DynamicCache() if past is None else past
+    seen, rows = past.get_seq_length(), tokens.shape[1]
+    at = torch.arange(seen, seen + rows)[None]
+    hidden = torch.full((rows, rows), -torch.inf).triu(1)
+    x = model["input_proj"](torch.cat([
+        model["hidden_layernorm"](states),
+        model["token_layernorm"](embed[tokens])], dim=-1))
+    x = model["block"](x, attention_mask=hidden[None, None] if rows > 1 else
+                       None, position_embeddings=rotary(x, at),
+                       past_key_values=past)
+    return model["final_layernorm"](x), past
+
+  features, tokens = _draw(63, _ROWS, _WIDTH), _tokens(64, _ROWS + _STEPS)
+  hidden = _steps(run, features, tokens)
+  weights = {f"model.mtp_layers.0.{name.removeprefix('block.')}": x
+             for name, x in model.state_dict().items()}
+  return plain, weights | {"model.norm.weight": torch.ones(_WIDTH)}, dict(
+      features=features, tokens=tokens, hidden=hidden, logits=hidden @ head.T,
+      embedding=embed, head=head), "model.safetensors"
+
+
+@torch.no_grad()
 def _mtp_chained(public):
   """Two modules of DeepSeek's; the second is fed what the first's head read."""
   made = [_mtp_model(public, seed) for seed in (50, 54)]
@@ -1009,6 +1052,7 @@ CASES = {
     "mtp_deepseek": lambda public: _mtp(public, "deepseek"),
     "mtp_qwen": lambda public: _mtp(public, "qwen"),
     "mtp_speculators": lambda public: _mtp(public, "speculators"),
+    "mtp_mimo": lambda _: _mtp_mimo(),
     "mtp_chained": _mtp_chained,
     "dflash": lambda public: _dflash(
         _file(public / "dflash/dflash/model.py")),

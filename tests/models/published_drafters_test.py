@@ -367,7 +367,7 @@ def test_embeddings_beside_a_drafter(changed):
 def test_a_module_that_is_used_again():
   # Broken: it is taken for the first of a chain, or its next step is fed what
   # was before its norm, as the paper may be read and no server does.
-  for name in ("mtp_deepseek", "mtp_qwen", "mtp_speculators"):
+  for name in ("mtp_deepseek", "mtp_qwen", "mtp_speculators", "mtp_mimo"):
     heads, _ = _loaded(name)
     assert heads.reuse and heads.modules == 1 and heads.feed_normed
 

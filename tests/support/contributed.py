@@ -93,6 +93,25 @@ def deep():
   return Deeper(found.target.config), found.params["target"]
 
 
+class Mixture(sj.models.Transformer):
+  """A layer with experts; a class of its own, for its greedy texts are others.
+  """
+
+
+@functools.cache
+def mixture() -> testing.TinyPair:
+  """A target and a drafter with experts, which differ in some of them."""
+  found = testing.tiny_pair(VOCAB, seed=2, experts=dict(
+      count=4, chosen=2, width=16, shared_width=8))
+  return found._replace(**{name: Mixture(found.target.config)
+                           for name in ("target", "drafter")})
+
+
+def on_mixture(drafter, rule):
+  """A drafter of the mixture's own model, or of no model."""
+  return Contributed(drafter, rule, mixture().target, mixture().params)
+
+
 def part_of_target(make, rule, own=lambda target: target):
   """A drafter that is made of the target: `make(model)`."""
   model, target = deep()

@@ -87,11 +87,12 @@ def modules(heads, shape):
   return NetworkDrafter(network=FeatureModules(heads=heads), shape=shape)
 
 
-def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
+def layer(kind, drafter, rule, count=3, drafts=None, controller=None, of=None,
           **options):
-  heads = kind.for_target(pair().target, count, **options)
+  of = of or pair()
+  heads = kind.for_target(of.target, count, **options)
   target, params = heads.attach(
-      pair().target, pair().params["target"], disturbed(heads))
+      of.target, of.params["target"], disturbed(heads))
   return Contributed(drafter(heads=heads, **(drafts or {})), rule, target,
                      params, controller=controller)
 

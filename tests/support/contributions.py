@@ -7,6 +7,8 @@ examples of docs/extending.md, short and correct.
 
 from contributed import CHAIN
 from contributed import Contributed
+from contributed import mixture
+from contributed import on_mixture
 from contributed import on_states
 from contributed import pair
 from contributed import part_of_target
@@ -236,6 +238,22 @@ DRAFTERS = {
     "recurrent target, NGram": lambda: on_states(DRAFTERS["NGram"]()),
     "your cache": lambda: with_cache(examples.SlotCache),
     "Paged": lambda: with_cache(sj.caches.Paged(page=16)),
+    "experts, a tree of a language model": lambda: on_mixture(
+        NetworkDrafter(network=sj.drafters.LanguageModel(
+            model=mixture().drafter),
+                       shape=Tree(UNEVEN)), sj.verifiers.Traversal()),
+    "experts, a chain": lambda: on_mixture(
+        NetworkDrafter(network=sj.drafters.LanguageModel(
+            model=mixture().drafter),
+                       shape=Chain(3)), sj.verifiers.Block()),
+    "experts, n-grams": lambda: on_mixture(
+        NGram(gamma=3, vocab_size=VOCAB), sj.verifiers.Block()),
+    "experts, EAGLE-3": lambda: heads.layer(
+        methods.Eagle3Heads, heads.reused, sj.verifiers.Block(),
+        taps=(0, 1, "final"), drafts=dict(shape=Chain(3)), of=mixture()),
+    "experts, MTP modules": lambda: heads.layer(
+        methods.MTPHeads, heads.modules, sj.verifiers.Block(),
+        drafts=dict(shape=Chain(3)), of=mixture()),
     "your drafter and rule": lambda: Contributed(
         examples.Repeat(vocab_size=VOCAB), examples.FirstToken()),
     "your model": examples.bigram,
@@ -247,7 +265,8 @@ QUICK = {
     "Empty", "chain", "chain with a controller", "tree hybrid",
     "EAGLE-2 tree of a language model", "Medusa top_k",
     "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree", "NGram",
-    "Recycling", "recurrent target, a tree"}
+    "Recycling", "recurrent target, a tree",
+    "experts, a tree of a language model", "experts, EAGLE-3"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.

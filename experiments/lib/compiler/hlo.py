@@ -18,7 +18,7 @@ _ITEM_BYTES = {
     "f64": 8}
 # Operations that move no bytes themselves. The computations that some of these
 # operations call are counted separately.
-_FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
+FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant",
          "iota", "custom-call", "while", "conditional", "call",
          "partition-id", "after-all", "opt-barrier")
 # Operations that read or write only a part of their first operand.
@@ -159,7 +159,7 @@ class Program:
   def read(self, where: str, op: Op) -> list[int]:
     """Returns the numbers of bytes read from main memory, by array."""
     operands = self.operands(where, op)
-    if op.kind in _FREE or op.kind.endswith("-done"):
+    if op.kind in FREE or op.kind.endswith("-done"):
       return []
     if op.kind == "slice-start":  # (operand, slice, flag)
       return [sizes(op.shape, memory=False)[-2]]
@@ -180,7 +180,7 @@ class Program:
       return sizes(op.shape)[:1]
     # The results of other asynchronous operations are not counted here. For
     # async-start, `executed` contains the operations that it calls.
-    if op.kind in _FREE or op.kind.endswith(("-done", "-start")):
+    if op.kind in FREE or op.kind.endswith(("-done", "-start")):
       return []
     root, named = op, self._by_name[where]
     if op.kind == "fusion":

@@ -15,6 +15,8 @@ import specjax as sj
 _LLAMA = dict(vocab_size=128_256, context_length=1 << 16, rope_theta=500_000.0)
 _QWEN = dict(vocab_size=152_064, context_length=1 << 15, qkv_bias=True,
              rope_theta=1_000_000.0)
+_QWEN_3 = dict(vocab_size=151_936, context_length=1 << 15, qk_norm="head",
+               rope_theta=1_000_000.0)
 PAIRS = {  # name: (target, draft model)
     "llama": (  # Llama-3-8B and Llama-3.2-1B
         dict(_LLAMA, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
@@ -26,6 +28,12 @@ PAIRS = {  # name: (target, draft model)
              mlp_width=18944, tie_embeddings=False),
         dict(_QWEN, width=896, layers=24, heads=14, kv_heads=2, head_dim=64,
              mlp_width=4864)),
+    "experts": (  # Qwen3-30B-A3B and Qwen3-0.6B
+        dict(_QWEN_3, width=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
+             mlp_width=6144, tie_embeddings=False, experts=dict(
+                 count=128, chosen=8, width=768)),
+        dict(_QWEN_3, width=1024, layers=28, heads=16, kv_heads=8, head_dim=128,
+             mlp_width=3072)),
 }
 
 

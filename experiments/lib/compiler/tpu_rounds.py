@@ -25,6 +25,7 @@ from specjax.decoding import placement
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
 SHORT = 128  # number of used slots per row for short sequences
 _KERNEL = "tpu_custom_call"
+_EXPERTS = "%experts", "%ragged-dot"  # kernels that read experts
 _CHIPS = 4  # the models are split over all chips
 
 
@@ -89,7 +90,7 @@ def caches_read(program: hlo.Program) -> int:
   in one block.
   """
   keys = [times * max(sizes) for times, where, op in program.executed
-          if _KERNEL in op.rest
+          if _KERNEL in op.rest and not op.name.startswith(_EXPERTS)
           and (sizes := [n for shape in program.operands(where, op)
                          for n in hlo.sizes(shape)])]
   return 2 * sum(keys)
@@ -124,7 +125,10 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
     * "moved": traffic of main memory, for all slots in use and for `SHORT`
       used slots per row.
     * "floor": size of the weights and caches that the passes must read, for the
-      same two cases.
+      same two cases. The kernels read only the chosen experts, so both numbers
+      contain their expected size if tokens choose independently.
+    * "experts": names of the operations, except kernels, that read from an
+      array of all experts of a chip.
     * "cache": size of both caches.
     * "law": size of one distribution for every node of the batch, over all
       chips.
@@ -140,17 +144,34 @@ def figures(setting: pairs.Setting, text: str, memory: Any, params: Any,
   nodes = len(setting.parents) or setting.gamma + 1
   weights = dict(params["target"])
   del weights["embedding"]  # a pass reads only a few rows
+  # Bytes of the experts that the nodes choose, and shapes of all experts.
+  chosen, all_experts = 0, set()
+  for i in range(setting.decoder().target.config.layers):
+    e = setting.decoder().target.config.experts_of(i)
+    if e:
+      layer = dict(weights[f"mlp_{i}"])
+      own = [layer.pop(name) for name in ("expert_gate_up", "expert_down")]
+      all_experts |= {x.sharding.shard_shape(x.shape) for x in own}
+      weights[f"mlp_{i}"] = layer
+      chosen += on_a_chip(own) / e.count * sj.analysis.expected_experts(
+          [e.chosen / e.count] * e.count, nodes * setting.batch)
   caches = state.target_cache, state.drafter
   read, needed = caches_read(program), (
       on_a_chip(caches[0]) + passes * on_a_chip(caches[1]))
   # Kernels read complete blocks, and only blocks with slots in use.
   capacity, block = setting.capacity, tpu.block_size(setting.capacity)
   fetched = min(capacity, -(-SHORT // block) * block)
-  must = on_a_chip(weights) + passes * on_a_chip(params["drafter"])
+  must = (on_a_chip(weights) + passes * on_a_chip(params["drafter"])
+          + float(chosen))
   return {
-      "moved": [program.total + share * read
+      "moved": [program.total + float(chosen) + share * read
                 for share in (1, fetched / capacity)],
       "floor": [must + share * needed for share in (1, SHORT / capacity)],
+      "experts": [
+          op.name for _, where, op in program.executed
+          if op.kind not in hlo.FREE and any(
+              dims in all_experts for shape in program.operands(where, op)
+              for dims in hlo.shapes(shape))],
       "cache": on_a_chip(caches), "copied": _copied(program, params, caches),
       "law": 4 * setting.batch * nodes * setting.vocab_size,
       "loops": program.loops, "cycles": program.cycles,

@@ -111,6 +111,8 @@ class Rounds:
     gammas: draft lengths of chains.
     batches: batch sizes.
     contexts: tokens per row.
+    texts: token ids at which rounds are timed, for a target with experts. None
+      means random tokens.
   """
 
   target: Any
@@ -118,6 +120,7 @@ class Rounds:
   gammas: Sequence[int]
   batches: Sequence[int]
   contexts: Sequence[int]
+  texts: Sequence[Sequence[int]] | None = None
 
   def lengths(self, name: str) -> tuple[int, ...]:
     """Returns the draft lengths of a kind of draft.
@@ -188,7 +191,7 @@ class Measured:
          *costs.conditions(params)),
         lambda: costs.seconds_of_rounds(
             [self.rounds.without_draft(sj.drafters.Empty()), (decoder, params)],
-            batch=batch, used=context)))
+            batch=batch, used=context, prompts=self.rounds.texts)))
 
   def seconds(self, name: str, gamma: int, batch: int, context: int
               ) -> tuple[float, float]:
@@ -231,7 +234,9 @@ class Compiled:
 
   The target's pass and the draft run one after the other, so each has its own
   bound, see `chips.Chip.seconds`. The counts of the target's pass come from a
-  round whose draft is copied from the sequence.
+  round whose draft is copied from the sequence. The compiler does not know how
+  many experts a pass reads. This number is predicted from the experts that the
+  tokens of `Rounds.texts` choose.
   """
 
   extrapolates = True
@@ -266,6 +271,31 @@ class Compiled:
 
     return self._over_slots(((1, most), _ends(rounds.batches)), counts)
 
+  @functools.cached_property
+  def _frequencies(self) -> np.ndarray | None:
+    """Share of tokens that choose each expert, `[L, E]`. None: no experts."""
+    target, texts = self.rounds.target, self.rounds.texts
+    if texts is None:
+      return None
+    routes = [target.model.routes(target.params, np.array([text]))[:, 0]
+              for text in texts]
+    return sj.analysis.router_frequencies(
+        np.concatenate(routes, axis=1), target.model.config.experts.count)
+
+  def _experts(self, nodes: int, batch: int) -> np.ndarray:
+    """Returns the bytes and operations of the experts of a target pass."""
+    if self._frequencies is None:
+      return np.zeros(2)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, np.float16),
+        self.rounds.target.params)
+    distinct = sj.analysis.expected_experts(self._frequencies, nodes * batch)
+    moved = sj.analysis.pass_bytes(shapes, distinct) - (
+        sj.analysis.pass_bytes(shapes))
+    # The kernel multiplies every expert with all tokens, and each multiply-add
+    # of a 2-byte weight is two operations.
+    return np.array([moved, moved * nodes * batch])
+
   def _grid(self, name: str) -> Grid:
     """Counts of a whole round over draft length, batch size and slots."""
     if name not in self._grids:
@@ -283,4 +313,5 @@ class Compiled:
     one, verified = (self._passes(n, batch, context) for n in (1, nodes))
     draft = np.maximum(self._grid(name)(gamma, batch, context) - verified, 0)
     seconds = self._chip.seconds
-    return seconds(one), seconds(verified) + seconds(draft)
+    return (seconds(one + self._experts(1, batch)),
+            seconds(verified + self._experts(nodes, batch)) + seconds(draft))

@@ -55,7 +55,8 @@ _TAPS = 3
 _SHARED = (
     "width", "vocab_size", "heads", "kv_heads", "head_dim", "context_length",
     "rope_theta", "rope_fraction", "rope_scaling", "norm", "norm_epsilon",
-    "norm_plus_one", "activation", "gated", "logit_softcap", "embedding_scale")
+    "norm_plus_one", "activation", "gated", "logit_softcap", "embedding_scale",
+    "logit_divisor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -465,7 +466,7 @@ class ParallelHeads(TransformerConfig):
     head = networks.lm_head(target_params)
     if self.ids:
       head = head[:, np.array(self.ids)]
-    raw = networks.project(hidden, head)
+    raw = networks.project(hidden, head) / self.logit_divisor
     cap = self.logit_softcap
     return cap * jnp.tanh(raw / cap) if cap else raw
 

@@ -98,7 +98,7 @@ class FeatureHeads(FeatureConfig):
     like.update(layers=1, windows=(), features=(), lookahead=0,
                 lookahead_rank=0, pre_norm=True, post_norm=False,
                 parallel_residual=False, learned_positions=False,
-                recurrent=None)
+                recurrent=None, unrotated=(), experts=None)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
       taps = [int(name) if name.isdecimal() else name

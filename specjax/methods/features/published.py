@@ -33,6 +33,8 @@ from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
 from specjax.models.configuration import FINAL
 from specjax.models.configuration_keys import Keys
+from specjax.models.tensor_layouts import HalvesSwapped
+from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
 from specjax.models.tensor_layouts import table
 from specjax.models.tensor_names import decoder_layer
@@ -43,8 +45,8 @@ _MTP_DEEPSEEK_COPIES = {
 }
 
 
-def _module(layer: str, embedding_norm: str, hidden_norm: str, fusion: str,
-            final_norm: str) -> Table:
+def _module(layer: str, embedding_norm: str, hidden_norm: str,
+            fusion: str | Stored, final_norm: str) -> Table:
   """Returns the names of a multi-token-prediction module's tensors."""
   return decoder_layer(layer, "module_{i}.", "{j}") | table({
       "module_{i}.embedding_norm": embedding_norm,
@@ -75,6 +77,12 @@ _MTP_DEEPSEEK = _module(
 _MTP_QWEN = _module(
     "mtp.layers.{i}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden",
     "mtp.fc", "mtp.norm")
+# The projection of MiMo reads [g; e].
+_MTP_MIMO = _module(
+    "model.mtp_layers.{i}", "model.mtp_layers.{i}.token_layernorm",
+    "model.mtp_layers.{i}.hidden_layernorm",
+    HalvesSwapped(("model.mtp_layers.{i}.input_proj",)),
+    "model.mtp_layers.{i}.final_layernorm")
 _MTP_SPECULATORS = _module(*(f"mtp_layers.{{i}}{rest}" for rest in (
     "", ".token_layernorm", ".hidden_layernorm", ".input_proj",
     ".final_layernorm")))
@@ -233,6 +241,11 @@ def _read_mtp_deepseek(found: Found) -> FeatureHeads:
     for name, part in _MTP_DEEPSEEK_COPIES.items():
       found.copy(name.format(i=i), part)
   return _mtp_of_target(found, modules)
+
+
+def _read_mtp_mimo(found: Found) -> FeatureHeads:
+  """Reads MiMo's modules, which have the same inputs as DeepSeek's."""
+  return _mtp_of_target(found, found.count(r"model\.mtp_layers\.(\d+)\."))
 
 
 def _read_mtp_qwen(found: Found) -> FeatureHeads:
@@ -433,6 +446,10 @@ LAYOUTS = {
     "mtp of qwen": Layout(
         kind="mtp", read=_read_mtp_qwen, names=_MTP_QWEN, sign=r"mtp\.fc\.",
         within=r"mtp\."),
+    "mtp of mimo": Layout(
+        kind="mtp", read=_read_mtp_mimo, names=_MTP_MIMO,
+        sign=r"model\.mtp_layers\.\d+\.input_proj\.",
+        within=r"model\.mtp_layers\."),
     "mtp of deepseek": Layout(
         kind="mtp", read=_read_mtp_deepseek, names=_MTP_DEEPSEEK,
         sizes=lambda heads, target: {"first": target.config.layers},
