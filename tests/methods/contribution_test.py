@@ -144,7 +144,8 @@ def _prompts():
 def _kind(target):
   """What tells the targets of the drafters apart, but for taps of features."""
   config = getattr(target, "config", None)
-  return type(target), getattr(config, "recurrent", None)
+  return type(target), *(
+      getattr(config, name, None) for name in ("recurrent", "experts"))
 
 
 @functools.cache
