@@ -318,10 +318,8 @@ class Transformer(Model):
     """
     c = self.config
     few, e = c.kv_heads < size and size % c.kv_heads == 0, c.experts
-    names = ["heads", "width" if few else "kv_heads", "vocab_size"]
-    if e is None or e.dense_layers:
-      names.append("mlp_width")
-    for name in names:
+    mlp = ["mlp_width"] if e is None or e.dense_layers else []
+    for name in ("heads", "width" if few else "kv_heads", *mlp, "vocab_size"):
       check_divisible(name, getattr(c, name), size, axis)
     if e is not None:
       check_divisible("experts.count", e.count, size, axis)
