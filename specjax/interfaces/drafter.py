@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import chex
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specjax.interfaces.cache import Cache
@@ -44,8 +43,9 @@ CAPABILITIES = {
     "shares_pass": "`propose` runs some layers of the target and the verifying "
                    "pass continues from their outputs, so it cannot verify a "
                    "part of the draft or another draft",
-    "tells": "`lacking` tells, before random numbers are drawn, for which rows "
-             "the second of two drafters will draft",
+    "tells": "a method `lacking(params, state)` returns, before random numbers "
+             "are drawn, for which rows `[B]` the second of two drafters will "
+             "draft",
 }
 
 
@@ -194,14 +194,6 @@ class Drafter:
     """
     del params, since
     return state.drafter
-
-  def lacking(self, params: chex.ArrayTree, state: DecodeState) -> jax.Array:
-    """Returns `[B]` bool, the rows for which the second drafter will draft.
-
-    Drafters with the capability "tells", such as `Fallback`, implement it.
-    """
-    del params
-    return jnp.zeros_like(state.done)
 
   def target_pass(self, target: Model, params: chex.ArrayTree,
                   drafter: chex.ArrayTree, draft: Draft, depths: jax.Array,
