@@ -127,7 +127,7 @@ def _heads() -> dict[str, str | int]:
           "heads, because the layout also stores matrices that these heads "
           "share with their target")
   if verifier is None and layout.endswith("speculators"):
-    print("config.json names no target: add its name or directory as "
+    print("config.json names no target: for vLLM, add its name or directory as "
           "speculators_config.verifier.name_or_path", file=sys.stderr)
   return {"layout": layout, "parameters": before, "bytes": size}
 

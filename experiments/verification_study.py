@@ -466,8 +466,12 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
            "block verification's gain on the same drafts is at most "
            f"{100 * reached:.2f} percentage points"))
   if reached is not None and 100 * reached > _ERROR.value > 0:
-    print(f"--error={_ERROR.value:g} was not reached; for more, increase "
-          "--num_prompts or add prompt sets to --prompts")
+    missing = sum(map(len, prompts.values())) - decoded
+    print(f"--error={_ERROR.value:g} was not reached: " + (
+        "the pilot run underestimated the number of prompts. A smaller value, "
+        f"or --error=0 (all prompts), decodes more of the other {missing}"
+        if missing else
+        "increase --num_prompts, or add prompt sets to --prompts"))
   if 0 < timed < decoded:
     print(f"own rollouts and speed: the first {timed} prompts. --error=0 "
           "measures them on all prompts, and --batch=16 measures own rollouts "

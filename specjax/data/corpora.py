@@ -232,7 +232,7 @@ def existing(source: str) -> pathlib.Path:
   """
   path = pathlib.Path(source)
   if not path.exists():
-    raise ValueError(f"no such file or directory: {source}; give 'stdlib', "
+    raise ValueError(f"the text {source} does not exist; give 'stdlib', "
                      "'hf:NAME', or the path of a file or directory")
   return path
 

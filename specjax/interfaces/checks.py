@@ -83,7 +83,10 @@ def check_law(name: str, law: Law, nodes: int, vocab_size: int) -> None:
   Raises:
     ValueError: a field has a wrong shape or dtype.
   """
-  _check_is(f"the law of the verifier {name}", law, Law)
+  if not isinstance(law, Law):
+    kind = "array" if isinstance(law, jax.Array) else type(law).__name__
+    raise ValueError(f"law of the verifier {name} returned {kind}; return "
+                     "specjax.Law(stop=..., next_token=...)")
   _check(f"stop of the verifier {name}", law.stop, (nodes,), "[N]", float)
   # A law without this attribute computes single rows on demand.
   if "next_token" in vars(law):

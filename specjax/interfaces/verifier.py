@@ -196,8 +196,9 @@ def check_verifier(verifier: Verifier) -> None:
   except TypeError as e:
     raise ValueError(
         f"{name}.law cannot be called as law(draft, target_probs"
-        f"{', state' * verifier.has_state}): {e}; a rule has a state if it has "
-        "`init(gamma)`") from None
+        f"{', state' * verifier.has_state}): {e}" + (
+            "; a rule with `init(gamma)` has a state" if verifier.has_state
+            else "")) from None
 
 
 def check_pair(verifier: Verifier, drafter: Drafter | str,

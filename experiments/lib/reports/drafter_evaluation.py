@@ -22,6 +22,7 @@ from specjax.utils import files
 CALLS = ("A target call is a complete pass of the target. A draft step with a "
          "part of the target (some of its layers, or a part of its cache) is "
          "not counted.")
+_VISITS = 10  # fewer expected visits of a position give no probability
 _EXPLAINED = {
     "Block efficiency": "Tokens per target call, with 95 % intervals over n "
     "clusters of prompts. " + CALLS,
@@ -29,7 +30,8 @@ _EXPLAINED = {
     "all its earlier tokens are accepted (token verification). *Accepted*: "
     "probability that the token is accepted if its position is reached. "
     "*Recall@K*: probability under the target of the K most likely tokens of "
-    "the drafter.",
+    f"the drafter. A position that was reached less than {_VISITS} times has "
+    "neither.",
     "Oracle length": "Tokens per target call of an ideal tree with the "
     "drafter's K most likely tokens at every position. A token of the target "
     "is accepted whenever it is among these K tokens. Sampled drafts are not "
@@ -126,8 +128,11 @@ class Results:
     return {"rounds": sum(run["rounds"] for run in runs),
             **dict(zip(names, sums[1:, 1:]))}
 
-  def positions(self) -> list[dict[str, Any]]:
-    """Returns acceptance and recall by temperature and draft position."""
+  def positions(self, visits: float = _VISITS) -> list[dict[str, Any]]:
+    """Returns acceptance and recall by temperature and draft position.
+
+    They are NaN for positions with fewer expected visits than `visits`.
+    """
     rows = []
     for kind, temperature in itertools.product(
         self.observed, self.temperatures):
@@ -139,7 +144,8 @@ class Results:
       sums = self._sums(kind, temperature)
       for i, drafted in enumerate(sums["drafted"]):
         share = lambda name, i=i, drafted=drafted, sums=sums: (
-            float(sums[name][i] / drafted) if drafted else math.nan)
+            float(sums[name][i] / drafted) if drafted > 0 and drafted >= visits
+            else math.nan)
         rows.append({
             "temperature": temperature, "position": i + 1,
             "reached": float(drafted / sums["rounds"]),
@@ -154,7 +160,7 @@ class Results:
     """
     rows = []
     for temperature, some in itertools.groupby(
-        self.positions(), lambda row: row["temperature"]):
+        self.positions(visits=0), lambda row: row["temperature"]):
       some = list(some)
       # `drafted` is the probability that a draft has this position, given that
       # the previous position is reached and its token is accepted.
