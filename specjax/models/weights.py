@@ -112,7 +112,10 @@ def fill(template: chex.ArrayTree, table: Table | None,
   # Waiting for each transfer frees the host's array before the next is read.
   return jax.tree.unflatten(jax.tree.structure(template), [
       jax.device_put(place.stored.join(
-          config, place.shape, [tensors[name] for name in place.names], dtype)
+          config, place.shape,
+          # A parameter may have fewer tensors than the table has names.
+          [tensors[name] for name, _ in zip(
+              place.names, place.stored.shapes(config, place.shape))], dtype)
                      ).block_until_ready() for place in stored])
 
 

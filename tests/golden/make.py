@@ -51,6 +51,16 @@ _DELTA = _SIZES | dict(
 _HALF = _PLAIN | dict(partial_rotary_factor=0.5)
 
 
+_GEMMA_4 = _SIZES | dict(
+    global_head_dim=16, sliding_window=5, vocab_size_per_layer_input=48,
+    final_logit_softcapping=3.0, layer_types=["sliding_attention",
+                                              "full_attention"],
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=50.0,
+                            partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_type="default", rope_theta=20.0)))
+
+
 def _scaled(kind, **values):
   return dict(rope_parameters=_PLAIN | dict(rope_type=kind, **values))
 
@@ -110,6 +120,24 @@ CASES = {
                                         rope_theta=1e4),
                     sliding_attention=dict(rope_type="default",
                                            rope_theta=1e4)))], {}),
+    # The shapes of E2B and of 31B. The last two layers of the first read the
+    # keys of the second and the third.
+    "gemma4": ("Gemma4Text", _GEMMA_4 | dict(
+        num_hidden_layers=5, num_key_value_heads=1, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, hidden_size_per_layer_input=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention",
+                     "sliding_attention", "full_attention"]), [
+                         dict(sliding_window=64),
+                         dict(final_logit_softcapping=None),
+                         dict(rope_parameters=_GEMMA_4["rope_parameters"] | dict(
+                             full_attention=dict(rope_type="default",
+                                                 rope_theta=50.0))),
+                         dict(rope_parameters=_GEMMA_4["rope_parameters"] | dict(
+                             sliding_attention=dict(rope_type="default",
+                                                    rope_theta=1e4)))], {}),
+    "gemma4_keys": ("Gemma4Text", _GEMMA_4 | dict(
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0), [], {}),
     "gpt2": ("GPT2", dict(
         vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64,
         layer_norm_epsilon=2.0**-17), [dict(scale_attn_weights=False)], {}),
@@ -165,7 +193,7 @@ def _randomise(model, seed):
     if x.ndim == 1:
       plain = "norm" in name or "ln_" in name
       one = plain and name.endswith("weight") and not (
-          model.config.model_type.startswith("gemma"))
+          model.config.model_type in ("gemma", "gemma2", "gemma3_text"))
       # Heads of Gated DeltaNet that forget slowly.
       x.copy_(0.3 * draw(x) + one - 2 * ("A_log" in name))
     elif "embed" in name or "wte" in name or "wpe" in name:
@@ -174,6 +202,9 @@ def _randomise(model, seed):
     else:
       inputs = x.shape[0] if transposed and "head" not in name else x.shape[1]
       x.copy_(1.6 * draw(x) * inputs**-0.5)
+  for name, x in model.named_buffers():
+    if name.endswith("layer_scalar"):
+      x.copy_(1 + 0.3 * draw(x))
 
 
 @torch.no_grad()
