@@ -294,13 +294,15 @@ class TransformerConfig:
     return (self.global_kv_heads or self.kv_heads,
             self.global_head_dim or self.head_dim)
 
+  def has_keys(self, layer: int) -> bool:
+    """Returns False if a layer reads the keys and values of another one."""
+    return not self.shared_layers or layer < self.layers - self.shared_layers
+
   def key_layer(self, layer: int) -> int:
     """Returns the layer whose keys and values a layer reads."""
-    own = self.layers - self.shared_layers
-    if not self.shared_layers or layer < own:
-      return layer
-    return [i for i in range(own)
-            if bool(self.window(i)) == bool(self.window(layer))][-1]
+    return layer if self.has_keys(layer) else [
+        i for i in range(layer) if self.has_keys(i)
+        and bool(self.window(i)) == bool(self.window(layer))][-1]
 
   def cache_slot(self, layer: int) -> int:
     """Returns the index of a layer in its cache.

@@ -295,12 +295,12 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, tables, ancestors, cache, adapted=None):
     c, window = self.config, self.config.window(self.layer)
-    source = c.key_layer(self.layer)
-    slot = c.cache_slot(source) if self.slot is None else self.slot
+    slot = self.slot
+    if slot is None:
+      slot = c.cache_slot(c.key_layer(self.layer))
     kv_heads, head_dim = c.key_shape(self.layer)
     queries = c.heads // kv_heads * (1 + c.attention_gate)
-    keys = 0 if source != self.layer else 2 - (
-        not window and not c.global_values)
+    keys = c.has_keys(self.layer) * (1 + (window > 0 or c.global_values))
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None and adapted is None
@@ -603,7 +603,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
     out = scaled(0, norm(c.post_norm, f"attention_post_norm_{i}", out))
   if i in both.mlp:
     inner = x if c.parallel_residual else x + out
-    wide = c.wide_shared and c.key_layer(i) != i
+    wide = c.wide_shared and not c.has_keys(i)
     new = MLP(dataclasses.replace(c, mlp_width=2 * c.mlp_width) if wide else c,
               name=f"mlp_{i}")(
                   norm(c.pre_norm, f"mlp_norm_{i}", inner), adapted)

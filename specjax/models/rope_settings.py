@@ -229,8 +229,9 @@ def _proportional(given: Fields, ratio: float, original: int, long: bool
       fraction=given.pop("partial_rotary_factor", 1.0))
 
 
-_KINDS = {"proportional": _proportional, "default": _none, "dynamic": _none, "linear": _linear,
-          "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
+          "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+          "proportional": _proportional}
 
 
 def write_rope(c: TransformerConfig) -> dict[str, Any] | None:

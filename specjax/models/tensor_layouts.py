@@ -251,6 +251,13 @@ class Same(Stored):
     return [x]
 
 
+class Ids(Same):
+  """One tensor of token ids, which become int32."""
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    return super().join(config, shape, tensors, np.dtype(np.int32))
+
+
 class Taps(Stored):
   """Kernel `[K, C]` of a depthwise convolution, stored as `[C, 1, K]`."""
 

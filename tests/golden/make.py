@@ -51,14 +51,17 @@ _DELTA = _SIZES | dict(
 _HALF = _PLAIN | dict(partial_rotary_factor=0.5)
 
 
+def _two_ropes(theta=20.0, **full):
+  return dict(full_attention=dict(
+      rope_type="proportional", rope_theta=50.0, partial_rotary_factor=0.5
+      ) | full, sliding_attention=dict(rope_type="default", rope_theta=theta))
+
+
 _GEMMA_4 = _SIZES | dict(
     global_head_dim=16, sliding_window=5, vocab_size_per_layer_input=48,
     final_logit_softcapping=3.0, layer_types=["sliding_attention",
                                               "full_attention"],
-    rope_parameters=dict(
-        full_attention=dict(rope_type="proportional", rope_theta=50.0,
-                            partial_rotary_factor=0.5),
-        sliding_attention=dict(rope_type="default", rope_theta=20.0)))
+    rope_parameters=_two_ropes())
 
 
 def _scaled(kind, **values):
@@ -129,12 +132,9 @@ CASES = {
                      "sliding_attention", "full_attention"]), [
                          dict(sliding_window=64),
                          dict(final_logit_softcapping=None),
-                         dict(rope_parameters=_GEMMA_4["rope_parameters"] | dict(
-                             full_attention=dict(rope_type="default",
-                                                 rope_theta=50.0))),
-                         dict(rope_parameters=_GEMMA_4["rope_parameters"] | dict(
-                             sliding_attention=dict(rope_type="default",
-                                                    rope_theta=1e4)))], {}),
+                         dict(rope_parameters=_two_ropes(
+                             partial_rotary_factor=1.0)),
+                         dict(rope_parameters=_two_ropes(theta=1e4))], {}),
     "gemma4_keys": ("Gemma4Text", _GEMMA_4 | dict(
         attention_k_eq_v=True, num_global_key_value_heads=1,
         num_kv_shared_layers=0, hidden_size_per_layer_input=0), [], {}),
@@ -192,8 +192,8 @@ def _randomise(model, seed):
   for name, x in model.named_parameters():
     if x.ndim == 1:
       plain = "norm" in name or "ln_" in name
-      one = plain and name.endswith("weight") and not (
-          model.config.model_type in ("gemma", "gemma2", "gemma3_text"))
+      one = plain and name.endswith("weight") and (
+          model.config.model_type not in ("gemma", "gemma2", "gemma3_text"))
       # Heads of Gated DeltaNet that forget slowly.
       x.copy_(0.3 * draw(x) + one - 2 * ("A_log" in name))
     elif "embed" in name or "wte" in name or "wpe" in name:
