@@ -17,8 +17,9 @@ PUBLIC holds clones of the public implementations:
   vllm (vllm-project) 01dbb08
 
 The case "assistant" needs only transformers 5.19 and the model "gemma4" of
-make.py, its target. The cases with windows, those of P-EAGLE, and "dflash2", "domino", "lilicorr"
-and "dflare" need no clones, but `pip install speculators==0.9.0 dflash==0.1.0`
+make.py, its target. The cases with windows, those of P-EAGLE, and "dflash2",
+"domino", "lilicorr" and "dflare" need no clones, but
+`pip install speculators==0.9.0 dflash==0.1.0`
 and `pip install --no-deps sglang==0.5.23 angelslim==0.5.0 specforge==0.2.0`,
 and for P-EAGLE and EAGLE-3 SpecForge unpacked (`pip download --no-deps
 specforge==0.2.0`) as PUBLIC/SpecForge. Run them apart from the cases with the
