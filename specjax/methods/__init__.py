@@ -119,8 +119,8 @@ def of(heads: Heads) -> Method:
   for method in _each():
     if method.heads.kind == heads.kind:
       return method
-  raise ValueError(f"no method trains {type(heads).__name__}; draft with its "
-                   "strategy, such as strategies.assistant")
+  raise ValueError(f"no method trains {type(heads).__name__}; draft with "
+                   "strategies.mtp or strategies.eagle_dynamic")
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,

@@ -219,9 +219,10 @@ class TransformerConfig:
                           ": 0 is a decoder without adapters")
 
   def _check_sizes(self) -> None:
-    if self.heads % self.kv_heads:
-      raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
-                       "heads must be a multiple of kv_heads")
+    for name in ("kv_heads", "global_kv_heads"):
+      if self.heads % (count := getattr(self, name) or 1):
+        raise ValueError(f"heads is {self.heads} and {name} {count}; heads "
+                         f"must be a multiple of {name}")
     if self.windows and (len(self.windows) != self.layers
                          or min(self.windows) < 0):
       raise ValueError(f"windows is {self.windows}; it must have one number, "
@@ -241,10 +242,6 @@ class TransformerConfig:
     for name in ("global_head_dim", "global_kv_heads"):
       if getattr(self, name) is not None:
         fields.check_fields(self, name)
-    if self.heads % (self.global_kv_heads or 1):
-      raise ValueError(f"heads is {self.heads} and global_kv_heads "
-                       f"{self.global_kv_heads}; heads must be a multiple of "
-                       "global_kv_heads")
     if self.global_head_dim is not None and self.local_rope_theta is None:
       raise ValueError(
           f"global_head_dim is {self.global_head_dim} and local_rope_theta is "

@@ -11,8 +11,7 @@ from specjax.methods.records import Family
 FAMILY = Family(
     drafters=(eagle.FeatureLayer, eagle.PEagle, mtp.FeatureModules,
               assistant.Assistant),
-    strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp,
-                assistant.assistant),
+    strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp),
     objectives=(eagle_objective.Eagle1Objective,
         eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,
         mtp_objective.MTPObjective, peagle_objective.PEagleObjective),

@@ -14,10 +14,10 @@ of the vocabulary, and only the tokens of the best centroids have a logit. All
 other tokens have probability 0 in q.
 """
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import ClassVar
+from typing import NamedTuple
 from typing import Self
 
 import chex
@@ -31,21 +31,14 @@ from specjax.caches.dense import KVCache
 from specjax.decoding import rounds
 from specjax.interfaces import Cache
 from specjax.interfaces import Model
-from specjax.interfaces import Verifier
 from specjax.methods import _common
-from specjax.methods.draft_shapes import Chain
 from specjax.methods.draft_shapes import Shape
-from specjax.methods.draft_shapes import Tree
-from specjax.methods.drafting import Network
-from specjax.methods.drafting import NetworkDrafter
-from specjax.methods.features._drafter import on_path
+from specjax.methods.features import _drafter
 from specjax.methods.features.network import FeatureHeads
 from specjax.methods.networks import HiddenStateHeads
 from specjax.methods.networks import Params
 from specjax.methods.networks import project
 from specjax.methods.stop_rules import Forecast
-from specjax.methods.strategy import Strategy
-from specjax.methods.strategy import with_default_rule
 from specjax.models import layers
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
@@ -125,6 +118,7 @@ class AssistantHeads(TransformerConfig):
   active: int = 0
 
   kind: ClassVar[str] = "assistant"
+  reuse: ClassVar[bool] = True  # as of FeatureConfig
   attach = HiddenStateHeads.attach
 
   def __post_init__(self):
@@ -260,8 +254,7 @@ def key_sources(config: TransformerConfig) -> tuple[int, int]:
                    default=-1) for has_window in (True, False))
 
 
-@struct.dataclass
-class AssistantState:
+class AssistantState(NamedTuple):
   """State of an assistant after the committed tokens.
 
   Attributes:
@@ -276,7 +269,7 @@ class AssistantState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Assistant(Network):
+class Assistant(_drafter.FeatureNetwork):
   """A network that drafts from the target's keys and values.
 
   After a prompt of one token there are no keys, so the first draft is padding.
@@ -289,24 +282,10 @@ class Assistant(Network):
 
   heads: AssistantHeads
 
-  reads_rounds = True
   reads_cache = True
 
-  @property
-  def vocab_size(self) -> int:
-    return self.heads.vocab_size
-
-  @property
-  def draft_size(self) -> int:
-    return self.heads.draft_size
-
-  @property
-  def context_length(self) -> float:
-    return self.heads.context_length
-
-  def bind(self, target: Model) -> "Assistant":
-    self.heads.check_target(target)
-    return self
+  def logits(self, params: chex.ArrayTree, read: jax.Array) -> jax.Array:
+    return self.heads.logits(params["drafter"], read)
 
   def init(self, params: chex.ArrayTree, prompt: Prompt, output: ModelOutput
            ) -> AssistantState:
@@ -334,8 +313,7 @@ class Assistant(Network):
     hidden = jnp.take_along_axis(hidden, above[..., None], axis=1)
     hidden, read = self.heads.step(
         params["drafter"], params["target"], hidden, tokens, cache)
-    return self.heads.logits(params["drafter"], read), (
-        cache, hidden.astype(dtype))
+    return self.logits(params, read), (cache, hidden.astype(dtype))
 
   def end(self, params: chex.ArrayTree, memory: AssistantState, carry: Any,
           draft: Draft, slots: jax.Array | None
@@ -348,31 +326,7 @@ class Assistant(Network):
     size = min(shape.depth + 1, draft.tokens.shape[1])
     last = jnp.maximum(count - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(
-        on_path(output.hidden, verdict, size), last, axis=1)[:, 0]
+        _drafter.on_path(output.hidden, verdict, size), last, axis=1)[:, 0]
     return AssistantState(
         hidden=jnp.where((count > 0)[:, None], hidden, memory.hidden),
         known=memory.known | (count > 0))
-
-
-def assistant(heads: AssistantHeads, parents: Sequence[int] | None = None,
-              proposal: str = "without_replacement",
-              verifier: Verifier | None = None) -> Strategy:
-  """Samples a chain or a tree from an assistant of Gemma 4.
-
-  >>> from specjax import methods, testing
-  >>> target = testing.tiny_pair(5).target
-  >>> assistant(methods.AssistantHeads.for_target(target, 3)).verifier
-  Block()
-
-  Args:
-    heads: the assistant, such as from `methods.load_drafter`.
-    parents: draft tree of N nodes; None samples a chain of `heads.forecasts`
-      tokens.
-    proposal: sampling method of children, see `drafters.Tree`.
-    verifier: verification rule. None means `Block` for a sampled chain,
-      `Traversal` for a sampled tree and `TargetWalk` for a deterministic tree.
-  """
-  shape = (Chain(heads.forecasts) if parents is None else
-           Tree(tuple(parents), proposal))
-  return with_default_rule(NetworkDrafter(
-      network=Assistant(heads=heads), shape=shape), verifier)

@@ -340,7 +340,10 @@ def _read_assistant(found: Found) -> AssistantHeads:
     if not np.array_equal(ids, np.arange(target.vocab_size)):
       found.fail(f"has ids in {_ORDERING} that are not all of the target's "
                  f"{target.vocab_size} tokens once: download it again")
-  outer.ignore("num_centroids", "centroid_intermediate_top_k")
+  outer.ignore("num_centroids", "centroid_intermediate_top_k", *(
+      f"{name}_token_id" for name in (
+          "audio", "image", "video", "boa", "boi", "eoa", "eoi")),
+               "eoa_token_index")
   for given in (keys, outer):
     given.refuse_others()
   return AssistantHeads(**fields | centroids | dict(
