@@ -251,13 +251,8 @@ class TransformerConfig:
       raise ValueError("recurrent is set, so all layers with attention must "
                        "have keys and values of one shape: leave out "
                        "shared_layers, global_head_dim and global_kv_heads")
-    try:
-      [self.key_layer(i) for i in range(self.layers)]
-    except IndexError:
-      raise ValueError(
-          f"shared_layers is {self.shared_layers} of {self.layers} layers, and "
-          f"windows {self.windows}; before them there must be layers with and "
-          "without a window, if these are among them") from None
+    for i in range(self.layers):
+      self.key_layer(i)  # raises for a layer that finds no keys
 
   @property
   def rotated(self) -> int:
@@ -297,9 +292,14 @@ class TransformerConfig:
 
   def key_layer(self, layer: int) -> int:
     """Returns the layer whose keys and values a layer reads."""
-    return layer if self.has_keys(layer) else [
-        i for i in range(layer) if self.has_keys(i)
-        and bool(self.window(i)) == bool(self.window(layer))][-1]
+    for i in range(layer, -1, -1):
+      if self.has_keys(i) and bool(self.window(i)) == bool(
+          self.window(layer)):
+        return i
+    raise ValueError(f"shared_layers is {self.shared_layers}, but no earlier "
+                     f"layer has keys for layer {layer} of {self.layers}; a "
+                     "layer reads those of one that also has a window, or also "
+                     f"has none, and windows is {self.windows}")
 
   def cache_slot(self, layer: int) -> int:
     """Returns the index of a layer in its cache.

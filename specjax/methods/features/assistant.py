@@ -189,19 +189,15 @@ class AssistantHeads(TransformerConfig):
                        "and the input of the LM head; give a target with "
                        "cache=KVCache and features=(), and without recurrent "
                        "layers")
-    if self.sources != key_sources(config):
-      raise ValueError(f"sources is {self.sources}, but the last layers of the "
-                       "target with keys of their own are "
-                       f"{key_sources(config)}, with a window and without: "
-                       "give the assistant of this target")
-    for i in range(self.layers):
-      source = self.key_layer(i)
-      shape = None if source < 0 else config.key_shape(source)
-      if shape != self.key_shape(i):
-        raise ValueError(
-            f"layer {i} of the assistant reads {self.key_shape(i)} key-value "
-            f"heads and channels, but the target has {shape} in such layers: "
-            "give the assistant of this target")
+    wants = self.sources, [self.key_shape(i) for i in range(self.layers)]
+    has = key_sources(config), [
+        config.key_shape(self.key_layer(i)) for i in range(self.layers)]
+    if wants != has or any(self.key_layer(i) < 0 for i in range(self.layers)):
+      raise ValueError(
+          f"the assistant reads layers {wants[0]} of the target, whose number "
+          f"and width of key-value heads must be {wants[1]}, but the target's "
+          f"last layers with keys of their own are {has[0]}, which have "
+          f"{has[1]}: give the assistant of this target")
 
   def step(self, params: Params, target_params: Params, hidden: jax.Array,
            tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, jax.Array]:
