@@ -225,6 +225,7 @@ class KVCache(Cache):
   def is_fused(self, x: jax.Array) -> bool:
     # Subclasses store the slots in another form.
     return (type(self) is KVCache and gpu.in_use(self.k[0], x)
+            and len({k.shape for k in self.k}) == 1
             and gpu_attention.supports(self.k[0].shape[3]))
 
   @property
@@ -304,11 +305,11 @@ class KVCache(Cache):
     `commit` and `rollback` update `lengths` as usual. `settle` writes the
     tokens. The previous block is dropped.
     """
-    rows, (_, heads, _, dim) = len(self.lengths), self.k[0].shape
+    rows = len(self.lengths)
     # The fused kernels do not read a token before it is written.
     make = jax.lax.empty if self.is_fused(self.k[0]) else jnp.zeros
     block = lambda: tuple(
-        make((rows, heads, size, dim), x.dtype) for x in self.k)
+        make((rows, x.shape[1], size, x.shape[3]), x.dtype) for x in self.k)
     return self.replace(block_k=block(), block_v=block(), held=self.lengths)
 
   def settle(self) -> "KVCache":

@@ -36,6 +36,7 @@ from specjax.methods import model_free
 from specjax.methods import other_vocabularies
 from specjax.methods import self_speculation
 from specjax.methods import stop_rules
+from specjax.methods.features.assistant import AssistantHeads
 from specjax.methods.files import save_heads
 from specjax.methods.heads.pass_embeddings import with_lookahead
 from specjax.methods.networks import check_fits
@@ -58,8 +59,8 @@ _HEADS = {method.heads.__name__: method.heads for method in METHODS}
 globals().update(_HEADS)
 
 __all__ = [
-    "FAMILIES", "METHODS", "Heads", "LearningRate", "Method", "Option",
-    "available", "by_name", "check_fits", "export_drafter", "lm_head",
+    "FAMILIES", "METHODS", "AssistantHeads", "Heads", "LearningRate", "Method",
+    "Option", "available", "by_name", "check_fits", "export_drafter", "lm_head",
     "load_drafter", "load_heads", "of", "save_heads", "stop_rules",
     "with_lookahead", *_HEADS]
 
@@ -110,8 +111,16 @@ def by_name(name: str) -> Method:
 
 
 def of(heads: Heads) -> Method:
-  """Returns the first method that trains this class of heads."""
-  return next(m for m in _each() if m.heads.kind == heads.kind)
+  """Returns the first method that trains this class of heads.
+
+  Raises:
+    ValueError: no method trains heads of this class.
+  """
+  for method in _each():
+    if method.heads.kind == heads.kind:
+      return method
+  raise ValueError(f"no method trains {type(heads).__name__}; draft with "
+                   "strategies.mtp or strategies.eagle_dynamic")
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,

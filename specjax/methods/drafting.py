@@ -53,6 +53,7 @@ class Network:
     stateless: True if the memory is None between rounds.
     shares_pass: True if the drafter provides "shares_pass".
     always_drafts: True if no draft is padding.
+    reads_cache: True if the drafter provides "reads_cache".
     has_loop: True if `extend` is the same function for all tokens of a chain.
     is_product: True if no prediction depends on the drafted tokens. `step` then
       returns logits `[B, 1, V]`, which all nodes of a level share.
@@ -69,6 +70,7 @@ class Network:
   reads_rounds = False
   stateless = False
   shares_pass = False
+  reads_cache = False
   always_drafts = False
   has_loop = True
   is_product = False
@@ -220,7 +222,8 @@ class NetworkDrafter(Drafter):
         full=network.always_drafts and stop is None and is_chain and not (
             self.transform and self.transform.constraints),
         rests=network.reads_rounds or reads_later,
-        follows=reads_later, shares_pass=network.shares_pass)
+        follows=reads_later, reads_cache=network.reads_cache,
+        shares_pass=network.shares_pass)
 
   @property
   def num_nodes(self) -> int:

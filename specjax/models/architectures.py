@@ -185,6 +185,18 @@ ARCHITECTURES = {
             vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4,
             max_position_embeddings=131_072, rope_theta=1e6,
             rope_local_base_freq=1e4)),
+    "gemma4_text": Architecture(
+        read=settings.gemma4, names=tensor_names.GEMMA_4,
+        transformers="Gemma4ForCausalLM", tied=True, defaults=dict(
+            head_dim=256, global_head_dim=512, num_key_value_heads=4,
+            hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-6,
+            max_position_embeddings=131_072, sliding_window=512,
+            hidden_size_per_layer_input=256, vocab_size=262_144,
+            vocab_size_per_layer_input=262_144,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="proportional", rope_theta=1e6,
+                                    partial_rotary_factor=0.25),
+                sliding_attention=dict(rope_theta=1e4)))),
     "lfm2": Architecture(
         read=settings.lfm2, names=tensor_names.LFM_2,
         transformers="Lfm2ForCausalLM", tied=True, even_width=True,

@@ -157,6 +157,20 @@ class TransformerConfig:
       a gate, which is projected together with the query (Qwen3-Next).
     recurrent: kinds and sizes of recurrent layers. None means that all layers
       have attention.
+    global_head_dim: width of one head in layers without a window (Gemma 4).
+      None means `head_dim`.
+    global_kv_heads: number of key-value heads in these layers. None means
+      `kv_heads`.
+    global_values: if False, the values of these layers are their keys before
+      norm and rotation.
+    value_norm: if True, values have an RMSNorm per head without a scale.
+    shared_layers: number of last layers that have no keys and values. They read
+      those of the last earlier layer with a window, or without one, as they
+      have themselves.
+    wide_shared: if True, the MLPs of these layers are twice as wide.
+    layer_inputs: width of an embedding of the token for every layer, which is
+      added after the MLP through a gate. 0 means no such embeddings.
+    layer_scales: if True, multiply the output of every layer by a number.
     features: hidden states to concatenate into `hidden`, in this order. Integer
       i is the residual stream before layer i, from 0. `layers` is the output of
       the last layer, before the final norm. "final" is the input of the LM
@@ -206,6 +220,14 @@ class TransformerConfig:
   tie_embeddings: bool = True
   attention_gate: bool = False
   recurrent: RecurrentLayers | None = None
+  global_head_dim: int | None = None
+  global_kv_heads: int | None = None
+  global_values: bool = True
+  value_norm: bool = False
+  shared_layers: int = 0
+  wide_shared: bool = False
+  layer_inputs: int = 0
+  layer_scales: bool = False
   features: tuple[int | str, ...] = ()
   lookahead: int = 0
   lookahead_rank: int = 0
@@ -229,6 +251,7 @@ class TransformerConfig:
     self._check_features()
     self._check_sizes()
     self._check_experts()
+    self._check_shared()
 
   def _check_choices(self) -> None:
     for name, choices in _CHOICES.items():
@@ -260,9 +283,10 @@ class TransformerConfig:
                          f"experts require {name}={wanted}")
 
   def _check_sizes(self) -> None:
-    if self.heads % self.kv_heads:
-      raise ValueError(f"heads is {self.heads} and kv_heads {self.kv_heads}; "
-                       "heads must be a multiple of kv_heads")
+    for name in ("kv_heads", "global_kv_heads"):
+      if self.heads % (count := getattr(self, name) or 1):
+        raise ValueError(f"heads is {self.heads} and {name} {count}; heads "
+                         f"must be a multiple of {name}")
     if self.windows and (len(self.windows) != self.layers
                          or min(self.windows) < 0):
       raise ValueError(f"windows is {self.windows}; it must have one number, "
@@ -275,6 +299,24 @@ class TransformerConfig:
           f"head_dim is {self.head_dim} and rope_fraction "
           f"{self.rope_fraction}, which give {self.rotated} rotary dimensions; "
           "this number must be even and at most head_dim")
+
+  def _check_shared(self) -> None:
+    for name in ("shared_layers", "layer_inputs"):
+      fields.check_at_least(name, getattr(self, name), 0)
+    for name in ("global_head_dim", "global_kv_heads"):
+      if getattr(self, name) is not None:
+        fields.check_fields(self, name)
+    if self.global_head_dim is not None and self.local_rope_theta is None:
+      raise ValueError(
+          f"global_head_dim is {self.global_head_dim} and local_rope_theta is "
+          "None; layers of another head_dim have rotary frequencies of their "
+          "own: set local_rope_theta")
+    if self.recurrent and not self.has_uniform_keys:
+      raise ValueError("recurrent is set, so all layers with attention must "
+                       "have keys and values of one shape: leave out "
+                       "shared_layers, global_head_dim and global_kv_heads")
+    for i in range(self.layers):
+      self.key_layer(i)  # raises for a layer that finds no keys
 
   @property
   def rotated(self) -> int:
@@ -294,6 +336,34 @@ class TransformerConfig:
   def layer_kind(self, layer: int) -> str:
     """Returns the kind of a layer, see `RecurrentLayers.kinds`."""
     return self.recurrent.kinds[layer] if self.recurrent else "attention"
+
+  @property
+  def has_uniform_keys(self) -> bool:
+    """Returns True if all layers have keys and values of the same shape."""
+    return not self.shared_layers and len({
+        self.key_shape(i) for i in range(self.layers)}) == 1
+
+  def key_shape(self, layer: int) -> tuple[int, int]:
+    """Returns the number of key-value heads of a layer, and their width."""
+    if self.window(layer):
+      return self.kv_heads, self.head_dim
+    return (self.global_kv_heads or self.kv_heads,
+            self.global_head_dim or self.head_dim)
+
+  def has_keys(self, layer: int) -> bool:
+    """Returns False if a layer reads the keys and values of another one."""
+    return not self.shared_layers or layer < self.layers - self.shared_layers
+
+  def key_layer(self, layer: int) -> int:
+    """Returns the layer whose keys and values a layer reads."""
+    for i in range(layer, -1, -1):
+      if self.has_keys(i) and bool(self.window(i)) == bool(
+          self.window(layer)):
+        return i
+    raise ValueError(f"shared_layers is {self.shared_layers}, but no earlier "
+                     f"layer has keys for layer {layer} of {self.layers}; a "
+                     "layer reads those of one that also has a window, or also "
+                     f"has none, and windows is {self.windows}")
 
   def cache_slot(self, layer: int) -> int:
     """Returns the index of a layer in its cache.

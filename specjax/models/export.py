@@ -199,7 +199,19 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
         routed_scaling_factor=e.scale,
         n_shared_experts=e.shared_width // e.width,
         shared_intermediate_size=e.shared_width)
-  if scaling:
+  if c.value_norm:
+    head_dim, full = c.global_head_dim or c.head_dim, dict(
+        scaling or {"rope_type": "default"}, rope_theta=c.rope_theta)
+    keys |= dict(
+        global_head_dim=head_dim, attention_k_eq_v=not c.global_values,
+        num_global_key_value_heads=c.global_kv_heads,
+        num_kv_shared_layers=c.shared_layers,
+        use_double_wide_mlp=c.wide_shared,
+        hidden_size_per_layer_input=c.layer_inputs,
+        vocab_size_per_layer_input=c.vocab_size, rope_parameters={
+            "full_attention": full, "sliding_attention": {
+                "rope_type": "default", "rope_theta": c.local_rope_theta}})
+  elif scaling:
     keys["rope_scaling"] = scaling
     if "original_max_position_embeddings" in scaling:
       keys["original_max_position_embeddings"] = scaling[

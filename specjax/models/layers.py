@@ -267,15 +267,16 @@ class RotaryTables(NamedTuple):
     if not c.rotated:
       return cls(None, None)
 
-    def table(theta: float, scaling: rotary.RopeScaling | None
+    def table(theta: float, scaling: rotary.RopeScaling | None, dims: int
               ) -> rotary.Rotation:
-      frequency = rotary.frequencies(c.rotated, theta, scaling)
+      frequency = rotary.frequencies(dims, theta, scaling)
       scale = scaling.attention_factor if scaling else 1.0
       return rotary.Rotation(positions, frequency, scale, rotary.
                              cosines_and_sines(
                                  positions, frequency, scale, wide))
 
-    full, scaling, factor = table(c.rope_theta, c.rope_scaling), (
+    dims = int((c.global_head_dim or c.head_dim) * c.rope_fraction)
+    full, scaling, factor = table(c.rope_theta, c.rope_scaling, dims), (
         c.rope_scaling), None
     # The factor is 1 at all positions before `original_length`.
     if scaling and scaling.query_growth and (
@@ -283,7 +284,7 @@ class RotaryTables(NamedTuple):
       factor = 1 + scaling.query_growth * jnp.log1p(
           (positions // scaling.original_length).astype(wide))
     return cls(full, full if c.local_rope_theta is None else
-               table(c.local_rope_theta, None), factor)
+               table(c.local_rope_theta, None, c.rotated), factor)
 
 
 class Attention(nn.Module):
@@ -292,7 +293,8 @@ class Attention(nn.Module):
   The kernel is `[D, K, G + 2, H]`. For each of K key-value heads, it contains G
   query heads, the key and the value, all of width H. A mesh can split all of
   them along K. With gates, those of the G query heads follow the queries, so
-  the kernel is `[D, K, 2 * G + 2, H]`.
+  the kernel is `[D, K, 2 * G + 2, H]`. The kernel has no value if values are
+  keys, and only queries if the layer reads the keys of another layer.
   """
 
   config: TransformerConfig
@@ -303,14 +305,19 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, tables, ancestors, cache, adapted=None):
     c, window = self.config, self.config.window(self.layer)
-    slot = c.cache_slot(self.layer) if self.slot is None else self.slot
-    queries = c.group * (1 + c.attention_gate)
+    slot = self.slot
+    if slot is None:
+      slot = c.cache_slot(c.key_layer(self.layer))
+    kv_heads, head_dim = c.key_shape(self.layer)
+    queries = c.heads // kv_heads * (1 + c.attention_gate)
+    keys = c.has_keys(self.layer) * (1 + (window > 0 or c.global_values))
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None and adapted is None
              and not c.attention_gate and tables.query_factor is None
+             and keys == 2 and not c.value_norm
              and not self.is_mutable_collection("intermediates"))
-    qkv = Linear((c.kv_heads, queries + 2, c.head_dim), c.qkv_bias,
+    qkv = Linear((kv_heads, queries + keys, head_dim), c.qkv_bias,
                  in_parts=fused, name="qkv")(x, adapted)
     rotation = tables.local if window else tables.full
     if self.layer in c.unrotated:
@@ -323,20 +330,26 @@ class Attention(nn.Module):
       out, cache = cache.attend_new(slot, *qkv, rotation, ancestors, **options)
     else:
       qkv = qkv[:, :ancestors.shape[1]]
-      query, key, value = jnp.split(qkv, [queries, queries + 1], axis=3)
+      query = qkv[:, :, :, :queries]
       if c.attention_gate:
         query, gate = jnp.split(query, 2, axis=3)
-      query = query.reshape(*qkv.shape[:2], c.heads, c.head_dim)
-      key, value = key[:, :, :, 0], value[:, :, :, 0]
-      query, key = self._prepared(query, key, rotation, tables.query_factor)
+      query = self._scaled(self._prepared(
+          "query_norm", query.reshape(*qkv.shape[:2], c.heads, head_dim),
+          rotation), tables.query_factor)
       # `sow` stores the queries only if the caller makes "intermediates"
       # mutable (`cache_views`).
       self.sow("intermediates", "query", query)
+      if keys:
+        key, value = qkv[:, :, :, queries], qkv[:, :, :, -1]
+        key = self._prepared("key_norm", key, rotation)
+        if c.value_norm:
+          value = _normed(value, c.norm_epsilon)
       if cache is None:
         out = attention_in_block(query, key, value, ancestors, **options)
       else:
-        cache = cache.append(slot, key, value,
-                             after=ancestors.shape[-1] - ancestors.shape[1])
+        if keys:
+          cache = cache.append(slot, key, value,
+                               after=ancestors.shape[-1] - ancestors.shape[1])
         out = cache.attend(slot, query, ancestors, **options)
       if c.attention_gate:
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
@@ -347,30 +360,32 @@ class Attention(nn.Module):
                      out.reshape(*x.shape[:2], -1), adapted)
     return out, cache
 
-  def _prepared(self, query: jax.Array, key: jax.Array,
-                rotation: rotary.Rotation | None, factor: jax.Array | None
-                ) -> tuple[jax.Array, jax.Array]:
-    """Returns normalised, rotated and scaled queries and keys."""
-    c = self.config
-    if c.qk_norm:
-      query = self._normed("query_norm", query)
-      key = self._normed("key_norm", key)
-    if rotation is not None:
-      query, key = (rotary.rotate(x, rotation.table) for x in (query, key))
+  def _prepared(self, norm: str, x: jax.Array,
+                rotation: rotary.Rotation | None) -> jax.Array:
+    """Returns normalised and rotated queries or keys."""
+    if self.config.qk_norm:
+      each = self.config.qk_norm == "head"
+      x = Norm(self.config, rms=True, name=norm)(
+          x if each else x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+    return x if rotation is None else rotary.rotate(x, rotation.table)
+
+  def _scaled(self, query: jax.Array, factor: jax.Array | None) -> jax.Array:
+    scale = self.config.query_scale
     # The products are in float32 or wider, because bfloat16 would round the
     # factor.
     wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-    if c.query_scale is not None:
-      query = (wide * (c.query_scale * c.head_dim**0.5)).astype(query.dtype)
+    if scale is not None:
+      query = (wide * (scale * query.shape[-1]**0.5)).astype(query.dtype)
     if factor is not None:
       query = (wide * factor[..., None, None]).astype(query.dtype)
-    return query, key
+    return query
 
-  def _normed(self, name: str, x: jax.Array) -> jax.Array:
-    norm = Norm(self.config, rms=True, name=name)
-    if self.config.qk_norm == "head":
-      return norm(x)
-    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+def _normed(x: jax.Array, epsilon: float) -> jax.Array:
+  """Returns the RMSNorm of the last axis, without a scale."""
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
 
 
 def empty_states(config: TransformerConfig, batch: int,
@@ -558,6 +573,27 @@ class Experts(nn.Module):
     if e.shared_width:
       out = out + MLP(c, width=e.shared_width, name="shared")(x)
     return Parts(out[None], None) if self.in_parts else out.astype(x.dtype)
+class LayerEnd(nn.Module):
+  """Last operations of a layer of Gemma 4 on the residual stream.
+
+  They add the embedding of the token for this layer, through a gate, and
+  multiply the stream by a number.
+  """
+
+  config: TransformerConfig
+
+  @nn.compact
+  def __call__(self, x, inputs):
+    c = self.config
+    if inputs is not None:
+      gate = Linear((c.layer_inputs,), name="gate")(x)
+      more = Linear((c.width,), name="out")(
+          _ACTIVATIONS[c.activation](gate) * inputs)
+      x = x + Norm(c, name="norm")(more)
+    if c.layer_scales:
+      x = x * parameter(self, "factor", nn.initializers.ones, (1,)).astype(
+          x.dtype)
+    return x
 
 
 def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
@@ -565,7 +601,8 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
                   cache: Cache | None, read: jax.Array | None = None, *,
                   sublayers: Sublayers | None = None,
                   keep: jax.Array | None = None,
-                  adapted: Adapted | None = None) -> tuple[Any, Any]:
+                  adapted: Adapted | None = None,
+                  inputs: jax.Array | None = None) -> tuple[Any, Any]:
   """Applies one decoder layer.
 
   Call this function in a compact method. The parameters belong to the calling
@@ -585,6 +622,7 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
     keep: `[2]` or `[2, B]` factors on the outputs of attention and MLP. None
       means 1.
     adapted: rows that pass through the adapters. None means no rows.
+    inputs: `[B, S, P]` embeddings for this layer, see `LayerEnd`, or None.
 
   Returns:
     `(x, cache)`: the residual stream after the layer, and the cache with the
@@ -596,7 +634,9 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
   def mlp(in_parts: bool = False) -> nn.Module:
     if c.experts_of(i):
       return Experts(c, i, in_parts, cache is not None, name=f"mlp_{i}")
-    return MLP(c, in_parts, name=f"mlp_{i}")
+    wide = c.wide_shared and not c.has_keys(i)
+    return MLP(c, in_parts, width=2 * c.mlp_width if wide else None,
+               name=f"mlp_{i}")
 
   if isinstance(x, Pending):
     slot = sublayers and sublayers.slot(i)
@@ -633,7 +673,10 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
     new = mlp()(
         norm(c.pre_norm, f"mlp_norm_{i}", inner), adapted)
     new = scaled(1, norm(c.post_norm, f"mlp_post_norm_{i}", new))
-  return x + out + new, cache
+  x = x + out + new
+  if c.layer_scales or inputs is not None:
+    x = LayerEnd(c, name=f"end_{i}")(x, inputs)
+  return x, cache
 
 
 def logits(x: jax.Array, head: jax.Array, config: TransformerConfig

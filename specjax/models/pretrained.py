@@ -58,12 +58,13 @@ _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
                           "encoder_repetition_penalty"), 1)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Models with images, whose text_config describes their language model.
-_WITH_TEXT = {"gemma3": "gemma3_text", "mistral3": None,
-              "qwen3_5": "qwen3_5_text"}
+_WITH_TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text",
+              "mistral3": None, "qwen3_5": "qwen3_5_text"}
 # Tensors of their image encoders. They are skipped, because only the language
 # model is loaded.
 _WITH_IMAGES = re.compile(
-    r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+    r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio"
+    r"|multi_modal_projector|visual)\.")
 _TEXT = re.compile(r"^(language_model\.model|model\.language_model|"
                    r"language_model)\.")
 
@@ -336,9 +337,14 @@ def _renamed(tensors: Tensors, architecture: Architecture,
 def _params(model: Transformer, table: Table, tensors: Tensors, dtype: np.dtype,
             source: str, architecture: Architecture) -> dict[str, Any]:
   """Returns the parameters of a model, from the tensors of its file."""
+  c = model.config
+  # Files of Gemma 4 contain weights for keys that no layer computes.
+  unused = {f"layers.{i}.self_attn.{part}.weight" for part in (
+      "k_proj", "v_proj", "k_norm")
+            for i in range(c.layers - c.shared_layers, c.layers)}
   return fill(jax.eval_shape(model.init, jax.random.key(0)), table, tensors,
               dtype, source=source, kind=f"a {architecture.transformers}",
-              config=model.config)
+              config=c, used=unused)
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:

@@ -236,8 +236,17 @@ def _longrope(given: Fields, ratio: float, original: int, long: bool
                              else attention_factor))
 
 
+def _proportional(given: Fields, ratio: float, original: int, long: bool
+                  ) -> RopeScaling:
+  del ratio, original, long
+  return RopeScaling(
+      kind="proportional", factor=given.pop("factor", 1.0),
+      fraction=given.pop("partial_rotary_factor", 1.0))
+
+
 _KINDS = {"default": _none, "dynamic": _none, "linear": _linear,
-          "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+          "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+          "proportional": _proportional}
 
 
 def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
@@ -251,6 +260,8 @@ def write_rope(c: TransformerConfig) -> dict[str, Any] | None:
   kind = {"rope_type": s.kind}
   if s.kind == "linear":
     return kind | {"factor": s.factor}
+  if s.kind == "proportional":
+    return kind | {"factor": s.factor, "partial_rotary_factor": s.fraction}
   if s.kind == "longrope":
     return kind | {"short_factor": [*s.factors], "long_factor": [*s.factors],
                    "attention_factor": s.attention_factor,

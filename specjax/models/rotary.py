@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_KINDS = ("linear", "llama3", "yarn", "longrope")
+_KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,8 @@ class RopeScaling:
       arXiv:2306.15595). "llama3" divides low frequencies, with a smooth
       transition (Llama 3.1). "yarn" also divides low frequencies, with a linear
       ramp over the dimensions (YaRN, arXiv:2309.00071, section 3.2). "longrope"
-      has a divisor per frequency (LongRoPE, arXiv:2402.13753).
+      has a divisor per frequency (LongRoPE, arXiv:2402.13753). "proportional"
+      divides all frequencies by `factor` and sets the lowest to 0 (Gemma 4).
     factor: ratio of the new to the original length.
     original_length: length of the longest sequence of the first training, in
       tokens, for "llama3" and "yarn".
@@ -37,6 +38,7 @@ class RopeScaling:
     factors: divisor of every frequency, for "longrope".
     query_growth: constant b. Queries at position p are multiplied by
       1 + b log(1 + floor(p / original_length)) (Llama 4, Ministral 3).
+    fraction: share of the frequencies above 0, for "proportional".
   """
 
   kind: str
@@ -50,6 +52,7 @@ class RopeScaling:
   attention_factor: float = 1.0
   factors: tuple[float, ...] = ()
   query_growth: float = 0.0
+  fraction: float = 1.0
 
   def __post_init__(self):
     object.__setattr__(self, "factors", tuple(self.factors))
@@ -99,6 +102,9 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None = None
     return plain
   if scaling.kind == "linear":
     return plain / scaling.factor
+  if scaling.kind == "proportional":
+    rotated = np.arange(half) < int(scaling.fraction * dims // 2)
+    return np.where(rotated, plain / scaling.factor, 0)
   if scaling.kind == "longrope":
     if len(scaling.factors) != half:
       raise ValueError(f"rope scaling has {len(scaling.factors)} factors; a "

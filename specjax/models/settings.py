@@ -410,6 +410,64 @@ def gemma3(keys: Keys) -> Fields:
           | dict(qk_norm="head"))
 
 
+def gemma4(keys: Keys) -> Fields:
+  if keys.switch("enable_moe_block", False):
+    keys.refuse("enable_moe_block", True)
+  if keys.switch("attention_bias", False):
+    keys.refuse("attention_bias", True)
+  if keys("use_bidirectional_attention") not in (None, "vision"):
+    keys.refuse("use_bidirectional_attention",
+                keys("use_bidirectional_attention"))
+  keys.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+  layers = keys.size("num_hidden_layers")
+  types = [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL
+           for i in range(layers)]
+  if keys("layer_types", types)[-1:] != [FULL]:  # transformers changes it
+    keys.refuse("layer_types", keys("layer_types"))
+  fields = _sizes(keys, activation="hidden_activation")
+  inputs = keys.number("hidden_size_per_layer_input", 0)
+  size = keys.number("vocab_size_per_layer_input", fields["vocab_size"])
+  if inputs and size != fields["vocab_size"]:
+    keys.refuse("vocab_size_per_layer_input", size)
+  same = keys.switch("attention_k_eq_v", False)
+  head_dim, kv_heads = _of_full_layers(keys, keys("layer_types", types), same)
+  return fields | read_two_ropes(keys) | layer_windows(keys, types) | dict(
+      qk_norm="head", value_norm=True, post_norm=True, query_scale=1.0,
+      embedding_scale=float(fields["width"] ** 0.5),
+      logit_softcap=_softcap(keys, "final_logit_softcapping"),
+      global_head_dim=head_dim, global_values=not same,
+      global_kv_heads=kv_heads,
+      shared_layers=keys.number("num_kv_shared_layers", 0),
+      wide_shared=keys.switch("use_double_wide_mlp", False),
+      layer_inputs=inputs, layer_scales=True)
+
+
+def _of_full_layers(keys: Keys, types: list[str], same: bool
+                    ) -> tuple[int, int | None]:
+  """Returns the sizes of heads of Gemma 4 in layers without a window.
+
+  They are the width of a head, and the number of key-value heads or None.
+  transformers writes them for every layer, and published files do not.
+
+  Args:
+    keys: the published configuration.
+    types: type of each layer.
+    same: True if the values are the keys. Otherwise published files do not
+      change the number of heads.
+  """
+  given = keys.mapping("per_layer_config")
+  if not given:
+    name = "num_global_key_value_heads"
+    kv_heads = keys(name) and keys.size(name)
+    return keys.size("global_head_dim"), kv_heads if same else None
+  full = [str(i) for i, kind in enumerate(types) if kind == FULL]
+  sizes = given.get(full[0], {})
+  if given != dict.fromkeys(full, sizes) or not (
+      {"head_dim"} <= {*sizes} <= {"head_dim", "num_key_value_heads"}):
+    keys.refuse("per_layer_config", given)
+  return sizes["head_dim"], sizes.get("num_key_value_heads")
+
+
 def gpt2(keys: Keys) -> Fields:
   heads, width = keys.size("n_head"), keys.size("n_embd")
   if keys.switch("scale_attn_by_inverse_layer_idx", False):

@@ -142,6 +142,11 @@ def check_whole(model: Any) -> None:
     raise ValueError("the model has recurrent layers, and their state requires "
                      "that every pass runs all layers; use a drafter that does "
                      "not run a part of the target")
+  if model.config.layer_inputs or not model.config.has_uniform_keys:
+    raise ValueError("the layers of the model have inputs of their own, or "
+                     "share keys and values, or these differ in shape, so "
+                     "every pass must run all layers; use a drafter that does "
+                     "not run a part of the target")
 
 
 def check_exit(exit: int, model: Any) -> None:

@@ -41,21 +41,23 @@ def turned(c: TransformerConfig, x: np.ndarray) -> Views:
 
 
 def _query_key_value(c: TransformerConfig, x: np.ndarray
-                     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+                     ) -> tuple[np.ndarray, ...]:
   """Returns query, key and value, each `[K, G or 1, H, D]`.
 
   The parts of a bias are `[K, G or 1, H]`. With gates, the query is
-  `[K, G, 2, H, D]`, and the gate of a head follows its query.
+  `[K, G, 2, H, D]`, and the gate of a head follows its query. Value, or key and
+  value, are missing if the kernel has none.
   """
   if x.ndim == 1:
     x = x.reshape(c.kv_heads, -1, c.head_dim)
   else:
     x = np.moveaxis(x, 0, -1)
-  query = x[:, :-2]
+  queries = c.heads // len(x) * (1 + c.attention_gate)
+  query, more = x[:, :queries], range(queries, x.shape[1])
   if c.attention_gate:
     query = query.reshape(
         len(query), 2, -1, *query.shape[2:]).swapaxes(1, 2)
-  return query, x[:, -2:-1], x[:, -1:]
+  return query, *(x[:, i:i + 1] for i in more)
 
 
 def apart(c: TransformerConfig, x: np.ndarray) -> Views:
@@ -247,6 +249,13 @@ class Same(Stored):
 
   def split(self, config, x):
     return [x]
+
+
+class Ids(Same):
+  """One tensor of token ids, which become int32."""
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    return super().join(config, shape, tensors, np.dtype(np.int32))
 
 
 class Taps(Stored):

@@ -56,6 +56,15 @@ GEMMA_2 = LLAMA | table({
     "mlp_norm_{i}": "layers.{i}.pre_feedforward_layernorm",
     "mlp_post_norm_{i}": "layers.{i}.post_feedforward_layernorm",
 })
+GEMMA_4 = GEMMA_2 | table({
+    "layer_embedding": "embed_tokens_per_layer",
+    "layer_projection": Stored(("per_layer_model_projection",), by_head),
+    "layer_projection_norm": "per_layer_projection_norm",
+    "end_{i}.gate": "layers.{i}.per_layer_input_gate",
+    "end_{i}.out": "layers.{i}.per_layer_projection",
+    "end_{i}.norm": "layers.{i}.post_per_layer_input_norm",
+    "end_{i}.factor": Same(("layers.{i}.layer_scalar",), ending=""),
+})
 OLMO_2 = LLAMA | table({
     "attention_post_norm_{i}": "layers.{i}.post_attention_layernorm",
     "mlp_post_norm_{i}": "layers.{i}.post_feedforward_layernorm",

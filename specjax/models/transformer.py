@@ -7,6 +7,7 @@ The module has no state: the cache is an argument and a result of every pass.
 
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 import chex
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specjax.caches.dense import BlockCache
 from specjax.caches.dense import KVCache
 from specjax.caches.recurrent import RecurrentCache
 from specjax.interfaces import Cache
@@ -34,12 +36,12 @@ _SPLITS = {
     "qkv": (False, True, False, False),
     "qkv of few heads": (True, False, False, False), "out": (True, False),
     "gate_up": (False, False, True), "up": (False, True),
-    "down": (True, False),
+    "down": (True, False), "layer_embedding": (True, False),
     "expert_gate_up": (True, False, False), "expert_down": (True, False, False),
 }
 # Small parameters, which every device stores completely.
 _REPLICATED = ("scale", "bias", "positions", "lookahead", "adapter_in",
-               "adapter_out", "router", "choice_bias")
+               "adapter_out", "router", "choice_bias", "factor")
 
 
 class TransformerModule(nn.Module):
@@ -66,6 +68,10 @@ class TransformerModule(nn.Module):
     if c.lookahead_rank and tokens is not None:
       adapted = layers.Adapted(tokens >= c.vocab_size, c.lookahead_rank)
     x = self._embedded(table, tokens, positions) if x is None else x
+    inputs = self._layer_inputs(x, tokens) if c.layer_inputs else None
+    shared = cache is None and c.shared_layers
+    if shared:  # the last layers read the keys of others from a cache
+      cache = BlockCache(jnp.zeros((rows,), jnp.int32))
     tables = layers.RotaryTables.of(c, positions, x.dtype)
     fused = self._is_fused(x, cache, keep)
     # A product of a single row is slow on a GPU, so the row is duplicated.
@@ -76,7 +82,8 @@ class TransformerModule(nn.Module):
     for i in range(c.layers) if part is None else part.layers:
       x, cache = layers.decoder_layer(
           c, i, x, tables, ancestors, cache, sublayers=part,
-          keep=None if keep is None else keep[i], adapted=adapted)
+          keep=None if keep is None else keep[i], adapted=adapted,
+          inputs=None if inputs is None else inputs[:, :, i])
       states[i + 1] = x
     norm = layers.Norm(c, name="final_norm")
     if fused:
@@ -85,6 +92,8 @@ class TransformerModule(nn.Module):
     else:
       last, x = x, norm(x)
     states |= {c.layers: last, FINAL: x}
+    if shared:
+      cache = None
     if cache is not None:
       cache = cache.after(x)
 
@@ -105,6 +114,25 @@ class TransformerModule(nn.Module):
             and not c.post_norm and not c.parallel_residual
             and c.residual_scale == 1
             and not c.lookahead_rank)
+
+  def _layer_inputs(self, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the embeddings `[B, S, L, P]` of the tokens for every layer.
+
+    They are the mean of a table and a projection of the stream `x [B, S, D]`,
+    times the square root of 2.
+    """
+    c = self.config
+    shape = c.layers, c.layer_inputs
+    table = layers.parameter(
+        self, "layer_embedding", nn.initializers.normal(0.02),
+        (c.vocab_size, math.prod(shape)))
+    own = table[jnp.minimum(tokens, c.vocab_size - 1)].reshape(
+        *tokens.shape, *shape)
+    more = layers.Norm(c, name="layer_projection_norm")(
+        layers.Linear(shape, name="layer_projection")(x)
+        * jnp.asarray(c.width**-0.5, x.dtype))
+    scale = jnp.asarray(c.layer_inputs**0.5, x.dtype)
+    return (more + own * scale) * jnp.asarray(2**-0.5, x.dtype)
 
   def _embedded(self, table: jax.Array, tokens: jax.Array, positions: jax.Array
                 ) -> jax.Array:
@@ -150,6 +178,11 @@ class Transformer(Model):
       raise ValueError(
           f"cache is {self.cache}, and the model has recurrent layers, whose "
           "state needs a RecurrentCache with a KVCache; leave out `cache`")
+    if not self.config.has_uniform_keys and self.cache is not KVCache:
+      raise ValueError(
+          f"cache is {self.cache}, and the keys and values of the model's "
+          "layers are shared or differ in shape, which needs a KVCache; leave "
+          "out `cache`")
 
   @property
   def vocab_size(self) -> int:
@@ -179,11 +212,19 @@ class Transformer(Model):
       layers: number of layers in the cache. None means all layers.
     """
     c, dtype = self.config, params["embedding"].dtype
+    if not c.has_uniform_keys:
+      parts = [KVCache.empty(
+          layers=1, batch=batch, heads=heads, capacity=capacity,
+          head_dim=head_dim, dtype=dtype) for heads, head_dim in map(
+              c.key_shape, range(c.layers - c.shared_layers))]
+      return parts[0].replace(k=tuple(x.k[0] for x in parts),
+                              v=tuple(x.v[0] for x in parts))
     if layers is None:
       layers = sum(c.layer_kind(i) == "attention" for i in range(c.layers))
+    heads, head_dim = c.key_shape(0)
     cache = self.cache.empty(
-        layers=layers, batch=batch, heads=c.kv_heads, capacity=capacity,
-        head_dim=c.head_dim, dtype=dtype)
+        layers=layers, batch=batch, heads=heads, capacity=capacity,
+        head_dim=head_dim, dtype=dtype)
     if not c.recurrent:
       return cache
     return RecurrentCache.empty(cache, empty_states(c, batch, dtype))
@@ -295,8 +336,8 @@ class Transformer(Model):
     split along the inner width of the MLP. Out and down are split along their
     input, and embedding and head along the vocabulary. A layer then requires
     two all-reduces of the residual stream. Norms, biases, positions,
-    look-ahead embeddings, routers, adapters and recurrent layers are
-    replicated. Experts are distributed over the devices.
+    look-ahead embeddings, routers, adapters, recurrent layers and projections
+    of layer inputs are replicated. Experts are distributed over the devices.
 
     With fewer key-value heads than devices, every device has all keys and
     values. The product for query, key and value is then split along its input.
@@ -319,7 +360,8 @@ class Transformer(Model):
     c = self.config
     few, e = c.kv_heads < size and size % c.kv_heads == 0, c.experts
     mlp = ["mlp_width"] if e is None or e.dense_layers else []
-    for name in ("heads", "width" if few else "kv_heads", *mlp, "vocab_size"):
+    for name in ("heads", "width" if few else "kv_heads", *mlp, "vocab_size",
+                 *["global_kv_heads"] * bool(c.global_kv_heads)):
       check_divisible(name, getattr(c, name), size, axis)
     if e is not None:
       check_divisible("experts.count", e.count, size, axis)
@@ -338,7 +380,8 @@ def _spec(names: Sequence[str], axis: str, few: bool) -> PartitionSpec:
     axis: name of the mesh axis.
     few: True if there are fewer key-value heads than devices.
   """
-  if names[-1] in _REPLICATED or names[0].startswith(("conv_", "delta_")):
+  if names[-1] in _REPLICATED or names[0].startswith(
+      ("conv_", "delta_", "end_", "layer_projection")):
     return PartitionSpec()
   name = names[-2] if names[-1] == "kernel" else names[-1]
   if name not in _SPLITS:

@@ -26,7 +26,7 @@ from specjax.types import ModelOutput
 
 # Logit of tokens without a column. Its exp is 0. A finite value is necessary,
 # because a transform may set all other logits to -inf.
-_NEVER = -1e30
+NEVER = -1e30  # logit of tokens outside of a subset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
     ids: `[r]` token ids, strictly increasing.
     vocab_size: vocabulary size V.
   """
-  none = jnp.full((*some.shape[:-1], vocab_size), _NEVER, some.dtype)
+  none = jnp.full((*some.shape[:-1], vocab_size), NEVER, some.dtype)
   return none.at[..., ids].set(
       some, indices_are_sorted=True, unique_indices=True)
 

@@ -14,6 +14,7 @@ from specjax.models.model_files import unmerged
 from specjax.models.safetensors_files import check_float
 from specjax.models.safetensors_files import NOT_QUANTIZED
 from specjax.models.safetensors_files import StoredTensor
+from specjax.models.tensor_layouts import Ids
 from specjax.models.tensor_layouts import locate
 from specjax.models.tensor_layouts import Same
 from specjax.models.tensor_layouts import Stored
@@ -104,6 +105,8 @@ def fill(template: chex.ArrayTree, table: Table | None,
     for name, shape in zip(place.names,
                            place.stored.shapes(config, place.shape)):
       _check(tensors, name, tuple(shape), source, kind)
+      if not isinstance(place.stored, Ids):
+        check_float(source, name, tensors[name])
       used.add(name)
   for name in sorted(tensors.keys() - used):
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
@@ -112,7 +115,10 @@ def fill(template: chex.ArrayTree, table: Table | None,
   # Waiting for each transfer frees the host's array before the next is read.
   return jax.tree.unflatten(jax.tree.structure(template), [
       jax.device_put(place.stored.join(
-          config, place.shape, [tensors[name] for name in place.names], dtype)
+          config, place.shape,
+          # A parameter may have fewer tensors than the table has names.
+          [tensors[name] for name, _ in zip(
+              place.names, place.stored.shapes(config, place.shape))], dtype)
                      ).block_until_ready() for place in stored])
 
 
@@ -129,7 +135,7 @@ def _check_plain(source: str, tensors: Collection[str]) -> None:
 
 def _check(tensors: Mapping[str, StoredTensor], name: str,
            shape: tuple[int, ...], source: str, kind: str) -> None:
-  """Raises `ValueError` unless a tensor has this shape and a float dtype."""
+  """Raises `ValueError` unless a tensor has this shape."""
   if name not in tensors:
     prefixed = next((x for x in tensors if x.endswith(f".{name}")), None)
     fix = "download the file again, or give files of one model"
@@ -141,4 +147,3 @@ def _check(tensors: Mapping[str, StoredTensor], name: str,
   if tensors[name].shape != shape:
     raise ValueError(f"{source} has the tensor {name} {tensors[name].shape}, "
                      f"but {kind} requires {shape}; give files of one model")
-  check_float(source, name, tensors[name])

@@ -210,7 +210,8 @@ def tiny_pair(vocab_size: int = 5, *, seed: int = 0, scale: float = 20.0,
   def drawn(path, leaf):
     *_, part, name = ("", *(entry.key for entry in path))
     if leaf.ndim == 1:
-      value = name == "scale" and not model.config.norm_plus_one
+      value = name == "factor" or (
+          name == "scale" and not model.config.norm_plus_one)
       return np.full(leaf.shape, value, leaf.dtype)
     into_stream = part in ("out", "down")
     deviation = 0.02 * (2 * model.config.layers) ** (-0.5 * into_stream)

@@ -62,6 +62,19 @@ _DELTA = _SIZES | dict(
 _HALF = _PLAIN | dict(partial_rotary_factor=0.5)
 
 
+def _two_ropes(theta=20.0, **full):
+  return dict(full_attention=dict(
+      rope_type="proportional", rope_theta=50.0, partial_rotary_factor=0.5
+      ) | full, sliding_attention=dict(rope_type="default", rope_theta=theta))
+
+
+_GEMMA_4 = _SIZES | dict(
+    global_head_dim=16, sliding_window=5, vocab_size_per_layer_input=48,
+    final_logit_softcapping=3.0, layer_types=["sliding_attention",
+                                              "full_attention"],
+    rope_parameters=_two_ropes())
+
+
 def _scaled(kind, **values):
   return dict(rope_parameters=_PLAIN | dict(rope_type=kind, **values))
 
@@ -121,6 +134,21 @@ CASES = {
                                         rope_theta=1e4),
                     sliding_attention=dict(rope_type="default",
                                            rope_theta=1e4)))], {}),
+    # The shapes of E2B and of 31B. The last two layers of the first read the
+    # keys of the second and the third.
+    "gemma4": ("Gemma4Text", _GEMMA_4 | dict(
+        num_hidden_layers=5, num_key_value_heads=1, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, hidden_size_per_layer_input=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention",
+                     "sliding_attention", "full_attention"]), [
+                         dict(sliding_window=64),
+                         dict(final_logit_softcapping=None),
+                         dict(rope_parameters=_two_ropes(
+                             partial_rotary_factor=1.0)),
+                         dict(rope_parameters=_two_ropes(theta=1e4))], {}),
+    "gemma4_keys": ("Gemma4Text", _GEMMA_4 | dict(
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0), [], {}),
     "gpt2": ("GPT2", dict(
         vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64,
         layer_norm_epsilon=2.0**-17), [dict(scale_attn_weights=False)], {}),
@@ -215,8 +243,8 @@ def _randomise(model, seed):
       x.copy_(1.6 * draw(x) * x.shape[2]**-0.5)
     elif x.ndim == 1:
       plain = "norm" in name or "ln_" in name
-      one = plain and name.endswith("weight") and not (
-          model.config.model_type.startswith("gemma"))
+      one = plain and name.endswith("weight") and (
+          model.config.model_type not in ("gemma", "gemma2", "gemma3_text"))
       # Heads of Gated DeltaNet that forget slowly.
       x.copy_(0.3 * draw(x) + one - 2 * ("A_log" in name))
     elif "embed" in name or "wte" in name or "wpe" in name:
@@ -228,6 +256,8 @@ def _randomise(model, seed):
   for name, x in model.named_buffers():
     if name.endswith("e_score_correction_bias"):
       x.copy_(0.3 * draw(x))
+    if name.endswith("layer_scalar"):
+      x.copy_(1 + 0.3 * draw(x))
 
 
 @torch.no_grad()

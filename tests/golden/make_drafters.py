@@ -16,8 +16,10 @@ PUBLIC holds clones of the public implementations:
   DeepSpec (deepseek-ai) afdfa7c     SpecJAX (tails-mpt) d047ed4
   vllm (vllm-project) 01dbb08
 
-The cases with windows, those of P-EAGLE, and "dflash2", "domino", "lilicorr"
-and "dflare" need no clones, but `pip install speculators==0.9.0 dflash==0.1.0`
+The case "assistant" needs only transformers 5.19 and the model "gemma4" of
+make.py, its target. The cases with windows, those of P-EAGLE, and "dflash2",
+"domino", "lilicorr" and "dflare" need no clones, but
+`pip install speculators==0.9.0 dflash==0.1.0`
 and `pip install --no-deps sglang==0.5.23 angelslim==0.5.0 specforge==0.2.0`,
 and for P-EAGLE and EAGLE-3 SpecForge unpacked (`pip download --no-deps
 specforge==0.2.0`) as PUBLIC/SpecForge. Run them apart from the cases with the
@@ -132,7 +134,8 @@ def _randomise(module, seed):
       continue
     noise = torch.randn(x.shape, generator=generator)
     if x.ndim == 1:
-      noise = 0.3 * noise + ("norm" in name and name.endswith("weight"))
+      noise = 0.3 * noise + ("norm" in name and name.endswith("weight")
+                             or name.endswith("layer_scalar"))
     elif "embed" not in name and "markov_w1" not in name:
       noise = 1.6 * noise * x.shape[1]**-0.5
     x.copy_(noise.half().float())
@@ -982,6 +985,50 @@ def _dflare():
       110)
   return config, model.state_dict(), expected | dict(
       logits=expected["base"]), "model.safetensors"
+
+
+@torch.no_grad()
+def _assistant():
+  """As `SinglePositionMultiTokenCandidateGenerator` drafts with it."""
+  from transformers.models.gemma4_assistant import modeling_gemma4_assistant
+  golden = _HERE.parent / "gemma4"
+  target = transformers.AutoModelForCausalLM.from_pretrained(
+      golden, dtype=torch.float32, attn_implementation="eager")
+  recorded = np.load(golden / "expected.npz")
+  text = torch.tensor(recorded["tokens"][:int(recorded["prompt"]) + 1])[None]
+  like = json.loads((golden / "config.json").read_text())
+  config = transformers.Gemma4AssistantConfig(
+      text_config=transformers.Gemma4TextConfig(**{
+          key: x for key, x in like.items()
+          if key not in ("per_layer_config", "dtype")} | dict(
+              hidden_size=12, intermediate_size=20, num_hidden_layers=3,
+              layer_types=[_MIXED[0], *_MIXED], num_kv_shared_layers=3,
+              global_head_dim=16, hidden_size_per_layer_input=0,
+              vocab_size_per_layer_input=0, use_double_wide_mlp=False)),
+      backbone_hidden_size=_WIDTH, use_ordered_embeddings=True,
+      num_centroids=8, centroid_intermediate_top_k=3,
+      attn_implementation="eager",
+      architectures=["Gemma4AssistantForCausalLM"])
+  model = _randomise(modeling_gemma4_assistant.Gemma4AssistantForCausalLM(
+      config), 120)
+  model.masked_embedding.token_ordering.copy_(torch.tensor(
+      np.random.default_rng(121).permutation(_VOCAB)))
+  out = target.model(text[:, :-1], return_shared_kv_states=True)
+  read, states = out.last_hidden_state[:, -1:], out.shared_kv_states
+  token, found = text[:, -1:], []
+  for _ in range(1 + _STEPS):
+    out = model(
+        inputs_embeds=torch.cat([target.model.embed_tokens(token), read], -1),
+        position_ids=torch.tensor([[text.shape[1] - 1]]),
+        shared_kv_states=states, use_cache=False)
+    token, read = out.logits.argmax(-1), out.last_hidden_state
+    found.append((token[0], read[0], out.logits[0]))
+  drafted, hidden, logits = map(torch.cat, zip(*found))
+  return *_saved(model), dict(
+      tokens=text[0], drafted=drafted, hidden=hidden, logits=logits), (
+          "model.safetensors")
+
+
 def _dflash_specforge(public):
   _bare(public / "SpecForge", "specforge.modeling.draft")
   return _dflash(importlib.import_module("specforge.modeling.draft.dflash"))
@@ -1062,6 +1109,7 @@ CASES = {
     "domino": lambda _: _domino(),
     "lilicorr": lambda _: _lilicorr(),
     "dflare": lambda _: _dflare(),
+    "assistant": lambda _: _assistant(),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),
     "dspark_rnn": lambda public: _dspark(public, "rnn"),

@@ -11,6 +11,7 @@ import shutil
 import sys
 
 from golden.recorded import GOLDEN
+from golden.recorded import loaded as published
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,6 +206,87 @@ def test_block_drafters_as_published(name):
   assert heads.taps == (2, 6, 9)
 
 
+_OF_ASSISTANT = published("gemma4")
+
+
+def _assistant_steps(heads, params):
+  """States and logits of the steps of a round."""
+  model, target = _OF_ASSISTANT.model, _OF_ASSISTANT.params
+  expected, found = _expected("assistant"), []
+  *read, root = expected["tokens"].tolist()
+  cache = model.init_cache(target, 1, 2 * len(read))
+  out = model(target, jnp.array([read]), cache=cache)
+  cache = out.cache.rollback(jnp.array([len(read)]))
+  hidden = out.hidden[:, -1:]
+  for token in (root, *expected["drafted"][:-1].tolist()):
+    hidden, state = heads.step(
+        params, target, hidden, jnp.array([[token]]), cache)
+    found.append((hidden[0, 0], heads.logits(params, state)[0, 0]))
+  return [np.stack(rows) for rows in zip(*found)]
+
+
+def test_assistant_as_published():
+  # Broken: an assistant of Gemma 4 drafts other tokens here than there: it
+  # reads other keys or at another position, or has logits for other tokens.
+  expected = _expected("assistant")
+  heads, params = load_drafter(_DRAFTERS / "assistant", _OF_ASSISTANT.model,
+                               dtype=jnp.float32)
+  hidden, logits = _assistant_steps(heads, params)
+  _close(hidden, expected["hidden"])
+  has_logit = logits > -1e29
+  assert (has_logit.sum(1) == heads.draft_size).all()
+  _close(logits[has_logit], expected["logits"][has_logit])
+  lowest = np.where(has_logit, logits, np.inf).min(1, keepdims=True) - 0.5
+  np.testing.assert_array_equal(expected["logits"] > lowest, has_logit)
+  # Without centroids, the other tokens have logits as well.
+  _, every = _assistant_steps(dataclasses.replace(heads, centroids=0), params)
+  _close(every[has_logit], logits[has_logit])
+  other = dataclasses.replace(heads, windows=(4, 4, 0))
+  assert np.abs(_assistant_steps(other, params)[0] - hidden).max() > 0.01
+
+
+@pytest.mark.parametrize("message,keys", [
+    ("backbone_hidden_size 8 and the target 16", dict(backbone_hidden_size=8)),
+    ("tie_word_embeddings false", dict(tie_word_embeddings=False)),
+    ("vocab_size 40 and the target 48", dict(text_config={"vocab_size": 40})),
+    ("hidden_size_per_layer_input 6", dict(text_config={
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 48})),
+    ("True for enable_moe_block", dict(text_config={"enable_moe_block": True})),
+    ("3 for unknown", dict(unknown=3)),
+    ("ids in masked_embedding.token_ordering", dict(tensors={
+        "masked_embedding.token_ordering": np.zeros(48, np.int64)})),
+    ("active 9", dict(centroid_intermediate_top_k=9))])
+def test_assistants_that_are_refused(changed, message, keys):
+  # Broken: an assistant of another target, or with parts of another kind,
+  # drafts anyway.
+  path = _DRAFTERS / "assistant" / "config.json"
+  if "text_config" in keys:
+    text = json.loads(path.read_text())["text_config"]
+    keys = dict(text_config=text | keys["text_config"])
+  with pytest.raises(ValueError, match=message):
+    changed("assistant", target=_OF_ASSISTANT.model, **keys)
+
+
+def test_targets_that_an_assistant_refuses():
+  # Broken: an assistant reads the keys of other layers or of another shape.
+  heads, _ = load_drafter(_DRAFTERS / "assistant", _OF_ASSISTANT.model)
+  drafter = sj.strategies.mtp(heads, gamma=4).drafter
+  config = _OF_ASSISTANT.model.config
+  for message, model in (
+      ("target with width 16", dict(width=12)),
+      ("layers \\(1, 2\\) .* keys of their own are \\(3, 4\\)",
+       dict(shared_layers=0)),
+      ("own are \\(1, 2\\), which have .*\\(1, 12\\)\\]",
+       dict(global_head_dim=12)),
+      ("cache=KVCache and features=()", dict(features=(1,)))):
+    with pytest.raises(ValueError, match=message):
+      sj.Decoder(target=sj.models.Transformer(
+          dataclasses.replace(config, **model)), drafter=drafter,
+                 verifier=sj.verifiers.Token())
+  with pytest.raises(ValueError, match="no method trains AssistantHeads"):
+    sj.methods.of(heads)
+
+
 def test_medusa_as_published():
   # Broken: a head's bias or its second block is lost, or heads are swapped;
   # a configuration that says 2 heads hides the 5 that the file has; names with
@@ -376,7 +458,7 @@ def test_a_module_that_is_used_again():
 def test_every_drafter_is_written_as_it_was_read(tmp_path):
   # Broken: an exported drafter is another one where it is read again, or is
   # taken for one in another layout.
-  for name in CASES:
+  for name in {*CASES} - {"assistant"}:
     heads, params = _loaded(name)
     for layout in layouts_for(heads, _TARGET):
       directory = tmp_path / name / layout

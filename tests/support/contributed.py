@@ -119,6 +119,20 @@ def part_of_target(make, rule, own=lambda target: target):
                      {"target": target, "drafter": own(target)})
 
 
+class Sharing(sj.models.Transformer):
+  """Four layers of Gemma 4, of which two share keys; a class of its own."""
+
+
+@functools.cache
+def sharing():
+  """A target with keys of two shapes, and its parameters."""
+  found = testing.tiny_pair(
+      VOCAB, seed=2, layers=4, windows=(0, 4, 4, 0), local_rope_theta=20.0,
+      global_head_dim=12, shared_layers=2, wide_shared=True, value_norm=True,
+      layer_inputs=3, layer_scales=True, post_norm=True, qk_norm="head")
+  return Sharing(found.target.config), found.params["target"]
+
+
 @functools.cache
 def _hybrid():
   """Parameters of a target with recurrent layers, and their configuration."""

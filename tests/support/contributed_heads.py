@@ -8,15 +8,18 @@ from contributed import disturbed
 from contributed import HEADS
 from contributed import pair
 from contributed import part_of_target
+from contributed import sharing
 from contributed import VOCAB
 from contributed import WIDTH
 import jax
 import jax.numpy as jnp
 import newcomers
 import numpy as np
+import untrained
 
 import specjax as sj
 from specjax import methods
+from specjax.drafters import Assistant
 from specjax.drafters import FeatureLayer
 from specjax.drafters import FeatureModules
 from specjax.drafters import Hydra
@@ -101,6 +104,18 @@ def p_eagle(shape, rule, **options):
   """P-EAGLE of two layers, the last of which has a window."""
   return layer(methods.PEagleHeads, layer_drafter, rule, layers=2,
                windows=(0, 4), taps=(0, 1), drafts=dict(shape=shape), **options)
+
+
+def assistant(shape, rule, controller=None, **options):
+  """An assistant of two layers, one of each kind."""
+  target, given = sharing()
+  own = methods.AssistantHeads.for_target(
+      target, 3, layers=2, windows=(3, 0), width=8, mlp_width=8,
+      **options)
+  target, params = own.attach(
+      target, given, untrained.disturbed(own, given, 0.4))
+  return Contributed(NetworkDrafter(network=Assistant(heads=own), shape=shape),
+                     rule, target, params, controller=controller)
 
 
 def lookahead(rule, embeddings=EMBEDDINGS, **kwargs):

@@ -116,6 +116,15 @@ DRAFTERS = {
     "EAGLE tree expanded by score": lambda: heads.layer(
         methods.Eagle1Heads, heads.reused, sj.verifiers.Traversal(),
         drafts=dict(shape=Sampled(depth=3, expanded=2, children=2))),
+    "assistant, a tree of few tokens": lambda: heads.assistant(
+        Tree(UNEVEN), sj.verifiers.Traversal(), centroids=5, active=4),
+    "assistant, a chain with a stop rule and a controller": lambda: (
+        heads.assistant(
+            Chain(3, stop_rules.Adaptive(threshold=0.7)), sj.verifiers.Block(),
+            controller=sj.decoding.Controller(
+                lengths=(0, 1, 3), seconds=(1.0, 1.1, 1.2)))),
+    "assistant, EAGLE-2's tree": lambda: heads.assistant(
+        Best(depth=3, top_k=2, num_nodes=7), sj.verifiers.TargetWalk()),
     "MTP modules, a tree": lambda: heads.layer(
         methods.MTPHeads, heads.modules, sj.verifiers.Traversal(),
         chained=False, drafts=dict(shape=Tree(UNEVEN))),
@@ -264,9 +273,10 @@ DRAFTERS = {
 QUICK = {
     "Empty", "chain", "chain with a controller", "tree hybrid",
     "EAGLE-2 tree of a language model", "Medusa top_k",
-    "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree", "NGram",
-    "Recycling", "recurrent target, a tree",
-    "experts, a tree of a language model", "experts, EAGLE-3"}
+    "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree",
+    "assistant, a tree of few tokens", "NGram", "Recycling",
+    "recurrent target, a tree", "experts, a tree of a language model",
+    "experts, EAGLE-3"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.

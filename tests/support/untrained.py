@@ -11,6 +11,6 @@ def disturbed(heads, target_params, by):
   params = jax.jit(heads.init)(jax.random.key(0), target_params)
   # In NumPy, because an eager addition compiles one program per shape.
   return jax.tree.map(
-      lambda x: jnp.asarray(
+      lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else jnp.asarray(
           np.asarray(x) + by * rng.normal(size=x.shape).astype(np.float32)),
       params)

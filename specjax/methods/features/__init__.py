@@ -1,5 +1,6 @@
-"""Drafters with layers that read the target's features: EAGLE and MTP."""
+"""Drafters that read the target's features: EAGLE, MTP and assistants."""
 
+from specjax.methods.features import assistant
 from specjax.methods.features import eagle
 from specjax.methods.features import eagle_objective
 from specjax.methods.features import mtp
@@ -8,7 +9,8 @@ from specjax.methods.features import peagle_objective
 from specjax.methods.records import Family
 
 FAMILY = Family(
-    drafters=(eagle.FeatureLayer, eagle.PEagle, mtp.FeatureModules),
+    drafters=(eagle.FeatureLayer, eagle.PEagle, mtp.FeatureModules,
+              assistant.Assistant),
     strategies=(eagle.eagle, eagle.eagle_dynamic, eagle.eagle_sampled, mtp.mtp),
     objectives=(eagle_objective.Eagle1Objective,
         eagle_objective.Eagle3Objective, mtp_objective.MTPJointObjective,

@@ -28,6 +28,8 @@ from specjax.methods.draft_shapes import Tree
 from specjax.methods.drafting import NetworkDrafter
 from specjax.methods.features import _drafter
 from specjax.methods.features._drafter import FeatureState
+from specjax.methods.features.assistant import Assistant
+from specjax.methods.features.assistant import AssistantHeads
 from specjax.methods.features.network import FeatureHeads
 from specjax.methods.heads._forecasts import ProductNetwork
 from specjax.methods.networks import Params
@@ -311,7 +313,9 @@ def eagle_sampled(heads: FeatureHeads, depth: int, expanded: int, children: int,
       layer_drafter(heads, Sampled(depth, expanded, children)), verifier)
 
 
-def layer_drafter(heads: FeatureHeads, shape: Shape) -> NetworkDrafter:
-  """Returns a drafter of a feature layer."""
-  network = PEagle if isinstance(heads, PEagleHeads) else FeatureLayer
+def layer_drafter(heads: FeatureHeads | AssistantHeads, shape: Shape
+                  ) -> NetworkDrafter:
+  """Returns a drafter of a feature layer or an assistant."""
+  network = (PEagle if isinstance(heads, PEagleHeads) else
+             Assistant if isinstance(heads, AssistantHeads) else FeatureLayer)
   return NetworkDrafter(network=network(heads=heads), shape=shape)

@@ -332,7 +332,7 @@ def mtp(heads: FeatureHeads, gamma: int | None = None,
 
   DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Gloeckle et al. 2024
   (arXiv:2404.19737). Heads with one reused module (FastMTP, arXiv:2509.18362)
-  use the drafters of EAGLE.
+  and `methods.AssistantHeads` of Gemma 4 use the drafters of EAGLE.
 
   >>> from specjax import testing
   >>> from specjax import methods

@@ -98,7 +98,10 @@ class FeatureHeads(FeatureConfig):
     like.update(layers=1, windows=(), features=(), lookahead=0,
                 lookahead_rank=0, pre_norm=True, post_norm=False,
                 parallel_residual=False, learned_positions=False,
-                recurrent=None, unrotated=(), experts=None)
+                recurrent=None, unrotated=(), experts=None,
+                global_head_dim=None, global_kv_heads=None, global_values=True,
+                shared_layers=0, wide_shared=False, layer_inputs=0,
+                layer_scales=False)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
       taps = [int(name) if name.isdecimal() else name

@@ -12,8 +12,11 @@ import sys
 from typing import Any
 
 import chex
+import numpy as np
 
 from specjax.methods.blocks.published import Expanded
+from specjax.methods.features.assistant import AssistantHeads
+from specjax.methods.features.assistant import key_sources
 from specjax.methods.features.eagle import Eagle1Heads
 from specjax.methods.features.eagle import Eagle3Heads
 from specjax.methods.features.eagle import PEagleHeads
@@ -33,16 +36,23 @@ from specjax.methods.layouts import speculators_keys
 from specjax.methods.layouts import Writer
 from specjax.models.configuration import FINAL
 from specjax.models.configuration_keys import Keys
+from specjax.models.settings import gemma4
 from specjax.models.tensor_layouts import HalvesSwapped
+from specjax.models.tensor_layouts import Ids
 from specjax.models.tensor_layouts import Stored
 from specjax.models.tensor_layouts import Table
 from specjax.models.tensor_layouts import table
+from specjax.models.tensor_layouts import turned
 from specjax.models.tensor_names import decoder_layer
+from specjax.models.tensor_names import GEMMA_4
 
 _MTP_DEEPSEEK_COPIES = {
     "model.layers.{i}.embed_tokens.weight": "embedding",
     "model.layers.{i}.shared_head.head.weight": "head",
 }
+
+
+_ORDERING = "masked_embedding.token_ordering"
 
 
 def _module(layer: str, embedding_norm: str, hidden_norm: str,
@@ -67,6 +77,14 @@ def _eagle_3(layer: str) -> Table:
           ("mask_hidden",), ending="", at=(0, 1))})
 
 
+_ASSISTANT = {
+    path: dataclasses.replace(stored, names=tuple(
+        f"model.{name}" for name in stored.names))
+    for path, stored in GEMMA_4.items()} | table({
+        "entry": "pre_projection",
+        "exit": Stored(("post_projection",), turned),
+        "centroids": Stored(("masked_embedding.centroids",), turned),
+        "ordering": Ids((_ORDERING,), ending="")})
 _EAGLE_1 = decoder_layer("layers.{j}", "module_{i}.", "{j}") | table({
     "embedding": "embed_tokens", "module_{i}.fusion": "fc"})
 _EAGLE_3 = _eagle_3("midlayer")
@@ -306,6 +324,48 @@ def _read_mtp_speculators(found: Found) -> FeatureHeads:
       taps=(config.layers,), reuse=True, feed_normed=True))
 
 
+def _read_assistant(found: Found) -> AssistantHeads:
+  """Reads an assistant of Gemma 4.
+
+  Its embedding table is the LM head. transformers does not apply the soft-cap
+  of logits.
+  """
+  outer = found.keys()
+  if not outer.switch("tie_word_embeddings", True):
+    found.fail("has tie_word_embeddings false, and specjax reads assistants "
+               "whose LM head is their embedding")
+  keys, target = found.keys(outer, "text_config"), found.target
+  fields = gemma4(keys)
+  if fields["layer_inputs"] or fields["wide_shared"]:
+    found.fail("has hidden_size_per_layer_input "
+               f"{fields['layer_inputs']} and use_double_wide_mlp "
+               f"{fields['wide_shared']}, which no assistant has: use another")
+  found.check("backbone_hidden_size", outer.size("backbone_hidden_size", 1536),
+              target.config.width)
+  found.check("vocab_size", fields["vocab_size"], target.vocab_size)
+  centroids = {}
+  if outer.switch("use_ordered_embeddings", False):
+    centroids = dict(
+        centroids=outer.size("num_centroids", 2048),
+        active=outer.size("centroid_intermediate_top_k", 32))
+    ids = np.sort(found.tensors[_ORDERING].read())
+    if not np.array_equal(ids, np.arange(target.vocab_size)):
+      found.fail(f"has ids in {_ORDERING} that are not all of the target's "
+                 f"{target.vocab_size} tokens once: download it again")
+  outer.ignore("num_centroids", "centroid_intermediate_top_k", *(
+      f"{name}_token_id" for name in (
+          "audio", "image", "video", "boa", "boi", "eoa", "eoi")),
+               "eoa_token_index")
+  for given in (keys, outer):
+    given.refuse_others()
+  return AssistantHeads(**fields | centroids | dict(
+      shared_layers=fields["layers"], logit_softcap=None,
+      embedding_scale=target.config.embedding_scale,
+      context_length=max(fields["context_length"], target.context_length),
+      target_width=target.config.width, sources=key_sources(target.config),
+      forecasts=DEPTH))
+
+
 def _eagle3_taps(found: Found, keys: Keys, count: int) -> tuple[int, ...]:
   """Returns the hidden states of the target that EAGLE-3 reads.
 
@@ -455,6 +515,10 @@ LAYOUTS = {
         sizes=lambda heads, target: {"first": target.config.layers},
         sign=r"model\.layers\.\d+\.eh_proj\.",
         within=r"model\.layers\.{modules}\."),
+    "assistant of gemma4": Layout(
+        kind="assistant", read=_read_assistant, names=_ASSISTANT,
+        architectures=("Gemma4AssistantForCausalLM",),
+        sign=r"pre_projection\."),
     "eagle1": Layout(
         kind="eagle1", read=_read_eagle1, names=_EAGLE_1, sign=r"fc\.weight",
         write=Writer(config=_write_eagle1)),

@@ -89,6 +89,10 @@ class Hierarchy(Cascade):
       raise ValueError("the target has recurrent layers, and a view selects "
                        "keys and values: give a target whose layers all have "
                        "attention")
+    if not target.config.has_uniform_keys:
+      raise ValueError("the target has layers that share keys and values, or "
+                       "whose keys differ in shape, and a view selects from "
+                       "equal layers: give another target")
     if any(target.config.windows):
       raise ValueError(f"windows of the target is {target.config.windows}; a "
                        "view selects from the complete cache: give a target "
