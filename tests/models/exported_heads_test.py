@@ -225,7 +225,8 @@ def test_heads_that_no_layout_holds(tmp_path):
 
 
 @pytest.mark.default_cases(11)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [  # assistants are not trained
+    name for name in CASES if name != "assistant"])
 def test_published_drafters_can_be_trained(name):
   # Broken: a layout that load_drafter reads cannot be a training's start, or
   # its heads are not those of a method.
