@@ -197,8 +197,8 @@ def check_verifier(verifier: Verifier) -> None:
     raise ValueError(
         f"{name}.law cannot be called as law(draft, target_probs"
         f"{', state' * verifier.has_state}): {e}" + (
-            "; a rule with `init(gamma)` has a state" if verifier.has_state
-            else "")) from None
+            "; a rule has a state if it has `init(gamma)`"
+            if "missing" in str(e) else "")) from None
 
 
 def check_pair(verifier: Verifier, drafter: Drafter | str,

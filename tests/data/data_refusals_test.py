@@ -41,7 +41,7 @@ def _lines(*records):
 
 
 @pytest.mark.parametrize("read, name, content, words", [
-    (_documents, "a.txt", None, "no such file.*stdlib"),
+    (_documents, "a.txt", None, "does not exist.*stdlib"),
     (_documents, "a.txt", b"  \n ", "no text"),
     (_documents, "a.txt", b"ok \xe9t\xe9", "UTF-8.*byte 3"),
     (_documents, "a.jsonl", b'{"text": "\xff"}', "UTF-8"),

@@ -56,6 +56,7 @@ def _reference():
   return [np.asarray(row[:n + _NEW]) for row, n in zip(tokens, _LENGTHS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule,gamma", [
     pytest.param(sj.verifiers.Token(), 1, marks=pytest.mark.slow),
     (sj.verifiers.Block(), 8),

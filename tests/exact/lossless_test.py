@@ -79,6 +79,7 @@ def test_float32_laws_as_the_compiler_optimises_them():
   assert len(found) == 7 and max(found) <= 1e-6
 
 
+@pytest.mark.slow
 def test_greedy_block_needs_an_autoregressive_drafter():
   # Broken: the proof accepts a draft whose law depends on where it began.
   found = exact.certify(GreedyBlock(), gammas=(2, 3), drafting="product",

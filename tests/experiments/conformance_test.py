@@ -234,6 +234,7 @@ class _Forgetful(sj.drafters.LanguageModel):
     return jax.tree.map(lambda x: 0 * x if x.ndim > 2 else x, memory)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind,faults", [
     (sj.drafters.LanguageModel, 0), (_Forgetful, 1)])
 def test_a_wrong_state_after_rejections_is_named(kind, faults):

@@ -407,7 +407,7 @@ _PLANTED = {
 }
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [
     pytest.param(drafter, marks=() if drafter in (
         _InThePrompt17, _NotNormalised, _RowsShareUniforms)

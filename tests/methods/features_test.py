@@ -180,6 +180,7 @@ def test_the_first_draft_is_what_training_computes(name):
     np.testing.assert_allclose(draft.probs[row, child], want, atol=1e-5)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["EAGLE-3", "modules"])
 def test_prompts_are_read_in_pieces(name, monkeypatch):
   # Broken: a prompt of more than 256 tokens has a gap in its cache, or a piece

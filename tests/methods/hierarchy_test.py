@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scripts import ROOT
 
 import specjax as sj
@@ -43,6 +44,7 @@ def _prompts(*lengths):
   return [rng.integers(_VOCAB, size=n).tolist() for n in lengths]
 
 
+@pytest.mark.slow
 def test_a_view_of_all_drafts_as_the_target_would():
   # Broken: slots are copied twice or not at all, positions are those of the
   # slots, drafts of a round stay in the next one, an inner round reads a block

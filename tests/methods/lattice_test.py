@@ -94,6 +94,7 @@ def _law(heads, params, read, base, path):
   return q
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", _CASES)
 def test_drafts_follow_a_chain_that_is_known_exactly(name):
   # Broken: q is not the distribution of the drafted tokens: another slot,
@@ -155,6 +156,7 @@ def test_a_lattice_is_no_wider_than_its_candidates():
                verifier=sj.verifiers.Traversal())
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", _CASES)
 def test_the_loss_by_hand(name):
   # Broken: the share of the logits without the transition, a true token that is
@@ -196,6 +198,7 @@ def test_the_loss_by_hand(name):
     assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0, path
 
 
+@pytest.mark.slow
 def test_training_drafts_what_decoding_does():
   # Broken: LiLiCorr is trained on features of another token than it reads in
   # decoding, or the convolutions of DFlash 2 cross the edge of a block.

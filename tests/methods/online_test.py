@@ -55,6 +55,7 @@ def _again(raw):
       raw.keys, impl="threefry2x32"))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("positions, every", [("rejected", 1), ("all", 2)])
 def test_a_round_learns_from_its_laws_and_changes_the_next_one(
     positions, every):

@@ -171,6 +171,7 @@ def _reference(rule, params, probs, hidden, tokens):
   return len(probs)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("rule", _RULES + _LEARNED, ids=_name)
 def test_a_drafter_ends_its_chains_where_the_rule_says(rule):
   # Broken: a rule is not the paper's; the drafter stops a token early or late,
@@ -313,6 +314,7 @@ def test_a_threshold_that_is_too_high_does_not_end_drafting(rule):
   assert found < 1 and stats.accepted.sum() > 0
 
 
+@pytest.mark.slow
 def test_a_controller_does_not_shorten_what_a_rule_may_draft():
   # Broken: a chain that the rule ended counts as one that was as long as it
   # might be, for it is verified among shorter ones, and so the threshold never

@@ -261,6 +261,7 @@ def test_the_most_matches_are_counted_exactly():
       rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_drawn_tree_has_the_laws_of_the_counts():
   # Broken: a node's children are counted in the matches of another path, an
   # elder sibling is drawn again, or what is not there is drafted.

@@ -97,6 +97,7 @@ def test_passes(kind):
                                err_msg=name)
 
 
+@pytest.mark.slow
 def test_adapted_models_decode_as_our_own():
   # Broken: a tree that such a model drafts is not drawn from the q that it
   # reports, or its cache is rolled back wrongly: the same uniforms would give

@@ -70,6 +70,7 @@ def test_no_expert_of_this_device_is_chosen():
     np.testing.assert_array_equal(out, np.zeros(x.shape))
 
 
+@pytest.mark.slow
 def test_training_differentiates_the_products():
   # Broken: a mixture cannot be trained, or its router gets no gradient.
   x, chosen, *others = _inputs(4)

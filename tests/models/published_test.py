@@ -101,6 +101,7 @@ def test_logits_are_those_of_transformers(name):
   _near(after, whole[1, start + 1 + _DEPTH])
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("shape,name", [
     pytest.param(shape, name, marks=() if quick else pytest.mark.slow)
     for name in (*_DENSE, *_EXPERTS) for shape, quick in (
@@ -146,6 +147,7 @@ def test_greedy_text_is_that_of_transformers(name):
   np.testing.assert_array_equal(out.tokens[0], text)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", (*_RECURRENT, "gemma4"))
 @pytest.mark.parametrize("parents", [
     pytest.param((-1, 0, 0, 2, 2, 4), id="tree"),
@@ -238,6 +240,7 @@ def _with_images(directory):
   return directory
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("images", [False, True])
 def test_the_module_of_a_hybrid_model_drafts_for_it(images, tmp_path):
   # Broken: the published head of Qwen3.5 loads, and is another one: its gate,

@@ -214,6 +214,7 @@ def _forecasts(heads, drafter, rows):
   return seen, [(out, _log_softmax(logits)) for out, logits in outs]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("drop, normalizer", [
     (True, "mask"), (False, "rows")])
 def test_eagle3_by_hand(drop, normalizer):
@@ -241,6 +242,7 @@ def test_eagle3_by_hand(drop, normalizer):
   np.testing.assert_allclose(loss, want, rtol=1e-4)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("ratio", [1.0, 0.6])
 def test_p_eagle_by_hand(ratio):
   # Broken: a law of the wrong place; a dropped position counts, or is kept
