@@ -461,6 +461,7 @@ def _report(study: cells.Study, runs: dict[tuple, Any],
   timed = len({unit[3:] for unit, found in runs.items()
                if cells.BASELINE in found})
   reached = study.half_width("block") if "block" in _VERIFIERS.value else None
+  print(report.conclusion(rows), end="")
   print(f"{decoded} of {sum(map(len, prompts.values()))} prompts were decoded"
         + ("" if reached is None else "; the half width of the interval of "
            "block verification's gain on the same drafts is at most "

@@ -82,7 +82,10 @@ def verifier(flag: str, value: str) -> sj.Verifier:
   if not isinstance(rule, sj.Verifier):
     if not callable(rule):
       raise ValueError(f"{named.place} is {_kind(rule)}; {wanted}")
-    rule = _called(named, rule)
+    try:
+      rule = _called(named, rule)
+    except ValueError as e:
+      raise ValueError(f"{e}; {wanted}") from None
     if not isinstance(rule, sj.Verifier):
       raise ValueError(f"{named.place} returned {_kind(rule)}; {wanted}")
   try:

@@ -120,6 +120,22 @@ def draw(directory: pathlib.Path, rows: list[dict[str, Any]]):
       "drafts; 95 % intervals over prompts", scale=100, skipped=("token",))
 
 
+def conclusion(rows: list[dict[str, Any]]) -> str:
+  """Returns a line per rule: its gain on the same drafts.
+
+  The lines are for the first drafter and temperature, and the largest length.
+  """
+  last, gain = max(row["gamma"] for row in rows), lambda row: tables.shown(
+      row, "gain", "+.1%")
+  return "".join(
+      f"{style.rule(row['verifier'])}, {row['drafter']}, temperature "
+      f"{row['temperature']:g}, gamma {last}: {gain(row)} tokens per target "
+      "call over token verification, on the same drafts\n"
+      for row in rows if row["gamma"] == last and row["verifier"] != "token"
+      and not row["remembers"]
+      and all(row[x] == rows[0][x] for x in ("drafter", "temperature")))
+
+
 def summary(rows: list[dict[str, Any]]):
   """Returns a table of the gain of block verification by draft length.
 
