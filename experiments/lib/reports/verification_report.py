@@ -125,8 +125,8 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
 
   The lines are for the first drafter and temperature, and the largest length.
   """
-  last, gain = max(row["gamma"] for row in rows), lambda row: tables.shown(
-      row, "gain", "+.1%")
+  last = max((row["gamma"] for row in rows), default=0)
+  gain = lambda row: tables.shown(row, "gain", "+.1%")
   return "".join(
       f"{style.rule(row['verifier'])}, {row['drafter']}, temperature "
       f"{row['temperature']:g}, gamma {last}: {gain(row)} tokens per target "
