@@ -132,7 +132,7 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
       f"{row['temperature']:g}, gamma {last}: {gain(row)} tokens per target "
       "call over token verification, on the same drafts\n"
       for row in rows if row["gamma"] == last and row["verifier"] != "token"
-      and not row["remembers"]
+      and not _judged_afresh(row)
       and all(row[x] == rows[0][x] for x in ("drafter", "temperature")))
 
 
