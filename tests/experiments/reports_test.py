@@ -125,8 +125,8 @@ def test_a_table_has_no_empty_columns(drawn, tmp_path, capsys):
   verification_report.print_table(rows[:3])
   assert "autoregressive" not in capsys.readouterr().out
   assert verification_report.conclusion(rows[:3]) == (
-      "block, small, temperature 1, gamma 4: +10.0% [+10.0%, +10.0%] tokens per "
-      "target call over token verification, on the same drafts\n")
+      "block, small, temperature 1, gamma 4: +10.0% [+10.0%, +10.0%] tokens "
+      "per target call over token verification, on the same drafts\n")
   own = [_verification_row(rule, block_efficiency=2.0, block_efficiency_low=1.9,
                            block_efficiency_high=2.1) for rule in rules]
   [table, *_] = verification_report.captioned(own).values()
