@@ -4,11 +4,12 @@
   python experiments/runs/heads.py --chip=h100
 
 Each method is trained with several seeds by train_drafter.py on the bundled
-target, with --row_tokens=256 --batch_size=4 and the default settings of the
-method, so no learning rate is tuned. Every drafter then decodes the same
-prompts at temperatures 1 and 0, with chains and with sampled trees of two
-sizes. All rules are evaluated on these drafts. The results of the seeds are
-pooled; intervals are 95 %, over prompts. Output in --output_dir:
+target, with --row_tokens=256 --batch_size=4, the settings in METHODS and
+otherwise the defaults of the method, so no learning rate is tuned. Every
+drafter then decodes the same prompts at temperatures 1 and 0, with chains and
+with sampled trees of two sizes. All rules are evaluated on these drafts. The
+results of the seeds are pooled; intervals are 95 %, over prompts. Output in
+--output_dir:
 
   arena.md, arena.csv, arena.png   tokens per target call
   seeds.csv                        the same for each seed, without intervals
@@ -94,8 +95,9 @@ def _train(method: str, seed: int) -> dict[str, float]:
         f"--seed={seed}", "--row_tokens=256", "--batch_size=4",
         "--warmup_fraction=0.1", f"--evaluate_every={_STEPS.value}",
         "--checkpoint_every=100", *METHODS[method]], check=True)
-  training = json.loads((directory / "training.json").read_text("utf-8"))
-  return {"method": method, "seed": seed, "minutes": training["minutes"]}
+  found = json.loads(result.read_text("utf-8"))
+  return {"method": method, "seed": seed,
+          **{name: found[name] for name in ("added_parameters", "minutes")}}
 
 
 def _candidates(seed: int):

@@ -16,9 +16,8 @@ _HARMLESS = frozenset("""
     attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
     bad_words_ids begin_suppress_tokens block_mlp_init_scale
     block_out_init_scale block_use_xavier_init bos_token_id
-    cache_implementation
-    chunk_size_feed_forward classifier_dropout conv_use_xavier_init
-    custom_pipelines
+    cache_implementation chunk_size_feed_forward classifier_dropout
+    conv_use_xavier_init custom_pipelines
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id

@@ -40,6 +40,18 @@ def _biases(keys: Keys) -> Fields:
                        keys.switch("attention_bias", False))
 
 
+def _layer_types(keys: Keys, types: list[str], one: str, other: str
+                 ) -> list[str]:
+  """Returns `layer_types`, or `types`. Each must be one of two types."""
+  types = keys("layer_types", types)
+  layers = keys.size("num_hidden_layers")
+  if not isinstance(types, list) or len(types) != layers or any(
+      kind not in (one, other) for kind in types):
+    keys.needs("layer_types", types, f"a list with the type of each of {layers}"
+               f" layers, and specjax supports {one} and {other}")
+  return types
+
+
 def layer_windows(keys: Keys, types: list[str]) -> Fields:
   """Returns the field `windows`, for layers of types SLIDING and FULL.
 
@@ -47,12 +59,7 @@ def layer_windows(keys: Keys, types: list[str]) -> Fields:
     keys: the published configuration.
     types: type of each layer, used if the configuration has no `layer_types`.
   """
-  types = keys("layer_types", types)
-  layers = keys.size("num_hidden_layers")
-  if not isinstance(types, list) or len(types) != layers or any(
-      kind not in (SLIDING, FULL) for kind in types):
-    keys.needs("layer_types", types, f"a list with the type of each of {layers}"
-               f" layers, and specjax supports {SLIDING} and {FULL}")
+  types = _layer_types(keys, types, SLIDING, FULL)
   keys("sliding_window")  # accepted, and required only if a layer has a window
   if SLIDING not in types:
     return {}
@@ -86,9 +93,12 @@ def _upper_windows(keys: Keys) -> Fields:
   return layer_windows(keys, types)
 
 
+def _basic(keys: Keys) -> Fields:
+  return _sizes(keys) | read_rope(keys) | _biases(keys)
+
+
 def llama(keys: Keys) -> Fields:
-  return (_sizes(keys) | read_rope(keys) | _biases(keys)
-          | dict(mlp_bias=keys.switch("mlp_bias", False)))
+  return _basic(keys) | dict(mlp_bias=keys.switch("mlp_bias", False))
 
 
 def mistral(keys: Keys) -> Fields:
@@ -166,8 +176,7 @@ def _experts(keys: Keys, count: str, width: str, **fields: Any) -> ExpertConfig:
 
 
 def granitemoe(keys: Keys, shared_width: int = 0) -> Fields:
-  fields = _sizes(keys) | read_rope(keys) | _biases(keys)
-  return _granite_scales(keys, fields) | dict(experts=_experts(
+  return _granite_scales(keys, _basic(keys)) | dict(experts=_experts(
       keys, "num_local_experts", "intermediate_size",
       shared_width=shared_width))
 
@@ -195,8 +204,7 @@ def granitemoehybrid(keys: Keys) -> Fields:
     keys.ignore("num_experts_per_tok", "output_router_logits",
                 "router_aux_loss_coef")
     keys.trust("intermediate_size", keys.size("shared_intermediate_size"))
-    fields = _granite_scales(
-        keys, _sizes(keys) | read_rope(keys) | _biases(keys))
+    fields = _granite_scales(keys, _basic(keys))
   layers = tuple(range(fields["layers"]))
   return fields | ({} if rotated else dict(unrotated=layers))
 
@@ -207,7 +215,7 @@ def mixtral(keys: Keys) -> Fields:
 
 
 def olmoe(keys: Keys) -> Fields:
-  return _sizes(keys) | read_rope(keys) | _biases(keys) | dict(
+  return _basic(keys) | dict(
       qk_norm="all", experts=_experts(
           keys, "num_experts", "intermediate_size",
           normalise=keys.switch("norm_topk_prob", False)))
@@ -285,12 +293,7 @@ def _recurrent(keys: Keys, kind: str, types: list[str], **sizes: int) -> Fields:
     types: type of each layer, used if the configuration has no `layer_types`.
     **sizes: fields of `RecurrentLayers`.
   """
-  types = keys("layer_types", types)
-  layers = keys.size("num_hidden_layers")
-  if not isinstance(types, list) or len(types) != layers or any(
-      one not in (FULL, kind) for one in types):
-    keys.needs("layer_types", types, f"a list with the type of each of {layers}"
-               f" layers, and specjax supports {FULL} and {kind}")
+  types = _layer_types(keys, types, FULL, kind)
   if kind not in types:
     return {}
   if FULL not in types:

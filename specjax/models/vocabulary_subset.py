@@ -26,7 +26,7 @@ from specjax.types import ModelOutput
 
 # Logit of tokens without a column. Its exp is 0. A finite value is necessary,
 # because a transform may set all other logits to -inf.
-NEVER = -1e30  # logit of tokens outside of a subset
+NEVER = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +127,12 @@ def placed(some: jax.Array, ids: ArrayLike, vocab_size: int) -> jax.Array:
 
   Args:
     some: `[..., r]` logits of the tokens in `ids`.
-    ids: `[r]` token ids, strictly increasing.
+    ids: `[r]` token ids, strictly increasing, or `[..., r]` different ids.
     vocab_size: vocabulary size V.
   """
   none = jnp.full((*some.shape[:-1], vocab_size), NEVER, some.dtype)
+  if np.ndim(ids) > 1:
+    return jnp.put_along_axis(none, ids, some, axis=-1, inplace=False)
   return none.at[..., ids].set(
       some, indices_are_sorted=True, unique_indices=True)
 

@@ -14,3 +14,9 @@ def disturbed(heads, target_params, by):
       lambda x: x if jnp.issubdtype(x.dtype, jnp.integer) else jnp.asarray(
           np.asarray(x) + by * rng.normal(size=x.shape).astype(np.float32)),
       params)
+
+
+def attached(heads, pair):
+  """`(heads, target with features, params)` of disturbed heads."""
+  params = disturbed(heads, pair.params["target"], 0.4)
+  return heads, *heads.attach(pair.target, pair.params["target"], params)

@@ -34,11 +34,11 @@ import numpy as np
 from specjax.methods.blocks import _lattice
 from specjax.methods.networks import Params
 from specjax.methods.networks import project
+from specjax.models.vocabulary_subset import placed
 
 LATTICES = ("selector", "lilicorr")
 KINDS = ("none", "plain", "gated", "rnn", "gru", *LATTICES)
 EMBEDS = ("plain", "gated", "rnn", "selector")  # kinds with a table W1
-NEVER = -1e30  # logit of tokens that cannot be drafted
 _RECURRENT = ("rnn", "gru")
 
 
@@ -139,18 +139,18 @@ def step(heads: Any, params: Params, target_params: Params, state: Any,
     # The candidates of a slot differ, so at most one row is selected. After any
     # other token all candidates are equally likely.
     rows = slot["before"] == before[..., None]
-    return _placed(heads, slot, jnp.sum(
-        jnp.where(rows[..., None], logits, 0), axis=-2)), state
+    scores = jnp.sum(jnp.where(rows[..., None], logits, 0), axis=-2)
+    return placed(scores, slot["candidates"], heads.draft_size), state
   if kind == "gru":
     x, state = _gru(heads, params, target_params, state, hidden, before)
     return jnp.where(slot["corrected"][..., None],
                      logits + project(x, params["w2"]), logits), state
   x = params["w1"][before]
   if kind == "selector":
-    return _placed(heads, slot, logits + jnp.einsum(
+    scores = logits + jnp.einsum(
         "...r,...nr->...n", x * slot["context"],
-        params["w2"][slot["candidates"]],
-        preferred_element_type=logits.dtype)), state
+        params["w2"][slot["candidates"]], preferred_element_type=logits.dtype)
+    return placed(scores, slot["candidates"], heads.draft_size), state
   if kind == "gated":
     x = jax.nn.sigmoid(_linear(params["gate"], hidden, x)) * x
   elif kind == "rnn":
@@ -230,10 +230,3 @@ def _linear(params, *parts):
   kernel = params["kernel"]
   x = jnp.concatenate([part.astype(kernel.dtype) for part in parts], axis=-1)
   return (project(x, kernel) + params.get("bias", 0)).astype(kernel.dtype)
-
-
-def _placed(heads, slot, scores):
-  """Returns logits `[..., Vd]` from those of the candidates, `[..., n]`."""
-  never = jnp.full((*scores.shape[:-1], heads.draft_size), NEVER, scores.dtype)
-  return jnp.put_along_axis(
-      never, slot["candidates"], scores, axis=-1, inplace=False)

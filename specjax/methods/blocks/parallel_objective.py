@@ -41,6 +41,7 @@ from specjax.methods.strategy import Strategy
 from specjax.methods.strategy import TOKEN
 from specjax.methods.strategy import TRAVERSAL
 from specjax.models.transformer import Transformer
+from specjax.models.vocabulary_subset import NEVER
 from specjax.training import divergences
 from specjax.training.next_token import cross_entropy
 from specjax.training.objective import Batch
@@ -170,7 +171,7 @@ class ParallelObjective:
     if self.heads.markov == "lilicorr":
       # A label that is no candidate has no cross-entropy, but it counts in the
       # means: a part of a batch does not know the candidates of other parts.
-      drafted &= _label(found.taught, found.labels) > _coupling.NEVER
+      drafted &= _label(found.taught, found.labels) > NEVER
     nats = jnp.where(drafted, nats, 0)
     variation = divergences.total_variation(found.target, found.logits)
     accepted = jax.lax.stop_gradient(1 - variation)

@@ -42,7 +42,7 @@ from specjax.methods.stop_rules import Forecast
 from specjax.models import layers
 from specjax.models.configuration import TransformerConfig
 from specjax.models.transformer import Transformer
-from specjax.models.vocabulary_subset import NEVER
+from specjax.models.vocabulary_subset import placed
 from specjax.types import DecodeState
 from specjax.types import Draft
 from specjax.types import ModelOutput
@@ -236,8 +236,7 @@ class AssistantHeads(TransformerConfig):
         *best.shape[:2], -1)
     some = jnp.einsum("bsd,bsnd->bsn", read, head[ids],
                       preferred_element_type=scores.dtype)
-    none = jnp.full((*ids.shape[:2], self.vocab_size), NEVER, some.dtype)
-    return jnp.put_along_axis(none, ids, some, axis=2, inplace=False)
+    return placed(some, ids, self.vocab_size)
 
 
 def key_sources(config: TransformerConfig) -> tuple[int, int]:

@@ -422,22 +422,23 @@ def _write_specforge(heads: FeatureHeads) -> dict[str, Any]:
               tap - 1 for tap in heads.taps]}}
 
 
-def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
+def _speculators_eagle(heads: FeatureHeads, kind: str, name: str,
+                       **own: Any) -> dict[str, Any]:
   return speculators_keys(
-      heads, "eagle3", "Eagle3Speculator", layer_keys(heads, heads.windows),
+      heads, kind, name, layer_keys(heads, heads.windows),
       **_eagle3_keys(heads),
       eagle_aux_hidden_state_layer_ids=list(heads.taps),
-      norm_before_residual=heads.norm_before_residual,
-      norm_output=heads.feed_normed)
+      norm_before_residual=heads.norm_before_residual, **own)
+
+
+def _write_eagle3_speculators(heads: FeatureHeads) -> dict[str, Any]:
+  return _speculators_eagle(heads, "eagle3", "Eagle3Speculator",
+                            norm_output=heads.feed_normed)
 
 
 def _write_peagle_speculators(heads: PEagleHeads) -> dict[str, Any]:
-  return speculators_keys(
-      heads, "peagle", "PEagleSpeculator", layer_keys(heads, heads.windows),
-      **_eagle3_keys(heads),
-      eagle_aux_hidden_state_layer_ids=list(heads.taps),
-      norm_before_residual=heads.norm_before_residual,
-      mask_token_id=heads.mask_token)
+  return _speculators_eagle(heads, "peagle", "PEagleSpeculator",
+                            mask_token_id=heads.mask_token)
 
 
 def _write_mtp_speculators(heads: FeatureHeads) -> dict[str, Any]:
