@@ -121,8 +121,9 @@ def _evaluate(output_dir: pathlib.Path):
   pooled, by_seed = {}, []
   for seed in range(_SEEDS.value):
     target, candidates, tokenizer = _candidates(seed)
-    read = prompts_lib.read(tokenizer, ["code", "docstrings"],
-                            count=_PROMPTS.value, tokens=128)
+    read = prompts_lib.read(
+        tokenizer, ["code", "docstrings"], field=None, count=_PROMPTS.value,
+        tokens=128, seed=0)
     for name, one in candidates.items():
       results = judging.Judge(
           target=target, candidates={name: one}, rules=rules, gammas=_GAMMAS,
