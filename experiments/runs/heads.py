@@ -156,7 +156,8 @@ def _predict(output_dir: pathlib.Path, rows):
   stored = round_costs.Stored(output_dir / "costs.json")
   costs = (round_costs.Compiled(rounds, stored, chips.CHIPS[_CHIP.value])
            if _CHIP.value else round_costs.Measured(rounds, stored))
-  rows = [row for row in rows if row["prompts"] == "all"]
+  rows = [row for row in rows
+          if row["prompts"] == "all" and row["draft"] in candidates]
   found = advice.predict(advice.comparable(rows, rounds), costs, [1], [128])
   name = f"speed_{_CHIP.value}.csv" if _CHIP.value else "speed.csv"
   common.write_csv(output_dir / name, found)

@@ -164,9 +164,9 @@ class TransformerConfig:
     global_values: if False, the values of these layers are their keys before
       norm and rotation.
     value_norm: if True, values have an RMSNorm per head without a scale.
-    shared_layers: number of last layers that have no keys and values. They read
-      those of the last earlier layer with a window, or without one, as they
-      have themselves.
+    shared_layers: number of last layers that have no keys and values. Each of
+      them reads those of the last earlier layer of its kind: with a window if
+      it has a window itself, and without one otherwise.
     wide_shared: if True, the MLPs of these layers are twice as wide.
     layer_inputs: width of an embedding of the token for every layer, which is
       added after the MLP through a gate. 0 means no such embeddings.
