@@ -60,8 +60,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
 
   Supported methods are Medusa, Hydra, EAGLE-1, EAGLE-3, P-EAGLE, multi-token
   prediction (MTP), DFlash and its relatives (DFlash 2, DSpark, Domino,
-  LiLiCorr, DFlare, JetSpec), in the file layouts of `LAYOUTS`. Layers of EAGLE,
-  P-EAGLE, DFlash and its relatives may have sliding windows.
+  LiLiCorr, DFlare, JetSpec), and UNO, in the file layouts of `LAYOUTS`. Layers
+  of EAGLE, P-EAGLE, DFlash and its relatives may have sliding windows.
 
   Args:
     path: directory with config.json and safetensors files, or the name of a
@@ -70,7 +70,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
     target: target model.
     target_params: parameters of the target, or None. If they are given, they
       are compared with the copies of the target's matrices in the drafter's
-      files. Equal copies are not loaded.
+      files. Equal copies are not loaded. UNO requires them.
     dtype: dtype of the parameters. None means `default_dtype()`.
     layout: key of `LAYOUTS`. If it is None, the files determine the layout.
       EAGLE-3 files of other tools may be recognised as SpecForge's, although
@@ -103,10 +103,12 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   found = Found(source=str(directory), config=config, target=target,
                 tensors=_own(record, tensors, target),
                 target_params=target_params, layout=layout)
-  drafter = record.read(found)
+  drafter, dtype = record.read(found), float_dtype(dtype or default_dtype())
+  if record.params:
+    return drafter, record.params(found, drafter, dtype)
   return drafter, fill(
-      shapes(drafter, target), record.names, found.tensors,
-      float_dtype(dtype or default_dtype()), source=found.source,
+      shapes(drafter, target), record.names, found.tensors, dtype,
+      source=found.source,
       kind=f"the layout {layout!r}", config=drafter,
       sizes=record.sizes(drafter, target), used=found.used)
 

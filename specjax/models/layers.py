@@ -122,7 +122,7 @@ class Adapted(NamedTuple):
 
   Attributes:
     rows: `[B, S]` bool, True for rows that pass through the adapters.
-    rank: rank of the adapters.
+    rank: rank of new adapters. Existing ones may have another rank.
   """
 
   rows: jax.Array
@@ -164,6 +164,8 @@ class Linear(nn.Module):
              ) -> jax.Array:
     """Adds the product of `x` and the adapter to `out`, only in `rows`."""
     width = x.shape[-1]
+    if self.has_variable("params", "adapter_in"):
+      rank = self.get_variable("params", "adapter_in").shape[-1]
     inner = parameter(self, "adapter_in", nn.initializers.normal(width**-0.5),
                       (width, rank))
     outer = parameter(self, "adapter_out", nn.initializers.zeros,

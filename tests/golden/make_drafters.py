@@ -17,9 +17,9 @@ PUBLIC holds clones of the public implementations:
   vllm (vllm-project) 01dbb08
 
 The case "assistant" needs only transformers 5.19 and the model "gemma4" of
-make.py, its target. The cases with windows, those of P-EAGLE, and "dflash2",
-"domino", "lilicorr" and "dflare" need no clones, but
-`pip install speculators==0.9.0 dflash==0.1.0`
+make.py, its target, and the case "uno" only peft 0.21 and the model "qwen3".
+The cases with windows, those of P-EAGLE, and "dflash2", "domino", "lilicorr"
+and "dflare" need no clones, but `pip install speculators==0.9.0 dflash==0.1.0`
 and `pip install --no-deps sglang==0.5.23 angelslim==0.5.0 specforge==0.2.0`,
 and for P-EAGLE and EAGLE-3 SpecForge unpacked (`pip download --no-deps
 specforge==0.2.0`) as PUBLIC/SpecForge. Run them apart from the cases with the
@@ -1029,6 +1029,34 @@ def _assistant():
           "model.safetensors")
 
 
+def _uno():
+  """Noise tokens after a text pass through an adapter of PEFT."""
+  import peft
+  golden = _HERE.parent / "qwen3"
+  model = peft.get_peft_model(
+      transformers.AutoModelForCausalLM.from_pretrained(
+          golden, dtype=torch.float32, attn_implementation="eager"),
+      peft.LoraConfig(r=2, lora_alpha=6, task_type="CAUSAL_LM", target_modules=[
+          f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "down")]))
+  tokens, noise = _tokens(131, 9), torch.arange(9) >= 5
+  generator = torch.Generator().manual_seed(130)
+  for name, module in model.named_modules():
+    if name.endswith(("lora_A.default", "lora_B.default")):
+      x = module.weight
+      x.data = torch.randn(x.shape, generator=generator).half().float()
+    if name.endswith("lora_B.default"):
+      module.register_forward_hook(lambda _, __, out: out * noise[:, None])
+  with torch.no_grad():
+    logits = model(tokens[None]).logits[0]
+  with tempfile.TemporaryDirectory() as directory:
+    model.save_pretrained(directory)
+    config = json.loads(
+        pathlib.Path(directory, "adapter_config.json").read_text())
+    weights = load_file(pathlib.Path(directory, "adapter_model.safetensors"))
+  return config | {"base_model_name_or_path": "qwen3"}, weights, dict(
+      tokens=tokens, noise=noise, logits=logits), "adapter_model.safetensors"
+
+
 def _dflash_specforge(public):
   _bare(public / "SpecForge", "specforge.modeling.draft")
   return _dflash(importlib.import_module("specforge.modeling.draft.dflash"))
@@ -1109,6 +1137,7 @@ CASES = {
     "domino": lambda _: _domino(),
     "lilicorr": lambda _: _lilicorr(),
     "dflare": lambda _: _dflare(),
+    "uno": lambda _: _uno(),
     "assistant": lambda _: _assistant(),
     "dspark": lambda public: _dspark(public, "deepspec"),
     "dspark_gated": lambda public: _dspark(public, "gated"),
@@ -1155,7 +1184,8 @@ def main():
     directory = _HERE / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(
+    adapter = "adapter_" if "peft_type" in config else ""
+    (directory / f"{adapter}config.json").write_text(
         json.dumps(config, indent=1) + "\n")
     save_file({key: (x.half() if x.is_floating_point() else x).clone()
                for key, x in weights.items()}, directory / file,

@@ -240,7 +240,8 @@ def test_published_drafters_can_be_trained(name):
       GOLDEN / "drafters" / name, _TARGET, jnp.float32, frozen)
   method = methods.of(heads)
   first = name.partition("_")[0]
-  assert method.name == ("parallel" if heads.kind == "parallel" else first)
+  assert method.name == {"parallel": "parallel", "lookahead": "pass"}.get(
+      heads.kind, first)
   objective = method.objective(_TARGET, heads, **{
       option.name: option.default for option in method.options})
   loss, _ = jax.eval_shape(

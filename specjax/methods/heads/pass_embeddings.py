@@ -25,14 +25,16 @@ class PaSSEmbeddings:
   the target: query, key and value (one kernel here), attention output, and the
   kernels of the MLP. Look-ahead tokens pass through the adapters, and all other
   tokens through the unchanged kernels. So the target's output is that of the
-  target without adapters. The inputs of UNO are noise tokens of the vocabulary;
-  here they are trained embeddings, as in PaSS.
+  target without adapters. The inputs of UNO are embeddings of noise tokens of
+  the vocabulary, as in files of its authors (`load_drafter`). Heads trained
+  here have trained embeddings, as in PaSS.
 
   Attributes:
     count: number L of look-ahead tokens. Their ids are V..V + L - 1, after the
       V tokens of the vocabulary.
     width: hidden width D.
-    lookahead_rank: rank of the adapters. 0 means PaSS, without adapters.
+    lookahead_rank: largest rank of the adapters, and the rank of all new ones.
+      0 means PaSS, without adapters.
   """
 
   count: int
@@ -127,8 +129,8 @@ def with_lookahead(target: Transformer, params: Params, embeddings: Params
         f"{target.config.width}; both must be equal: train them for this "
         "target")
   added = traverse_util.flatten_dict(embeddings.get("adapters", {}))
-  rank = next((x.shape[-1] for path, x in added.items()
-               if path[-1] == "adapter_in"), 0)
+  rank = max((x.shape[-1] for path, x in added.items()
+              if path[-1] == "adapter_in"), default=0)
   config = dataclasses.replace(
       target.config, lookahead=count, lookahead_rank=rank)
   added = {path: x.astype(params["embedding"].dtype)

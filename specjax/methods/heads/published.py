@@ -1,19 +1,32 @@
-"""File layouts of published Medusa and Hydra heads."""
+"""File layouts of published Medusa and Hydra heads, and of UNO's adapters."""
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import chex
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from specjax.methods.heads.hydra import HydraHeads
 from specjax.methods.heads.medusa import MedusaHeads
+from specjax.methods.heads.pass_embeddings import PaSSEmbeddings
 from specjax.methods.layouts import check_target
 from specjax.methods.layouts import Found
 from specjax.methods.layouts import Layout
 from specjax.methods.layouts import Writer
+from specjax.models.architectures import ARCHITECTURES
+from specjax.models.configuration_keys import Keys
+from specjax.models.export import express
+from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Each
 from specjax.models.tensor_layouts import table
+from specjax.models.weights import Place
+from specjax.models.weights import places
+from specjax.utils.files import read_json
 
 _MEDUSA = {
     "blocks": Each(("{}.{}.linear",), axes=2),
@@ -132,6 +145,105 @@ def _write_medusa_vllm(heads: MedusaHeads) -> dict[str, Any]:
           "num_hidden_layers": heads.blocks, "medusa_fc_bias": heads.bias}
 
 
+# Keys of adapter_config.json that do not change the output.
+_PEFT_NOTES = """
+    base_model_name_or_path inference_mode init_lora_weights lora_dropout
+    megatron_core peft_type peft_version qalora_group_size revision
+    runtime_config target_modules task_type
+""".split()
+_NOISE = 7  # noise tokens of a round in the authors' examples for SGLang
+
+
+def _read_uno(found: Found) -> PaSSEmbeddings:
+  """Returns the look-ahead tokens of UNO's adapter, in PEFT's format.
+
+  The files do not contain the number of look-ahead tokens.
+  """
+  kernels = _adapted(found)
+  return PaSSEmbeddings(
+      count=_NOISE, width=found.target.config.width,
+      lookahead_rank=_rank(found)[0] * max(len(x) for _, x in kernels))
+
+
+def _rank(found: Found) -> tuple[int, float]:
+  """Returns the rank and the factor of the adapters in adapter_config.json."""
+  keys = Keys(
+      read_json(pathlib.Path(found.source) / "adapter_config.json",
+                "download it again"), f"the configuration of {found.source}")
+  keys.ignore(*_PEFT_NOTES)
+  rank, alpha = keys.size("r"), keys.number("lora_alpha")
+  if keys("bias", "none") != "none":
+    keys.refuse("bias", keys("bias"))
+  rooted = keys.switch("use_rslora", False)
+  keys.refuse_others()
+  return rank, alpha / (rank**0.5 if rooted else rank)
+
+
+def _adapted(found: Found) -> list[tuple[Place, dict[int, str]]]:
+  """Returns the target's kernels, each with the names of its adapters.
+
+  A kernel of specjax contains one or more matrices of the file. The adapter of
+  the i-th matrix has the tensors `{name}A.weight` and `{name}B.weight`, where
+  `name` is the i-th value of the dict. Some matrices may have no adapter.
+  """
+  name = express(found.target.config)[0]
+  prefix = f"base_model.model.{ARCHITECTURES[name].prefix}"
+  kernels, known = [], set()
+  for place in places(jax.eval_shape(found.target.init, jax.random.key(0)),
+                      ARCHITECTURES[name].names):
+    if place.path.endswith(".kernel"):
+      parts = [f"{prefix}{part.removesuffix('weight')}lora_"
+               for part in place.names]
+      kernels.append((place, {i: part for i, part in enumerate(parts)
+                              if f"{part}A.weight" in found.tensors}))
+      known |= {f"{part}{side}.weight" for part in parts for side in "AB"}
+  for name in sorted(found.tensors.keys() - known):
+    found.fail(f"has the tensor {name}, an adapter of no matrix in a layer of "
+               "the target; give the target for which it was trained")
+  return kernels
+
+
+def _uno_params(found: Found, heads: PaSSEmbeddings, dtype: np.dtype
+                ) -> dict[str, Any]:
+  """Returns the parameters of `PaSSEmbeddings` from UNO's adapter.
+
+  The inputs of look-ahead tokens are embeddings of noise tokens, which are
+  drawn from the vocabulary. The authors draw new ones in every round.
+  """
+  if found.target_params is None:
+    raise ValueError("target_params is None; the inputs of UNO's adapter are "
+                     "embeddings of the target: give the target's parameters")
+  config, (rank, scale) = found.target.config, _rank(found)
+  adapters = {}
+  for place, parts in _adapted(found):
+    width, *outputs = place.shape
+    shapes = place.stored.shapes(config, (rank, *outputs))
+    # A kernel without an adapter gets one of rank 1 that adds nothing.
+    inner = [] if parts else [np.zeros((width, 1))]
+    outer = [] if parts else [np.zeros((1, *outputs))]
+    for i, part in parts.items():
+      a, b = (f"{part}{side}.weight" for side in "AB")
+      for name, shape in ((a, (rank, width)), (b, shapes[i])):
+        if found.shape(name) != shape:
+          found.fail(f"has the tensor {name} {found.shape(name)}, but the "
+                     f"target and the configuration require {shape}; give the "
+                     "target for which the adapter was trained")
+      values = [np.zeros(shape, np.float32) for shape in shapes]
+      values[i] = scale * found.tensors[b].read(np.float32)
+      inner.append(found.tensors[a].read(np.float32).T)
+      outer.append(place.stored.join(config, (rank, *outputs), [
+          StoredTensor(x.shape, x.dtype, lambda x=x: x) for x in values],
+                                     np.dtype(np.float32)))
+    path = tuple(place.path.split(".")[:-1])
+    adapters[*path, "adapter_in"] = np.concatenate(inner, 1)
+    adapters[*path, "adapter_out"] = np.concatenate(outer)
+  noise = np.random.default_rng(0).integers(config.vocab_size, size=heads.count)
+  return {"embeddings": jnp.asarray(found.target_params["embedding"][noise],
+                                    dtype),
+          "adapters": traverse_util.unflatten_dict({
+              path: jnp.asarray(x, dtype) for path, x in adapters.items()})}
+
+
 _medusa = functools.partial(
     Layout, kind="medusa",
     sizes=lambda heads, target: {"blocks": heads.blocks})
@@ -153,4 +265,7 @@ LAYOUTS = {
     "hydra": Layout(
         kind="hydra", read=_read_hydra, names=_HYDRA,
         file="hydra_lm_head.safetensors", sign=r"hydra_mlp\."),
+    "uno": Layout(
+        kind="lookahead", read=_read_uno, names={}, params=_uno_params,
+        file="adapter_model.safetensors", sign=r"base_model\.model\."),
 }
