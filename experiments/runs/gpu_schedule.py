@@ -6,9 +6,10 @@
 On a GPU, a short kernel costs its launch. A program runs at the speed of the
 memory only if it has few launches, and if the host never waits for a result.
 The script compiles each round with XLA's CUDA backend, which needs no GPU, for
-an H100. The target has the shape of Llama-3-8B, and the draft model that of
-Llama-3.2-1B, in bfloat16. Two rounds that differ by one layer show the
-launches of a layer. The last line of stdout contains the path of the JSON file.
+an H100, in bfloat16. Unless --rounds names another target, it has the shape of
+Llama-3-8B, and the draft model that of Llama-3.2-1B. Two rounds that differ by
+one layer show the launches of a layer. The last line of stdout contains the
+path of the JSON file.
 """
 
 import functools
@@ -43,14 +44,23 @@ _BLOCKS = {
     "dflash2": dict(from_anchor=False, markov="selector", markov_rank=256,
                     conv_kernel=2),
     "lilicorr": dict(from_anchor=False, markov="lilicorr", markov_width=256)}
-_NAMES = ("chain", "tree", "medusa", "eagle3", "top_p", *_BLOCKS)
+# Numbers of layers of the target and of the drafter, as published.
+_LAYERS = {"chain": (32, 16), "tree": (32, 16), "top_p": (32, 16),
+           "medusa": (32, 0), "eagle3": (32, 1), "mtp": (32, 4),
+           "peagle": (32, 4), "pass": (32, 0), "uno": (32, 0),
+           **dict.fromkeys(_BLOCKS, (32, 5)), "experts": (48, 28),
+           "deltanet": (24, 1), "deltanet_tree": (24, 1)}
+_NAMES = tuple(_LAYERS)
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
     "rounds", list(_NAMES),
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
-    "'medusa' heads with a tree of 16 nodes; 'eagle3' layer with a chain of 4 "
-    "tokens; 'top_p' is the chain under top-p; the others are networks that "
+    "'medusa' heads with a tree of 16 nodes; 'top_p' is the chain under top-p; "
+    "'eagle3', 'mtp', 'peagle', 'pass' and 'uno' are chains of 4 tokens; "
+    "'experts' is the chain with Qwen3-30B-A3B and Qwen3-0.6B; 'deltanet' and "
+    "'deltanet_tree' are a chain of 4 tokens and a tree of 5 nodes with "
+    "Qwen3.5-0.8B and its own module for drafts; the others are networks that "
     "draft a block of 7 tokens in one pass")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/gpu_schedule", "Directory for the JSON file")
@@ -61,13 +71,13 @@ _ROUNDS_A_CALL = 4
 
 def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
   """Returns a decoder, and a function from a key to its parameters."""
-  shapes = pairs.PAIRS["llama"]
+  shapes = pairs.PAIRS["experts" if name == "experts" else "llama"]
   target, draft = (
       sj.models.Transformer(sj.models.TransformerConfig(
           **shape | {"layers": n})) for shape, n in zip(shapes, layers))
   tree = sj.trees.full_tree(_TREE)
   own, transform = None, sj.LogitsTransform()
-  if name in ("chain", "top_p"):
+  if name in ("chain", "top_p", "experts"):
     strategy = sj.strategies.block_verification(draft, 4)
     if name == "top_p":
       transform = sj.LogitsTransform(top_p=0.9)
@@ -85,19 +95,31 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
     own = methods.ParallelHeads.for_target(
         target, 7, layers=layers[1], taps=(0, 1), **_BLOCKS[name])
     strategy = sj.strategies.parallel(own)
+  elif name.startswith("deltanet"):
+    target = pairs.hybrid(("delta",) * (layers[0] - 1) + ("attention",))
+    own = methods.MTPHeads.for_target(target, 4, reuse=True)
+    shape = (sj.drafters.Tree(parents=(-1, 0, 0, 1, 1))
+             if name.endswith("tree") else sj.drafters.Chain(4))
+    strategy = (sj.drafters.NetworkDrafter(
+        network=sj.drafters.FeatureLayer(heads=own), shape=shape),
+                sj.verifiers.Traversal() if name.endswith("tree") else
+                sj.verifiers.Block())
   else:
-    own = methods.Eagle3Heads.for_target(target, 4, taps=(0, 1))
-    strategy = sj.strategies.eagle(own)
+    kind, options = {
+        "eagle3": (methods.Eagle3Heads, dict(taps=(0, 1))),
+        "mtp": (methods.MTPHeads, {}),
+        "peagle": (methods.PEagleHeads, dict(taps=(0, 1), layers=layers[1])),
+        "pass": (methods.PaSSEmbeddings, {}),
+        "uno": (methods.PaSSEmbeddings, dict(lookahead_rank=128))}[name]
+    own = kind.for_target(target, 4, **options)
+    strategy = methods.of(own).strategy(own, None, 4, None)
   drafter, verifier = strategy
 
   def init(key):
     params = target.init(key)
     if own is None:
       return target, {"target": params, "drafter": draft.init(key)}
-    heads = own.init(key, params)
-    if name == "eagle3" or name in _BLOCKS:
-      return own.attach(target, params, heads)
-    return target, {"target": params, "drafter": heads}
+    return own.attach(target, params, own.init(key, params))
 
   attached = []
   params = jax.eval_shape(
