@@ -72,6 +72,8 @@ class ExpertConfig:
     dense_layers: layers that have an ordinary MLP instead.
     shared_width: inner width of the MLP that is added for every token. 0 means
       no such MLP.
+    shared_gate: if True, multiply the output of this MLP by the sigmoid of a
+      gate, a product of the input with one vector (Qwen2-MoE).
     scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
     normalise: if True, divide the weights of the chosen experts by their sum.
     choice_bias: if True, add a bias to the scores for the choice of the
@@ -84,6 +86,7 @@ class ExpertConfig:
   width: int
   dense_layers: tuple[int, ...] = ()
   shared_width: int = 0
+  shared_gate: bool = False
   scores: str = "softmax"
   normalise: bool = True
   choice_bias: bool = False
@@ -96,6 +99,9 @@ class ExpertConfig:
     if self.chosen > self.count:
       raise ValueError(f"chosen is {self.chosen} and count {self.count}; a "
                        "token has at most all experts")
+    if self.shared_gate and not self.shared_width:
+      raise ValueError("shared_gate is True and shared_width 0; without a "
+                       "shared MLP set shared_gate=False")
     if self.scores not in ("softmax", "sigmoid"):
       raise ValueError(f"scores is {self.scores!r}; it must be 'softmax' or "
                        "'sigmoid'")

@@ -571,8 +571,15 @@ class Experts(nn.Module):
         activation=_ACTIVATIONS[c.activation],
         differentiable=not self.cached).reshape(x.shape)
     if e.shared_width:
-      out = out + MLP(c, width=e.shared_width, name="shared")(x)
+      shared = MLP(c, width=e.shared_width, name="shared")(x)
+      if e.shared_gate:
+        gate = parameter(self, "shared_gate", nn.initializers.normal(0.02),
+                         (width, 1))
+        shared = shared * jax.nn.sigmoid(product(x, gate))
+      out = out + shared
     return Parts(out[None], None) if self.in_parts else out.astype(x.dtype)
+
+
 class LayerEnd(nn.Module):
   """Last operations of a layer of Gemma 4 on the residual stream.
 

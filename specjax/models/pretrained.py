@@ -25,6 +25,7 @@ from specjax.models.configuration_keys import Keys
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Table
+from specjax.models.tensor_names import FUSED_EXPERTS
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.weights import fill
@@ -59,7 +60,8 @@ _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Models with images, whose text_config describes their language model.
 _WITH_TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text",
-              "mistral3": None, "qwen3_5": "qwen3_5_text"}
+              "mistral3": None, "qwen3_5": "qwen3_5_text",
+              "qwen3_5_moe": "qwen3_5_moe_text"}
 # Tensors of their image encoders. They are skipped, because only the language
 # model is loaded.
 _WITH_IMAGES = re.compile(
@@ -283,8 +285,10 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
     [embedding] = architecture.names["embedding"].names
     _check_copy(directory, tensors.pop(f"{head}.weight"),
                 tensors.get(f"{embedding}.weight"))
-  params = _params(model, architecture.names, tensors, dtype, source,
-                   architecture)
+  names = architecture.names
+  if any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors):
+    names = {**names, **FUSED_EXPERTS}
+  params = _params(model, names, tensors, dtype, source, architecture)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
 

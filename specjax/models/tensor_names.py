@@ -98,10 +98,6 @@ QWEN_3_5 = LLAMA | table({
     "delta_{i}.norm": _DELTA + "norm",
     "delta_{i}.out": _DELTA + "out_proj",
 })
-QWEN_3_NEXT = QWEN_3_5 | table({
-    "delta_{i}.inputs": Stored((
-        _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
-})
 
 
 def _experts(router: str, experts: str, gate: str, up: str, down: str
@@ -124,6 +120,24 @@ EXPERTS = LLAMA | _experts(
             "layers.{i}.mlp.shared_experts.gate_proj",
             "layers.{i}.mlp.shared_experts.up_proj"), gate_apart),
         "mlp_{i}.shared.down": "layers.{i}.mlp.shared_experts.down_proj"})
+_SHARED_EXPERT = "layers.{i}.mlp.shared_expert"
+QWEN_EXPERTS = EXPERTS | table({
+    "mlp_{i}.shared.gate_up": Stored((
+        f"{_SHARED_EXPERT}.gate_proj", f"{_SHARED_EXPERT}.up_proj"),
+                                     gate_apart),
+    "mlp_{i}.shared.down": f"{_SHARED_EXPERT}.down_proj",
+    "mlp_{i}.shared_gate": Stored((f"{_SHARED_EXPERT}_gate",), turned)})
+QWEN_3_5_EXPERTS = QWEN_EXPERTS | QWEN_3_5
+QWEN_3_NEXT = QWEN_3_5_EXPERTS | table({
+    "delta_{i}.inputs": Stored((
+        _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
+})
+# The same experts in files that store those of a layer in one tensor.
+FUSED_EXPERTS = table({
+    "mlp_{i}.expert_gate_up": Batched((
+        "layers.{i}.mlp.experts.gate_up_proj",), ending=""),
+    "mlp_{i}.expert_down": Batched((
+        "layers.{i}.mlp.experts.down_proj",), ending="")})
 _SHARED = Stored(("layers.{i}.shared_mlp.input_linear",), gate_stacked)
 GRANITE_EXPERTS = LLAMA | table({
     "mlp_{i}.router": "layers.{i}.block_sparse_moe.router.layer",

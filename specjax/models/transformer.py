@@ -41,7 +41,8 @@ _SPLITS = {
 }
 # Small parameters, which every device stores completely.
 _REPLICATED = ("scale", "bias", "positions", "lookahead", "adapter_in",
-               "adapter_out", "router", "choice_bias", "factor")
+               "adapter_out", "router", "choice_bias", "shared_gate",
+               "factor")
 
 
 class TransformerModule(nn.Module):

@@ -11,6 +11,7 @@ change the logits: a test of it could not fail.
 
 import importlib.util
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -59,6 +60,8 @@ _DELTA = _SIZES | dict(
     num_hidden_layers=4, linear_conv_kernel_dim=4, linear_key_head_dim=4,
     linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4,
     partial_rotary_factor=0.5)
+_GATED = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+              shared_expert_intermediate_size=8)
 _HALF = _PLAIN | dict(partial_rotary_factor=0.5)
 
 
@@ -183,6 +186,13 @@ CASES = {
                 dict(rope_parameters=_PLAIN | dict(mrope_section=[1, 1, 0]),
                      partial_rotary_factor=1.0)],
                 dict(drafts=True)),
+    "qwen3_next_moe": ("Qwen3Next", _DELTA | _GATED | dict(
+        rope_parameters=_HALF, mlp_only_layers=[1]), [
+            dict(norm_topk_prob=False)], {}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _DELTA | _GATED | dict(
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters=_HALF), [dict(num_experts_per_tok=1)],
+                    dict(fused=True)),
     "olmo2": ("Olmo2", _SIZES | dict(hidden_size=32), [], {}),
     "olmo3": ("Olmo3", _SIZES | dict(
         hidden_size=32, num_hidden_layers=3, sliding_window=5,
@@ -209,6 +219,9 @@ CASES = {
     "mixtral": ("Mixtral", _LOCAL_EXPERTS, [dict(num_experts_per_tok=1)], {}),
     "olmoe": ("Olmoe", _EXPERTS | dict(hidden_size=32), [
         dict(norm_topk_prob=True)], {}),
+    "qwen2_moe": ("Qwen2Moe", _SIZES | _GATED | dict(
+        hidden_size=32, num_hidden_layers=3, mlp_only_layers=[1]), [
+            dict(norm_topk_prob=True)], {}),
     "qwen3_moe": ("Qwen3Moe", _EXPERTS | dict(
         num_hidden_layers=3, mlp_only_layers=[1], moe_intermediate_size=12,
         norm_topk_prob=True), [dict(norm_topk_prob=False)], {}),
@@ -317,6 +330,27 @@ def _module(directory, model, tokens):
   return dict(drafted=model.lm_head(module["norm"](x))[0].numpy())
 
 
+def _fuse(directory):
+  """Stores the experts of a layer in one tensor, as published Qwen3.5 files."""
+  from safetensors.torch import load_file
+  from safetensors.torch import save_file
+  path, found = directory / "model.safetensors", {}
+  for name, x in load_file(path).items():
+    match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
+    if match:
+      found.setdefault(match[1], {})[match[3], int(match[2])] = x
+    else:
+      found[name] = x
+  for layer in [name for name in found if name.endswith(".experts.")]:
+    parts = found.pop(layer)
+    gate, up, down = (
+        torch.stack([parts[name, i] for i in range(len(parts) // 3)])
+        for name in ("gate_proj", "up_proj", "down_proj"))
+    found[f"{layer}gate_up_proj"] = torch.cat([gate, up], dim=1)
+    found[f"{layer}down_proj"] = down
+  save_file(found, path, metadata=dict(format="pt"))
+
+
 def _record(name, kind, settings, without, how):
   directory = _HERE / name
   shutil.rmtree(directory, ignore_errors=True)
@@ -325,6 +359,8 @@ def _record(name, kind, settings, without, how):
     _randomise(drawn, seed)
     drawn.to(how.get("dtype", torch.float16)).save_pretrained(
         directory, max_shard_size=how.get("max_shard_size", "1GB"))
+    if how.get("fused"):
+      _fuse(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager")
     prompt = np.random.default_rng(seed).integers(2, 48, how.get("prompt", 20))

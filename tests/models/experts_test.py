@@ -177,7 +177,9 @@ def test_fewer_nodes_pay_on_a_target_with_experts():
 
 @pytest.mark.parametrize("options,words", [
     (dict(chosen=9), "chosen is 9 and count 4"),
-    (dict(scores="relu"), "scores is 'relu'"), (dict(width=0), "width is 0")])
+    (dict(scores="relu"), "scores is 'relu'"),
+    (dict(shared_gate=True), "shared_gate=False"),
+    (dict(width=0), "width is 0")])
 def test_bad_experts(options, words):
   with pytest.raises(ValueError, match=words):
     ExpertConfig(**dict(count=4, chosen=2, width=8) | options)
