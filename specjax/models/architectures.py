@@ -163,6 +163,13 @@ ARCHITECTURES = {
             rms_norm_eps=1e-5, max_position_embeddings=131_072,
             partial_rotary_factor=0.5, num_experts_per_tok=8, num_experts=128,
             moe_intermediate_size=1408)),
+    "gpt_oss": Architecture(
+        read=settings.gpt_oss, names=tensor_names.GPT_OSS,
+        transformers="GptOssForCausalLM", defaults=dict(
+            hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1.5e5, head_dim=64,
+            max_position_embeddings=131_072, num_key_value_heads=8,
+            sliding_window=128, attention_bias=True, num_local_experts=128,
+            num_experts_per_tok=4)),
     "olmo2": Architecture(
         read=settings.olmo2, names=tensor_names.OLMO_2,
         transformers="Olmo2ForCausalLM", defaults=_SILU | dict(

@@ -79,6 +79,10 @@ class ExpertConfig:
     choice_bias: if True, add a bias to the scores for the choice of the
       experts, but not for their weights (DeepSeek-V3, arXiv:2408.15664).
     scale: factor on the weights.
+    biases: if True, the router and the experts have biases.
+    limit: constant c of the experts of GPT-OSS. They are down(g sigmoid(1.702
+      g) (u + 1)), where g is the gate, at most c, and u the up projection,
+      clipped to [-c, c]. None means the gated MLP of the configuration.
   """
 
   count: int
@@ -91,6 +95,8 @@ class ExpertConfig:
   normalise: bool = True
   choice_bias: bool = False
   scale: float = 1.0
+  biases: bool = False
+  limit: float | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -161,6 +167,8 @@ class TransformerConfig:
     tie_embeddings: if True, the embedding table is also the LM head.
     attention_gate: if True, multiply the output of attention by the sigmoid of
       a gate, which is projected together with the query (Qwen3-Next).
+    sinks: if True, each query head has a sink: a learned logit that its softmax
+      counts as one more key, of value 0 (GPT-OSS).
     recurrent: kinds and sizes of recurrent layers. None means that all layers
       have attention.
     global_head_dim: width of one head in layers without a window (Gemma 4).
@@ -225,6 +233,7 @@ class TransformerConfig:
   logit_divisor: float = 1.0
   tie_embeddings: bool = True
   attention_gate: bool = False
+  sinks: bool = False
   recurrent: RecurrentLayers | None = None
   global_head_dim: int | None = None
   global_kv_heads: int | None = None

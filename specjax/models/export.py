@@ -196,7 +196,7 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
         moe_intermediate_size=e.width, norm_topk_prob=e.normalise,
         mlp_only_layers=list(e.dense_layers),
         first_k_dense_replace=len(e.dense_layers),
-        routed_scaling_factor=e.scale,
+        routed_scaling_factor=e.scale, swiglu_limit=e.limit,
         n_shared_experts=e.shared_width // e.width,
         shared_intermediate_size=e.shared_width,
         shared_expert_intermediate_size=e.shared_width)

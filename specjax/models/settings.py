@@ -276,6 +276,21 @@ def glm4_moe(keys: Keys) -> Fields:
               dense_layers=tuple(range(dense))))
 
 
+def gpt_oss(keys: Keys) -> Fields:
+  types = [FULL if i % 2 else SLIDING
+           for i in range(keys.size("num_hidden_layers"))]
+  if not (keys("rope_parameters") or keys("rope_scaling")):
+    keys.needs("rope_parameters", None,
+               "an object, because transformers would scale by YaRN without it")
+  if keys("swiglu_alpha", 1.702) != 1.702:
+    keys.refuse("swiglu_alpha", keys("swiglu_alpha"))
+  keys.ignore("initial_context_length")  # a copy in rope_scaling is read
+  return _basic(keys) | layer_windows(keys, types) | dict(
+      sinks=True, experts=_experts(
+          keys, "num_local_experts", "intermediate_size", biases=True,
+          limit=float(keys.number("swiglu_limit", 7.0, positive=True))))
+
+
 def qwen3(keys: Keys) -> Fields:
   return (_sizes(keys) | read_rope(keys) | _upper_windows(keys) | _biases(keys)
           | dict(qk_norm="head"))

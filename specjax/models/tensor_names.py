@@ -7,6 +7,7 @@ number of the layer. Some Hugging Face files have a prefix (`model.`,
 
 import dataclasses
 
+from specjax.models.tensor_layouts import Alternating
 from specjax.models.tensor_layouts import apart
 from specjax.models.tensor_layouts import Batched
 from specjax.models.tensor_layouts import by_head
@@ -138,6 +139,14 @@ FUSED_EXPERTS = table({
         "layers.{i}.mlp.experts.gate_up_proj",), ending=""),
     "mlp_{i}.expert_down": Batched((
         "layers.{i}.mlp.experts.down_proj",), ending="")})
+GPT_OSS = LLAMA | table({
+    "attention_{i}.sinks": Same(("layers.{i}.self_attn.sinks",), ending=""),
+    "mlp_{i}.router": "layers.{i}.mlp.router",
+    "mlp_{i}.router_bias": "layers.{i}.mlp.router",
+    **{f"mlp_{{i}}.expert_{part}{rest}": layout((
+        f"layers.{{i}}.mlp.experts.{part}_proj{rest}",), ending="")
+       for part, layout in (("gate_up", Alternating), ("down", Same))
+       for rest in ("", "_bias")}})
 _SHARED = Stored(("layers.{i}.shared_mlp.input_linear",), gate_stacked)
 GRANITE_EXPERTS = LLAMA | table({
     "mlp_{i}.router": "layers.{i}.block_sparse_moe.router.layer",
