@@ -4,10 +4,11 @@
   past_attention   over the committed tokens, seen by all queries
   block_attention  within the block of a pass, with a mask
   merge            combines two parts
+  with_sinks       adds a sink to each head of the last part
 
 A *part* is the output of attention over some of the keys, together with the
-logarithm of the sum of its weights (log-sum-exp of the scores). The last three
-functions return parts. No function writes to the cache.
+logarithm of the sum of its weights (log-sum-exp of the scores). The three
+functions before the last return parts. No function writes to the cache.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from specjax.attention import tpu
 from specjax.attention.plain import block_attention
 from specjax.attention.plain import merge
 from specjax.attention.plain import Part
+from specjax.attention.plain import with_sinks
 
-__all__ = ["Part", "attend", "block_attention", "merge", "past_attention"]
+__all__ = ["Part", "attend", "block_attention", "merge", "past_attention",
+           "with_sinks"]
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
 _CUDNN_WIDEST = 128  # channels of a head; only Hopper and later support 256
@@ -36,10 +39,12 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
            block_k: jax.Array, block_v: jax.Array, visible: jax.Array, *,
            positions: jax.Array | None = None, table: jax.Array | None = None,
            window: int = 0, softcap: float = 0.0,
-           heads_axis: str | None = "model") -> jax.Array:
+           heads_axis: str | None = "model",
+           sink_logits: jax.Array | None = None) -> jax.Array:
   """Returns attention of S tokens over the committed slots and their block.
 
-  A CPU computes one softmax over both. Other platforms merge two parts.
+  A CPU computes one softmax over both. Other platforms merge two parts, and
+  every platform does with sinks, which need the log-sum-exp of the scores.
 
   Args:
     query: `[B, S, H * G, D]` queries, G query heads per key-value head.
@@ -55,10 +60,17 @@ def attend(query: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array,
     window: number of visible tokens, see `past_attention`.
     softcap: soft-cap of the scores, see `past_attention`.
     heads_axis: mesh axis of the heads, see `past_attention`.
+    sink_logits: `[H * G]` logits of sinks, see `with_sinks`, or None.
 
   Returns:
     `[B, S, H * G, D]`, at least float32.
   """
+  if sink_logits is not None:
+    past = past_attention(
+        query, k, v, lengths, positions=positions, table=table, window=window,
+        softcap=softcap, heads_axis=heads_axis)
+    return with_sinks(merge(past, block_attention(
+        query, block_k, block_v, visible, softcap=softcap)), sink_logits)
   visible = jnp.broadcast_to(visible, (len(query), *visible.shape[1:]))
   options = dict(window=window, softcap=softcap)
 

@@ -290,3 +290,16 @@ def merge(one: Part, other: Part) -> Part:
   out = (one[0] * weights[0][..., None] + other[0] * weights[1][..., None]
          ) / total[..., None]
   return out, top + jnp.log(total)
+
+
+def with_sinks(part: Part, logits: jax.Array | None) -> jax.Array:
+  """Returns the output of a part with one more key per head, of value 0.
+
+  Args:
+    part: the part over all other keys.
+    logits: `[H * G]` scores of this key, the attention sink of each query head
+      (GPT-OSS). None means no such key.
+  """
+  out, log = part
+  return out if logits is None else out * jax.nn.sigmoid(
+      log - logits.astype(log.dtype))[..., None]

@@ -29,20 +29,21 @@ from specjax.types import DecodeState
 
 
 def grouped_attention(query: jax.Array, k: jax.Array, v: jax.Array,
-                      visible: jax.Array, softcap: float = 0.0) -> jax.Array:
+                      visible: jax.Array, softcap: float = 0.0,
+                      sink_logits: jax.Array | None = None) -> jax.Array:
   """Returns softmax attention over one block of keys and values.
 
-  The arguments are those of `attention.block_attention`. The result is
-  `[B, S, H * G, D]` and has the dtype of `v`.
+  The arguments are those of `attention.block_attention` and `with_sinks`. The
+  result is `[B, S, H * G, D]` and has the dtype of `v`.
   """
-  out, _ = attention.block_attention(query, k, v, visible, softcap=softcap)
-  return out.astype(v.dtype)
+  return attention.with_sinks(attention.block_attention(
+      query, k, v, visible, softcap=softcap), sink_logits).astype(v.dtype)
 
 
 def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
                        ancestors: jax.Array, window: int = 0,
-                       softcap: float = 0.0, depths: jax.Array | None = None
-                       ) -> jax.Array:
+                       softcap: float = 0.0, depths: jax.Array | None = None,
+                       sink_logits: jax.Array | None = None) -> jax.Array:
   """Returns attention `[B, S, G * H, D]` within a block of T tokens.
 
   Args:
@@ -54,12 +55,13 @@ def attention_in_block(query: jax.Array, key: jax.Array, value: jax.Array,
       all tokens.
     softcap: soft-cap of the scores, see `attention.past_attention`.
     depths: depths at which the windows end, see `visible_slots`.
+    sink_logits: logits of sinks, see `attention.with_sinks`, or None.
   """
   if window:
     none = jnp.zeros(query.shape[:1], jnp.int32)
     ancestors = visible_slots(none, ancestors, key.shape[1], window, depths)
   return grouped_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2),
-                           ancestors, softcap)
+                           ancestors, softcap, sink_logits)
 
 
 @struct.dataclass
@@ -161,7 +163,8 @@ class KVCache(Cache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0,
-             depths: jax.Array | None = None) -> jax.Array:
+             depths: jax.Array | None = None,
+             sink_logits: jax.Array | None = None) -> jax.Array:
     """Returns attention over committed tokens and ancestors in the block.
 
     Args:
@@ -173,6 +176,7 @@ class KVCache(Cache):
         means all tokens.
       softcap: soft-cap of the scores, see `attention.past_attention`.
       depths: depths at which the windows end, see `visible_slots`.
+      sink_logits: logits of sinks, see `attention.with_sinks`, or None.
 
     Returns:
       `[B, S, G * H, D]`.
@@ -182,6 +186,7 @@ class KVCache(Cache):
         self.block_k[layer], self.block_v[layer],
         self.in_block(ancestors, window, depths), window=window,
         softcap=softcap, table=self.table, heads_axis=self.heads_axis,
+        sink_logits=sink_logits,
         positions=self.window_ends(ancestors, depths) if window else None)
     return out.astype(self.v[layer].dtype)
 

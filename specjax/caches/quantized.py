@@ -136,7 +136,8 @@ class QuantizedCache(KVCache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0,
-             depths: jax.Array | None = None) -> jax.Array:
+             depths: jax.Array | None = None,
+             sink_logits: jax.Array | None = None) -> jax.Array:
     """Returns the attention of `KVCache.attend`.
 
     The cost depends on the longest row, not on the capacity.
@@ -147,7 +148,8 @@ class QuantizedCache(KVCache):
     block = attention.block_attention(
         query, self.block_k[layer], self.block_v[layer],
         self.in_block(ancestors, window, depths), softcap=softcap)
-    return attention.merge(past, block)[0].astype(self.v[layer].dtype)
+    return attention.with_sinks(attention.merge(past, block), sink_logits
+                                ).astype(self.v[layer].dtype)
 
   def _put(self, slots: Nibbles, block: jax.Array) -> Nibbles:
     """Writes `block [B, H, S, D]` into the slots of a layer after `lengths`."""

@@ -86,7 +86,8 @@ class StreamingCache(KVCache):
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
              window: int = 0, softcap: float = 0.0,
-             depths: jax.Array | None = None) -> jax.Array:
+             depths: jax.Array | None = None,
+             sink_logits: jax.Array | None = None) -> jax.Array:
     """Returns the attention of `KVCache.attend` over the retained tokens."""
     at = self.window_ends(ancestors, depths)[..., None]
     slots = self.k[layer].shape[2]
@@ -100,11 +101,12 @@ class StreamingCache(KVCache):
       near = self.in_block(
           ancestors, min(self.window, window or self.window), depths)
       inside &= near | self._near(block, at, window) & (block < self.sinks)
-    out, _ = attention.merge(
+    part = attention.merge(
         attention.block_attention(query, self.k[layer], self.v[layer], seen,
                                   softcap=softcap),
         attention.block_attention(query, self.block_k[layer],
                                   self.block_v[layer], inside, softcap=softcap))
+    out = attention.with_sinks(part, sink_logits)
     return out.astype(self.v[layer].dtype)
 
   def _near(self, past: jax.Array, at: jax.Array, window: int) -> jax.Array:

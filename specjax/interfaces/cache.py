@@ -63,8 +63,8 @@ class Cache:
              ) -> jax.Array:
     """Returns attention `[B, S, G * H, D]` over committed tokens and the block.
 
-    Models whose layers have windows or soft-caps also pass `window`, `softcap`
-    and `depths`, see `KVCache.attend`.
+    Models whose layers have windows, soft-caps or sinks also pass `window`,
+    `softcap`, `depths` and `sink_logits`, see `KVCache.attend`.
 
     Args:
       layer: index of the layer.

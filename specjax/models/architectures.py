@@ -89,6 +89,9 @@ _HYBRID = _SILU | dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=128,
     linear_value_head_dim=128, linear_num_key_heads=16,
     linear_num_value_heads=32)
+_HYBRID_EXPERTS = _HYBRID | dict(
+    num_key_value_heads=2, norm_topk_prob=True, moe_intermediate_size=512,
+    shared_expert_intermediate_size=512)
 
 ARCHITECTURES = {
     "llama": Architecture(
@@ -132,6 +135,11 @@ ARCHITECTURES = {
         transformers="OlmoeForCausalLM", defaults=_SILU | dict(
             rms_norm_eps=1e-5, max_position_embeddings=4096,
             num_experts_per_tok=8, num_experts=64)),
+    "qwen2_moe": Architecture(
+        read=settings.qwen2_moe, names=tensor_names.QWEN_EXPERTS,
+        transformers="Qwen2MoeForCausalLM", defaults=_QWEN | dict(
+            num_experts_per_tok=4, num_experts=60, moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632)),
     "qwen3_moe": Architecture(
         read=settings.qwen3_moe, names=tensor_names.EXPERTS,
         transformers="Qwen3MoeForCausalLM", defaults=_QWEN | dict(
@@ -155,6 +163,13 @@ ARCHITECTURES = {
             rms_norm_eps=1e-5, max_position_embeddings=131_072,
             partial_rotary_factor=0.5, num_experts_per_tok=8, num_experts=128,
             moe_intermediate_size=1408)),
+    "gpt_oss": Architecture(
+        read=settings.gpt_oss, names=tensor_names.GPT_OSS,
+        transformers="GptOssForCausalLM", defaults=dict(
+            hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1.5e5, head_dim=64,
+            max_position_embeddings=131_072, num_key_value_heads=8,
+            sliding_window=128, attention_bias=True, num_local_experts=128,
+            num_experts_per_tok=4)),
     "olmo2": Architecture(
         read=settings.olmo2, names=tensor_names.OLMO_2,
         transformers="Olmo2ForCausalLM", defaults=_SILU | dict(
@@ -208,10 +223,14 @@ ARCHITECTURES = {
         read=settings.qwen3_5, names=tensor_names.QWEN_3_5,
         transformers="Qwen3_5ForCausalLM", defaults=_HYBRID | dict(
             num_key_value_heads=4)),
+    "qwen3_5_moe_text": Architecture(
+        read=settings.qwen3_5_moe, names=tensor_names.QWEN_3_5_EXPERTS,
+        transformers="Qwen3_5MoeForCausalLM", defaults=_HYBRID_EXPERTS | dict(
+            num_experts_per_tok=8, num_experts=256)),
     "qwen3_next": Architecture(
         read=settings.qwen3_next, names=tensor_names.QWEN_3_NEXT,
-        transformers="Qwen3NextForCausalLM", defaults=_HYBRID | dict(
-            num_experts=512, decoder_sparse_step=1, num_key_value_heads=2)),
+        transformers="Qwen3NextForCausalLM", defaults=_HYBRID_EXPERTS | dict(
+            num_experts_per_tok=10, num_experts=512)),
     "gpt2": Architecture(
         read=settings.gpt2, names=tensor_names.GPT_2, prefix="transformer.",
         transformers="GPT2LMHeadModel", tied=True, defaults=dict(

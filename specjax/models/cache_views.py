@@ -69,7 +69,8 @@ class View(KVCache):
   used: jax.Array | None = None
 
   def attend(self, layer: int, query: jax.Array, ancestors: jax.Array,
-             window: int = 0, softcap: float = 0.0) -> jax.Array:
+             window: int = 0, softcap: float = 0.0,
+             sink_logits: jax.Array | None = None) -> jax.Array:
     """Attends over the filled slots and the block, see `KVCache.attend`.
 
     Raises:
@@ -83,7 +84,7 @@ class View(KVCache):
     out = attention.attend(
         query, self.k[layer], self.v[layer], self.used, self.block_k[layer],
         self.block_v[layer], self.in_block(ancestors), softcap=softcap,
-        heads_axis=self.heads_axis)
+        heads_axis=self.heads_axis, sink_logits=sink_logits)
     return out.astype(self.v[layer].dtype)
 
   def settle(self) -> "View":

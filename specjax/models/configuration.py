@@ -72,11 +72,17 @@ class ExpertConfig:
     dense_layers: layers that have an ordinary MLP instead.
     shared_width: inner width of the MLP that is added for every token. 0 means
       no such MLP.
+    shared_gate: if True, multiply the output of this MLP by the sigmoid of a
+      gate, a product of the input with one vector (Qwen2-MoE).
     scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
     normalise: if True, divide the weights of the chosen experts by their sum.
     choice_bias: if True, add a bias to the scores for the choice of the
       experts, but not for their weights (DeepSeek-V3, arXiv:2408.15664).
     scale: factor on the weights.
+    biases: if True, the router and the experts have biases.
+    limit: constant c of the experts of GPT-OSS. They are down(g sigmoid(1.702
+      g) (u + 1)), where g is the gate, at most c, and u the up projection,
+      clipped to [-c, c]. None means the gated MLP of the configuration.
   """
 
   count: int
@@ -84,10 +90,13 @@ class ExpertConfig:
   width: int
   dense_layers: tuple[int, ...] = ()
   shared_width: int = 0
+  shared_gate: bool = False
   scores: str = "softmax"
   normalise: bool = True
   choice_bias: bool = False
   scale: float = 1.0
+  biases: bool = False
+  limit: float | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -96,6 +105,9 @@ class ExpertConfig:
     if self.chosen > self.count:
       raise ValueError(f"chosen is {self.chosen} and count {self.count}; a "
                        "token has at most all experts")
+    if self.shared_gate and not self.shared_width:
+      raise ValueError("shared_gate is True and shared_width 0; without a "
+                       "shared MLP set shared_gate=False")
     if self.scores not in ("softmax", "sigmoid"):
       raise ValueError(f"scores is {self.scores!r}; it must be 'softmax' or "
                        "'sigmoid'")
@@ -155,6 +167,8 @@ class TransformerConfig:
     tie_embeddings: if True, the embedding table is also the LM head.
     attention_gate: if True, multiply the output of attention by the sigmoid of
       a gate, which is projected together with the query (Qwen3-Next).
+    sinks: if True, each query head has a sink: a learned logit that its softmax
+      counts as one more key, of value 0 (GPT-OSS).
     recurrent: kinds and sizes of recurrent layers. None means that all layers
       have attention.
     global_head_dim: width of one head in layers without a window (Gemma 4).
@@ -219,6 +233,7 @@ class TransformerConfig:
   logit_divisor: float = 1.0
   tie_embeddings: bool = True
   attention_gate: bool = False
+  sinks: bool = False
   recurrent: RecurrentLayers | None = None
   global_head_dim: int | None = None
   global_kv_heads: int | None = None

@@ -55,6 +55,7 @@ _NAMES = (
     ("tie_word_embeddings", "tie_embedding"),
     ("sliding_window_pattern", "_sliding_window_pattern"),
     ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "experts_per_token"),
     ("layer_types", "layers_block_type"),
 )
 _SYNONYMS = {name: names for names in _NAMES for name in names}
@@ -281,13 +282,15 @@ class Keys:
         f"output; {advice}")
 
   def refuse_quantized(self) -> None:
-    """Raises `ValueError` if the weights are quantised."""
+    """Raises `ValueError` for quantised weights, unless they are in MXFP4."""
     # mlx-lm writes both keys with equal values, which do not name the method.
     for name, method in (("quantization", "mlx"), ("quantization_config", "")):
       value = self._given.get(name)
       if isinstance(value, Mapping):
         method = value.get("quant_method") or method
-      if value:
+      if value and method == "mxfp4":
+        self.ignore(name)
+      elif value:
         raise ValueError(
             f"{self.source} has {_short(value)} for {name}, so the weights are "
             f"quantised{f' by {method}' if method else ''}; {NOT_QUANTIZED}")

@@ -34,12 +34,12 @@ _BUDGET = 4 * 2**20  # bytes of a block of gate, up and down in on-chip memory
 
 
 def mixed(x: jax.Array, chosen: jax.Array, weights: jax.Array,
-          gate_up: jax.Array, down: jax.Array, *,
-          activation: Callable[[jax.Array], jax.Array],
+          gate_up: jax.Array, down: jax.Array, bias: jax.Array | None = None, *,
+          gated: Callable[[jax.Array, jax.Array], jax.Array],
           differentiable: bool = False) -> jax.Array:
   """Returns the weighted sum `[T, D]` float32 of the chosen experts' outputs.
 
-  The output of an expert is down(activation(gate(x)) * up(x)). If the experts
+  The output of an expert is down(gated(gate(x), up(x))). If the experts
   are split over a mesh axis, each device computes the outputs of its experts.
 
   Args:
@@ -49,49 +49,51 @@ def mixed(x: jax.Array, chosen: jax.Array, weights: jax.Array,
     gate_up: `[E, D, 2 * F]` kernels, for each expert the columns of the gate
       and then those of the up projection.
     down: `[E, F, D]` kernels.
-    activation: activation of the gate.
+    bias: `[E, 2 * F]` biases of `gate_up`, or None.
+    gated: function of the gate and the up projection.
     differentiable: if True, the result can be differentiated. On a CPU and a
       GPU, such a pass reads all experts.
   """
-  of = functools.partial(_on_device, activation=activation,
+  of = functools.partial(_on_device, gated=gated,
                          differentiable=differentiable)
   mesh = jax.typeof(gate_up).sharding.mesh
   if mesh.size <= 1 or mesh.manual_axes:  # in a `shard_map` arrays are local
-    return of(x, chosen, weights, gate_up, down)
+    return of(x, chosen, weights, gate_up, down, bias)
   axis = next((name for name in mesh.axis_names
                if name != "data" and mesh.shape[name] > 1), None)
 
-  def local(x, chosen, weights, gate_up, down):
+  def local(x, chosen, weights, gate_up, down, bias):
     if axis is None:
-      return of(x, chosen, weights, gate_up, down)
+      return of(x, chosen, weights, gate_up, down, bias)
     # Experts of other devices have ids outside of [0, E).
     chosen = chosen - jax.lax.axis_index(axis) * len(gate_up)
-    return jax.lax.psum(of(x, chosen, weights, gate_up, down), axis)
+    return jax.lax.psum(of(x, chosen, weights, gate_up, down, bias), axis)
 
   rows = "data" if len(x) % mesh.shape.get("data", len(x) + 1) == 0 else None
   rows, split = PartitionSpec(rows), PartitionSpec(axis)
-  return jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3 + (split,) * 2,
+  return jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3 + (split,) * 3,
                        out_specs=rows, check_vma=False)(
-                           x, chosen, weights, gate_up, down)
+                           x, chosen, weights, gate_up, down, bias)
 
 
-def _on_device(*operands, activation, differentiable):
+def _on_device(*operands, gated, differentiable):
   """Computes `mixed` on one device. Ids outside of [0, E) add nothing."""
-  x, chosen, _, _, down = operands
+  x, chosen, _, _, down, bias = operands
   few = len(x) <= _FEW_TOKENS and x.dtype in (jnp.float32, jnp.bfloat16) and (
       not any(size % _LANES for size in down.shape[1:]))
   by = lambda function, **options: functools.partial(
-      function, activation, **options)
+      function, gated, **options)
   return jax.lax.platform_dependent(
       *operands, cpu=by(_loop, every=differentiable),
-      tpu=by(_kernel if few and not differentiable else _grouped),
+      tpu=by(_grouped) if differentiable or not few or bias is not None else (
+          lambda *operands: _kernel(gated, *operands[:5])),
       default=by(_pairs) if chosen.size <= _FEW_PAIRS and not differentiable
       else by(_loop, every=True))
 
 
-def _gated(activation, x, both):
-  gate, up = jnp.split(both, 2, axis=-1)
-  return (activation(gate) * up).astype(x.dtype)
+def _gated(gated, x, both, bias):
+  both = both if bias is None else both + bias
+  return gated(*jnp.split(both, 2, axis=-1)).astype(x.dtype)
 
 
 def _in_order(chosen, weights, count):
@@ -104,7 +106,7 @@ def _in_order(chosen, weights, count):
           jnp.sum(used, dtype=jnp.int32))
 
 
-def _loop(activation, x, chosen, weights, gate_up, down, *, every):
+def _loop(gated, x, chosen, weights, gate_up, down, bias=None, *, every):
   """Multiplies each chosen expert (or every expert) with all tokens."""
   weights, order, used = _in_order(chosen, weights, len(gate_up))
 
@@ -112,14 +114,15 @@ def _loop(activation, x, chosen, weights, gate_up, down, *, every):
     expert = order[i]
     of = lambda kernels: jax.lax.dynamic_index_in_dim(
         kernels, expert, keepdims=False)
-    out = _product(_gated(activation, x, _product(x, of(gate_up))), of(down))
+    out = _product(_gated(gated, x, _product(x, of(gate_up)), jax.tree.map(
+        of, bias)), of(down))
     return total + out * weights[:, expert, None]
 
   return jax.lax.fori_loop(0, len(gate_up) if every else used, add,
                            jnp.zeros(x.shape, _wide(x)))
 
 
-def _grouped(activation, x, chosen, weights, gate_up, down):
+def _grouped(gated, x, chosen, weights, gate_up, down, bias=None):
   """Multiplies tokens, sorted by expert, with the kernels of their expert."""
   count, (tokens, some) = len(gate_up), chosen.shape
   inside = (chosen >= 0) & (chosen < count)
@@ -129,26 +132,29 @@ def _grouped(activation, x, chosen, weights, gate_up, down):
   grouped = lambda rows, kernels: jax.lax.ragged_dot(
       rows, kernels, sizes, preferred_element_type=_wide(x))
   rows = x[order // some]
-  out = grouped(_gated(activation, x, grouped(rows, gate_up)), down)
+  if bias is not None:
+    bias = bias[jnp.minimum(flat[order], count - 1)]
+  out = grouped(_gated(gated, x, grouped(rows, gate_up), bias), down)
   # Rows of no group are not written.
   out = jnp.where((flat < count)[order, None], out, 0)
   back = out[jnp.argsort(order)].reshape(tokens, some, -1)
   return jnp.sum(back * weights[..., None], axis=1)
 
 
-def _pairs(activation, x, chosen, weights, gate_up, down):
+def _pairs(gated, x, chosen, weights, gate_up, down, bias=None):
   """Multiplies each token with the kernels of each of its experts."""
   inside = (chosen >= 0) & (chosen < len(gate_up))
   expert = jnp.where(inside, chosen, 0).reshape(-1)
   of = jax.vmap(lambda row, i, kernels: _product(row, kernels[i]),
                 in_axes=(0, 0, None))
   rows = jnp.repeat(x, chosen.shape[1], axis=0)
-  out = of(_gated(activation, x, of(rows, expert, gate_up)), expert, down)
+  out = of(_gated(gated, x, of(rows, expert, gate_up), None if bias is None
+                  else bias[expert]), expert, down)
   return jnp.sum(out.reshape(*chosen.shape, -1)
                  * jnp.where(inside, weights, 0)[..., None], axis=1)
 
 
-def _kernel(activation, x, chosen, weights, gate_up, down, *, interpret=False):
+def _kernel(gated, x, chosen, weights, gate_up, down, *, interpret=False):
   """Multiplies each chosen expert with all tokens, in a kernel for TPUs."""
   (count, width, _), inner = gate_up.shape, down.shape[1]
   steps = min(count, chosen.size)
@@ -176,8 +182,8 @@ def _kernel(activation, x, chosen, weights, gate_up, down, *, interpret=False):
 
     @pl.when(i < used[0])
     def _():
-      hidden = (activation(_product(x[...], gate[0]))
-                * _product(x[...], up[0])).astype(x.dtype)
+      hidden = gated(_product(x[...], gate[0]), _product(x[...], up[0])).astype(
+          x.dtype)
       out[...] += _product(hidden, down[0]) * weights[0]
 
   whole = pl.BlockSpec(x.shape, lambda i, j, *_: (0, 0))

@@ -161,7 +161,7 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
       layer_norm_epsilon=c.norm_epsilon,
       hidden_act=activation, hidden_activation=activation,
       activation_function=activation,
-      attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias,
+      attention_bias=c.qkv_bias, qkv_bias=c.qkv_bias, mlp_bias=c.mlp_bias,
       use_parallel_residual=c.parallel_residual,
       scale_attn_weights=c.query_scale is None,
       query_pre_attn_scalar=round((c.query_scale or c.head_dim**-0.5) ** -2),
@@ -196,9 +196,10 @@ def _keys(c: TransformerConfig) -> dict[str, Any]:
         moe_intermediate_size=e.width, norm_topk_prob=e.normalise,
         mlp_only_layers=list(e.dense_layers),
         first_k_dense_replace=len(e.dense_layers),
-        routed_scaling_factor=e.scale,
+        routed_scaling_factor=e.scale, swiglu_limit=e.limit,
         n_shared_experts=e.shared_width // e.width,
-        shared_intermediate_size=e.shared_width)
+        shared_intermediate_size=e.shared_width,
+        shared_expert_intermediate_size=e.shared_width)
   if c.value_norm:
     head_dim, full = c.global_head_dim or c.head_dim, dict(
         scaling or {"rope_type": "default"}, rope_theta=c.rope_theta)

@@ -129,7 +129,7 @@ class FeatureConfig(TransformerConfig):
 
   def _check_parts(self) -> None:
     others = ("features", "lookahead", "learned_positions", "experts",
-              "unrotated")
+              "unrotated", "sinks")
     if self.one_layer and self.layers != 1 or any(
         getattr(self, name) for name in others):
       values = ", ".join(f"{x} {getattr(self, x)}" for x in others)

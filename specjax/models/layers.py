@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -316,8 +317,8 @@ class Attention(nn.Module):
     # Training uses other objects with `append` and `attend`.
     fused = (isinstance(cache, Cache) and cache.is_fused(x) and not c.qk_norm
              and c.query_scale is None and adapted is None
-             and not c.attention_gate and tables.query_factor is None
-             and keys == 2 and not c.value_norm
+             and not c.attention_gate and not c.sinks
+             and tables.query_factor is None and keys == 2 and not c.value_norm
              and not self.is_mutable_collection("intermediates"))
     qkv = Linear((kv_heads, queries + keys, head_dim), c.qkv_bias,
                  in_parts=fused, name="qkv")(x, adapted)
@@ -328,6 +329,9 @@ class Attention(nn.Module):
     # uses.
     options = {name: value for name, value in
                (("window", window), ("softcap", c.attention_softcap)) if value}
+    if c.sinks:
+      options["sink_logits"] = parameter(
+          self, "sinks", nn.initializers.zeros, (c.heads,))
     if fused:
       out, cache = cache.attend_new(slot, *qkv, rotation, ancestors, **options)
     else:
@@ -534,6 +538,13 @@ class MLP(nn.Module):
                   in_parts=self.in_parts, name="down")(inner, adapted)
 
 
+def _clipped(limit: float, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """Returns the inner values of an expert of GPT-OSS, see `ExpertConfig`."""
+  gate = jnp.minimum(gate, limit)
+  return gate * jax.nn.sigmoid(1.702 * gate) * (
+      jnp.clip(up, -limit, limit) + 1)
+
+
 class Experts(nn.Module):
   """Mixture of experts, see `ExpertConfig`.
 
@@ -552,11 +563,16 @@ class Experts(nn.Module):
     c, e, width = self.config, self.config.experts_of(self.layer), x.shape[-1]
     kernel = parameter(self, "router", nn.initializers.normal(0.02),
                        (width, e.count))
-    raw = product(x, kernel)
+    zeros = nn.initializers.zeros
+    raw, bias = product(x, kernel), None
+    if e.biases:
+      raw = raw + parameter(self, "router_bias", zeros, (e.count,))
+      bias = parameter(self, "expert_gate_up_bias", zeros,
+                       (e.count, 2 * e.width))
     scores = jax.nn.sigmoid(raw) if e.scores == "sigmoid" else nn.softmax(raw)
     if e.choice_bias:
-      bias = parameter(self, "choice_bias", nn.initializers.zeros, (e.count,))
-      chosen = jax.lax.top_k(scores + bias.astype(scores.dtype), e.chosen)[1]
+      extra = parameter(self, "choice_bias", zeros, (e.count,))
+      chosen = jax.lax.top_k(scores + extra.astype(scores.dtype), e.chosen)[1]
       weights = jnp.take_along_axis(scores, chosen, axis=-1)
     else:
       weights, chosen = jax.lax.top_k(scores, e.chosen)
@@ -569,12 +585,24 @@ class Experts(nn.Module):
         parameter(self, "expert_gate_up", nn.initializers.normal(0.02),
                   (e.count, width, 2 * e.width)),
         parameter(self, "expert_down", nn.initializers.normal(
-            0.02 * (2 * c.layers) ** -0.5), (e.count, e.width, width)),
-        activation=_ACTIVATIONS[c.activation],
+            0.02 * (2 * c.layers) ** -0.5), (e.count, e.width, width)), bias,
+        gated=functools.partial(_clipped, e.limit) if e.limit else (
+            lambda gate, up: _ACTIVATIONS[c.activation](gate) * up),
         differentiable=not self.cached).reshape(x.shape)
+    if e.biases:
+      more = parameter(self, "expert_down_bias", zeros, (e.count, width))
+      out = out + jnp.sum(
+          more[chosen] * (weights * e.scale)[..., None], axis=-2)
     if e.shared_width:
-      out = out + MLP(c, width=e.shared_width, name="shared")(x)
+      shared = MLP(c, width=e.shared_width, name="shared")(x)
+      if e.shared_gate:
+        gate = parameter(self, "shared_gate", nn.initializers.normal(0.02),
+                         (width, 1))
+        shared = shared * jax.nn.sigmoid(product(x, gate))
+      out = out + shared
     return Parts(out[None], None) if self.in_parts else out.astype(x.dtype)
+
+
 class LayerEnd(nn.Module):
   """Last operations of a layer of Gemma 4 on the residual stream.
 

@@ -22,9 +22,12 @@ from specjax.models.architectures import ARCHITECTURES
 from specjax.models.architectures import without_idle_windows
 from specjax.models.checkpoint import load_model
 from specjax.models.configuration_keys import Keys
+from specjax.models.safetensors_files import dequantised
 from specjax.models.safetensors_files import float_dtype
 from specjax.models.safetensors_files import StoredTensor
 from specjax.models.tensor_layouts import Table
+from specjax.models.tensor_names import EXPERTS
+from specjax.models.tensor_names import FUSED_EXPERTS
 from specjax.models.transformer import default_dtype
 from specjax.models.transformer import Transformer
 from specjax.models.weights import fill
@@ -59,7 +62,8 @@ _NEUTRAL = dict.fromkeys(("num_beams", "typical_p", "guidance_scale",
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Models with images, whose text_config describes their language model.
 _WITH_TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text",
-              "mistral3": None, "qwen3_5": "qwen3_5_text"}
+              "mistral3": None, "qwen3_5": "qwen3_5_text",
+              "qwen3_5_moe": "qwen3_5_moe_text"}
 # Tensors of their image encoders. They are skipped, because only the language
 # model is loaded.
 _WITH_IMAGES = re.compile(
@@ -257,7 +261,7 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
   if "model_type" not in config and "mlp_width" in config:
     return Pretrained(*load_model(directory, dtype), tokenizer, None)
   Keys(config, str(config_path)).refuse_quantized()
-  tensors = model_files.open_directory(directory)
+  tensors = dequantised(model_files.open_directory(directory))
   text, model_type, outer, place = config, config.get("model_type"), None, ""
   if isinstance(model_type, str) and model_type in _WITH_TEXT and isinstance(
       config.get("text_config"), dict):
@@ -283,8 +287,12 @@ def _from_directory(directory: pathlib.Path, dtype: np.dtype,
     [embedding] = architecture.names["embedding"].names
     _check_copy(directory, tensors.pop(f"{head}.weight"),
                 tensors.get(f"{embedding}.weight"))
-  params = _params(model, architecture.names, tensors, dtype, source,
-                   architecture)
+  names = architecture.names
+  expert = "mlp_{i}.expert_gate_up"
+  if names.get(expert) == EXPERTS[expert] and any(
+      name.endswith(".mlp.experts.gate_up_proj") for name in tensors):
+    names = {**names, **FUSED_EXPERTS}
+  params = _params(model, names, tensors, dtype, source, architecture)
   return Pretrained(model, params, tokenizer, _generation(
       directory, text, model.vocab_size))
 

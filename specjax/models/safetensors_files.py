@@ -31,6 +31,10 @@ DTYPES = {
     "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }
 
+# The numbers of a 4-bit float: a sign, two bits of exponent, one of mantissa.
+_FP4 = np.float32([0, .5, 1, 1.5, 2, 3, 4, 6])
+_FP4 = np.concatenate([_FP4, -_FP4])
+
 
 class Rows(Protocol):
   """Interface of arrays in a file. A slice along the first axis is read."""
@@ -107,6 +111,56 @@ def open_safetensors(path: pathlib.Path) -> dict[str, StoredTensor]:
         shape, dtype, functools.partial(file.get_slice, name)
         if math.prod(shape) else functools.partial(np.zeros, shape, dtype))
   return tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mxfp4:
+  """Matrices `[in, out]` in MXFP4. A slice of them is dequantised when read.
+
+  Attributes:
+    blocks: `[E, out, in / 32, 16]` uint8, two numbers per byte, of which the
+      first has the lower bits.
+    scales: `[E, out, in / 32]` uint8, exponents of 2 plus 127.
+  """
+
+  blocks: Rows
+  scales: Rows
+
+  def __getitem__(self, rows: slice) -> np.ndarray:
+    codes = self.blocks[rows]
+    numbers = _FP4[np.stack([codes & 15, codes >> 4], axis=-1)]
+    exponents = self.scales[rows].astype(np.int32) - 127
+    return np.ldexp(numbers, exponents[..., None, None]).reshape(
+        *codes.shape[:2], -1).swapaxes(1, 2)
+
+
+def dequantised(tensors: Mapping[str, StoredTensor]
+                ) -> dict[str, StoredTensor]:
+  """Returns the tensors with those in MXFP4 as float32 `[E, in, out]`.
+
+  MXFP4 stores two tensors (OCP Microscaling Formats 1.0; GPT-OSS), whose names
+  end in "_blocks" and "_scales".
+
+  Raises:
+    ValueError: the shapes of two such tensors do not match.
+  """
+  result = dict(tensors)
+  for name, blocks in tensors.items():
+    base = name.removesuffix("_blocks")
+    scales = tensors.get(f"{base}_scales")
+    if base == name or scales is None:
+      continue
+    if blocks.shape != (*scales.shape, 16) or len(scales.shape) != 3:
+      raise ValueError(f"{name} is {blocks.shape} and its scales "
+                       f"{scales.shape}; MXFP4 needs 16 bytes for each scale "
+                       "of three axes: download the file again")
+    count, outputs, groups = scales.shape
+    del result[name], result[f"{base}_scales"]
+    result[base] = StoredTensor(
+        (count, 32 * groups, outputs), np.dtype(np.float32),
+        lambda blocks=blocks, scales=scales: _Mxfp4(
+            blocks.load(), scales.load()))
+  return result
 
 
 def float_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:

@@ -221,14 +221,39 @@ def olmoe(keys: Keys) -> Fields:
           normalise=keys.switch("norm_topk_prob", False)))
 
 
-def qwen3_moe(keys: Keys) -> Fields:
+def _qwen_experts(keys: Keys, shared: bool = True) -> Fields:
+  """Returns the field `experts`, or {} if all layers have an ordinary MLP.
+
+  Args:
+    keys: the published configuration.
+    shared: True if the architecture has a shared expert with a gate.
+  """
+  layers = range(keys.size("num_hidden_layers"))
   step = keys.size("decoder_sparse_step", 1)
-  dense = keys.whole_numbers("mlp_only_layers") or ()
-  return qwen3(keys) | dict(experts=_experts(
-      keys, "num_experts", "moe_intermediate_size",
+  only = keys.whole_numbers("mlp_only_layers") or ()
+  dense = tuple(i for i in layers if i in only or (i + 1) % step)
+  if not keys("num_experts") or len(dense) == len(layers):
+    keys.ignore("num_experts_per_tok", "norm_topk_prob",
+                "moe_intermediate_size", "shared_expert_intermediate_size",
+                "output_router_logits", "router_aux_loss_coef")
+    return {}
+  return dict(experts=_experts(
+      keys, "num_experts", "moe_intermediate_size", dense_layers=dense,
       normalise=keys.switch("norm_topk_prob", False),
-      dense_layers=tuple(i for i in range(keys.size("num_hidden_layers"))
-                         if i in dense or (i + 1) % step)))
+      shared_gate=shared, shared_width=int(shared and keys.size(
+          "shared_expert_intermediate_size"))))
+
+
+def qwen2_moe(keys: Keys) -> Fields:
+  if keys.switch("use_sliding_window", False):  # its windows alternate
+    keys.refuse("use_sliding_window", True)
+  return (_sizes(keys) | read_rope(keys) | _upper_windows(keys)
+          | _qwen_experts(keys)
+          | dict(qkv_bias=keys.switch("qkv_bias", True)))
+
+
+def qwen3_moe(keys: Keys) -> Fields:
+  return qwen3(keys) | _qwen_experts(keys, shared=False)
 
 
 def glm4_moe(keys: Keys) -> Fields:
@@ -249,6 +274,21 @@ def glm4_moe(keys: Keys) -> Fields:
               scale=float(keys.number("routed_scaling_factor", 1.0)),
               shared_width=width * int(keys.number("n_shared_experts", 1)),
               dense_layers=tuple(range(dense))))
+
+
+def gpt_oss(keys: Keys) -> Fields:
+  types = [FULL if i % 2 else SLIDING
+           for i in range(keys.size("num_hidden_layers"))]
+  if not (keys("rope_parameters") or keys("rope_scaling")):
+    keys.needs("rope_parameters", None,
+               "an object, because transformers would scale by YaRN without it")
+  if keys("swiglu_alpha", 1.702) != 1.702:
+    keys.refuse("swiglu_alpha", keys("swiglu_alpha"))
+  keys.ignore("initial_context_length")  # a copy in rope_scaling is read
+  return _basic(keys) | layer_windows(keys, types) | dict(
+      sinks=True, experts=_experts(
+          keys, "num_local_experts", "intermediate_size", biases=True,
+          limit=float(keys.number("swiglu_limit", 7.0, positive=True))))
 
 
 def qwen3(keys: Keys) -> Fields:
@@ -330,16 +370,7 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def qwen3_next(keys: Keys) -> Fields:
-  layers = range(keys.size("num_hidden_layers"))
-  dense = keys.whole_numbers("mlp_only_layers") or ()
-  every = keys.size("decoder_sparse_step")
-  if keys("num_experts") and any(
-      i not in dense and (i + 1) % every == 0 for i in layers):
-    keys.refuse("num_experts", keys("num_experts"))
-  keys.ignore("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
-              "shared_expert_intermediate_size", "output_router_logits",
-              "router_aux_loss_coef")
-  return _hybrid(keys)
+  return _hybrid(keys) | _qwen_experts(keys)
 
 
 def _hybrid(keys: Keys) -> Fields:
@@ -367,6 +398,16 @@ def qwen3_5(keys: Keys) -> Fields:
   if keys("mlp_only_layers"):
     keys.refuse("mlp_only_layers", keys("mlp_only_layers"))
   return _hybrid(keys)
+
+
+def qwen3_5_moe(keys: Keys) -> Fields:
+  """Returns the fields of Qwen3.5 with experts in all layers."""
+  for name in ("norm_topk_prob", "decoder_sparse_step"):
+    if keys(name, 1) != 1:  # transformers ignores these keys
+      keys.refuse(name, keys(name))
+  # There is no MLP of this width.
+  keys.trust("intermediate_size", keys.size("moe_intermediate_size"))
+  return qwen3_5(keys) | _qwen_experts(keys)
 
 
 def _norms(keys: Keys) -> Fields:

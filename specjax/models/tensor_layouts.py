@@ -317,6 +317,17 @@ class Batched(Stored):
     return [np.ascontiguousarray(np.swapaxes(x, 1, 2))]
 
 
+class Alternating(Same):
+  """One tensor whose last axis alternates between gate and up projection."""
+
+  def join(self, config, shape, tensors: Iterable[StoredTensor], dtype):
+    x = super().join(config, shape, tensors, dtype)
+    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+  def split(self, config, x):
+    return [np.stack(np.split(x, 2, axis=-1), axis=-1).reshape(x.shape)]
+
+
 class HalvesSwapped(Stored):
   """One matrix `[out, in]` whose inputs are two halves in the other order."""
 

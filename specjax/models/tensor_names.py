@@ -7,6 +7,7 @@ number of the layer. Some Hugging Face files have a prefix (`model.`,
 
 import dataclasses
 
+from specjax.models.tensor_layouts import Alternating
 from specjax.models.tensor_layouts import apart
 from specjax.models.tensor_layouts import Batched
 from specjax.models.tensor_layouts import by_head
@@ -98,10 +99,6 @@ QWEN_3_5 = LLAMA | table({
     "delta_{i}.norm": _DELTA + "norm",
     "delta_{i}.out": _DELTA + "out_proj",
 })
-QWEN_3_NEXT = QWEN_3_5 | table({
-    "delta_{i}.inputs": Stored((
-        _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
-})
 
 
 def _experts(router: str, experts: str, gate: str, up: str, down: str
@@ -124,6 +121,32 @@ EXPERTS = LLAMA | _experts(
             "layers.{i}.mlp.shared_experts.gate_proj",
             "layers.{i}.mlp.shared_experts.up_proj"), gate_apart),
         "mlp_{i}.shared.down": "layers.{i}.mlp.shared_experts.down_proj"})
+_SHARED_EXPERT = "layers.{i}.mlp.shared_expert"
+QWEN_EXPERTS = EXPERTS | table({
+    "mlp_{i}.shared.gate_up": Stored((
+        f"{_SHARED_EXPERT}.gate_proj", f"{_SHARED_EXPERT}.up_proj"),
+                                     gate_apart),
+    "mlp_{i}.shared.down": f"{_SHARED_EXPERT}.down_proj",
+    "mlp_{i}.shared_gate": Stored((f"{_SHARED_EXPERT}_gate",), turned)})
+QWEN_3_5_EXPERTS = QWEN_EXPERTS | QWEN_3_5
+QWEN_3_NEXT = QWEN_3_5_EXPERTS | table({
+    "delta_{i}.inputs": Stored((
+        _DELTA + "in_proj_qkvz", _DELTA + "in_proj_ba"), delta_by_head),
+})
+# The same experts in files that store those of a layer in one tensor.
+FUSED_EXPERTS = table({
+    "mlp_{i}.expert_gate_up": Batched((
+        "layers.{i}.mlp.experts.gate_up_proj",), ending=""),
+    "mlp_{i}.expert_down": Batched((
+        "layers.{i}.mlp.experts.down_proj",), ending="")})
+GPT_OSS = LLAMA | table({
+    "attention_{i}.sinks": Same(("layers.{i}.self_attn.sinks",), ending=""),
+    "mlp_{i}.router": "layers.{i}.mlp.router",
+    "mlp_{i}.router_bias": "layers.{i}.mlp.router",
+    **{f"mlp_{{i}}.expert_{part}{rest}": layout((
+        f"layers.{{i}}.mlp.experts.{part}_proj{rest}",), ending="")
+       for part, layout in (("gate_up", Alternating), ("down", Same))
+       for rest in ("", "_bias")}})
 _SHARED = Stored(("layers.{i}.shared_mlp.input_linear",), gate_stacked)
 GRANITE_EXPERTS = LLAMA | table({
     "mlp_{i}.router": "layers.{i}.block_sparse_moe.router.layer",

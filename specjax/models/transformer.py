@@ -37,11 +37,13 @@ _SPLITS = {
     "qkv of few heads": (True, False, False, False), "out": (True, False),
     "gate_up": (False, False, True), "up": (False, True),
     "down": (True, False), "layer_embedding": (True, False),
+    "expert_gate_up_bias": (True, False),
     "expert_gate_up": (True, False, False), "expert_down": (True, False, False),
 }
 # Small parameters, which every device stores completely.
 _REPLICATED = ("scale", "bias", "positions", "lookahead", "adapter_in",
-               "adapter_out", "router", "choice_bias", "factor")
+               "adapter_out", "router", "choice_bias", "shared_gate",
+               "factor", "sinks", "router_bias", "expert_down_bias")
 
 
 class TransformerModule(nn.Module):

@@ -10,7 +10,9 @@ change the logits: a test of it could not fail.
 """
 
 import importlib.util
+import json
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -59,7 +61,15 @@ _DELTA = _SIZES | dict(
     num_hidden_layers=4, linear_conv_kernel_dim=4, linear_key_head_dim=4,
     linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4,
     partial_rotary_factor=0.5)
+_GATED = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12,
+              shared_expert_intermediate_size=8)
 _HALF = _PLAIN | dict(partial_rotary_factor=0.5)
+
+
+_GPT_OSS = _LOCAL_EXPERTS | dict(
+    hidden_size=32, intermediate_size=32, num_local_experts=4,
+    sliding_window=5, swiglu_limit=1.0, rope_parameters=_YARN | dict(
+        truncate=False))
 
 
 def _two_ropes(theta=20.0, **full):
@@ -183,6 +193,13 @@ CASES = {
                 dict(rope_parameters=_PLAIN | dict(mrope_section=[1, 1, 0]),
                      partial_rotary_factor=1.0)],
                 dict(drafts=True)),
+    "qwen3_next_moe": ("Qwen3Next", _DELTA | _GATED | dict(
+        rope_parameters=_HALF, mlp_only_layers=[1]), [
+            dict(norm_topk_prob=False)], {}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _DELTA | _GATED | dict(
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters=_HALF), [dict(num_experts_per_tok=1)],
+                    dict(fused=True)),
     "olmo2": ("Olmo2", _SIZES | dict(hidden_size=32), [], {}),
     "olmo3": ("Olmo3", _SIZES | dict(
         hidden_size=32, num_hidden_layers=3, sliding_window=5,
@@ -209,9 +226,16 @@ CASES = {
     "mixtral": ("Mixtral", _LOCAL_EXPERTS, [dict(num_experts_per_tok=1)], {}),
     "olmoe": ("Olmoe", _EXPERTS | dict(hidden_size=32), [
         dict(norm_topk_prob=True)], {}),
+    "qwen2_moe": ("Qwen2Moe", _SIZES | _GATED | dict(
+        hidden_size=32, num_hidden_layers=3, mlp_only_layers=[1]), [
+            dict(norm_topk_prob=True)], {}),
     "qwen3_moe": ("Qwen3Moe", _EXPERTS | dict(
         num_hidden_layers=3, mlp_only_layers=[1], moe_intermediate_size=12,
         norm_topk_prob=True), [dict(norm_topk_prob=False)], {}),
+    "gpt_oss": ("GptOss", _GPT_OSS, [
+        dict(swiglu_limit=7.0), dict(sliding_window=64), dict(
+            rope_parameters=_YARN)], dict(dtype=torch.bfloat16)),
+    "gpt_oss_mxfp4": ("GptOss", _GPT_OSS, [], dict(mxfp4=True)),
     "granite_moe": ("GraniteMoe", _LOCAL_EXPERTS | _GRANITE, [
         dict(residual_multiplier=1.0)], {}),
     "granite_shared": ("GraniteMoeShared", _LOCAL_EXPERTS | _GRANITE | dict(
@@ -317,14 +341,80 @@ def _module(directory, model, tokens):
   return dict(drafted=model.lm_head(module["norm"](x))[0].numpy())
 
 
+def _fuse(directory):
+  """Stores the experts of a layer in one tensor, as published Qwen3.5 files."""
+  from safetensors.torch import load_file
+  from safetensors.torch import save_file
+  path, found = directory / "model.safetensors", {}
+  for name, x in load_file(path).items():
+    match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
+    if match:
+      found.setdefault(match[1], {})[match[3], int(match[2])] = x
+    else:
+      found[name] = x
+  for layer in [name for name in found if name.endswith(".experts.")]:
+    parts = found.pop(layer)
+    gate, up, down = (
+        torch.stack([parts[name, i] for i in range(len(parts) // 3)])
+        for name in ("gate_proj", "up_proj", "down_proj"))
+    found[f"{layer}gate_up_proj"] = torch.cat([gate, up], dim=1)
+    found[f"{layer}down_proj"] = down
+  save_file(found, path, metadata=dict(format="pt"))
+
+
+@torch.no_grad()
+def _pack(model):
+  """Rounds the experts to MXFP4, and returns their packed tensors by name.
+
+  32 inputs of an output share a power of 2, of which the largest number has
+  4 to 7 times as much; a number is the nearest of 16 (`FP4_VALUES`). Two of
+  them share a byte, the first in the lower bits. What the numbers are is left
+  to transformers.
+  """
+  from transformers.integrations import mxfp4
+  values, packed = torch.tensor(mxfp4.FP4_VALUES), {}
+  for name, x in model.named_parameters():
+    if x.ndim < 3:
+      continue
+    groups = x.transpose(1, 2).reshape(len(x), x.shape[2], -1, 32)
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    codes = (groups / 2**exponents[..., None])[..., None].sub(
+        values).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    scales = (exponents + 127).to(torch.uint8)
+    x.copy_(mxfp4.convert_moe_packed_tensors(
+        blocks, scales, dtype=torch.float32))
+    packed[name] = {"_blocks": blocks, "_scales": scales}
+  return packed
+
+
+def _write_packed(directory, packed):
+  """Stores the experts packed, as in published files of GPT-OSS."""
+  from safetensors.torch import load_file
+  from safetensors.torch import save_file
+  tensors = load_file(directory / "model.safetensors")
+  for name, parts in packed.items():
+    del tensors[name]
+    tensors |= {name + end: x for end, x in parts.items()}
+  save_file(tensors, directory / "model.safetensors",
+            metadata=dict(format="pt"))
+  config = json.loads((directory / "config.json").read_text())
+  config["quantization_config"] = dict(
+      quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+  (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def _record(name, kind, settings, without, how):
   directory = _HERE / name
   shutil.rmtree(directory, ignore_errors=True)
   for seed in range(100):
     drawn = _model(kind, settings)
     _randomise(drawn, seed)
+    packed = _pack(drawn) if how.get("mxfp4") else {}
     drawn.to(how.get("dtype", torch.float16)).save_pretrained(
         directory, max_shard_size=how.get("max_shard_size", "1GB"))
+    if how.get("fused"):
+      _fuse(directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager")
     prompt = np.random.default_rng(seed).integers(2, 48, how.get("prompt", 20))
@@ -335,6 +425,8 @@ def _record(name, kind, settings, without, how):
   else:
     raise AssertionError(f"{name}: no text has clear tokens alone")
   (directory / "generation_config.json").unlink(missing_ok=True)
+  if packed:
+    _write_packed(directory, packed)
   logits = _logits(model, tokens)
   scale = np.abs(logits).max()
   for changed in without:

@@ -23,6 +23,7 @@ from specjax.models import model_files
 from specjax.models.configuration import ExpertConfig
 
 _E, _D, _F = 5, 128, 256
+_gated = lambda gate, up: jax.nn.silu(gate) * up
 _FORMS = {
     "loop": functools.partial(experts._loop, every=False),
     "loop over all": functools.partial(experts._loop, every=True),
@@ -40,12 +41,13 @@ def _inputs(tokens, some=2, outside=0):
           jnp.abs(draw(tokens, some)), draw(_E, _D, 2 * _F), draw(_E, _F, _D))
 
 
-def _expected(x, chosen, weights, gate_up, down):
+def _expected(x, chosen, weights, gate_up, down, bias=(0,) * _E):
   out = np.zeros(x.shape)
   for t, i in np.ndindex(*chosen.shape):
     e = int(chosen[t, i])
     if 0 <= e < _E:
-      gate, up = np.split(np.float64(x[t]) @ np.float64(gate_up[e]), 2)
+      gate, up = np.split(np.float64(x[t]) @ np.float64(gate_up[e]) + bias[e],
+                          2)
       out[t] += weights[t, i] * (
           gate / (1 + np.exp(-gate)) * up @ np.float64(down[e]))
   return out
@@ -58,15 +60,20 @@ def test_all_forms_compute_the_same(form):
   for tokens, some, outside in (7, 2, 0), (1, 3, 0), (6, 2, 3):
     inputs = _inputs(tokens, some, outside)
     np.testing.assert_allclose(
-        jax.jit(functools.partial(_FORMS[form], jax.nn.silu))(*inputs),
+        jax.jit(functools.partial(_FORMS[form], _gated))(*inputs),
         _expected(*inputs), atol=1e-5)
+    if form != "kernel":
+      inputs += (jnp.arange(2.0 * _E * _F).reshape(_E, -1) % 7 / 8,)
+      np.testing.assert_allclose(
+          jax.jit(functools.partial(_FORMS[form], _gated))(*inputs),
+          _expected(*inputs), atol=1e-5)
 
 
 def test_no_expert_of_this_device_is_chosen():
   # Broken: an expert that nobody chose is added, or the division of nothing.
   x, chosen, *others = _inputs(3)
   for form in _FORMS.values():
-    out = form(jax.nn.silu, x, chosen + _E, *others)
+    out = form(_gated, x, chosen + _E, *others)
     np.testing.assert_array_equal(out, np.zeros(x.shape))
 
 
@@ -82,7 +89,7 @@ def test_training_differentiates_the_products():
     return jnp.sum(own * weights[..., None])
 
   mixed = lambda x, *others: jnp.sum(experts.mixed(
-      x, chosen, *others, activation=jax.nn.silu, differentiable=True))
+      x, chosen, *others, gated=_gated, differentiable=True))
   for found, wanted in zip(*(jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(
       x, *others) for f in (mixed, dense))):
     np.testing.assert_allclose(found, wanted, atol=1e-4)
@@ -177,7 +184,9 @@ def test_fewer_nodes_pay_on_a_target_with_experts():
 
 @pytest.mark.parametrize("options,words", [
     (dict(chosen=9), "chosen is 9 and count 4"),
-    (dict(scores="relu"), "scores is 'relu'"), (dict(width=0), "width is 0")])
+    (dict(scores="relu"), "scores is 'relu'"),
+    (dict(shared_gate=True), "shared_gate=False"),
+    (dict(width=0), "width is 0")])
 def test_bad_experts(options, words):
   with pytest.raises(ValueError, match=words):
     ExpertConfig(**dict(count=4, chosen=2, width=8) | options)

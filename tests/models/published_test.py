@@ -30,11 +30,11 @@ from specjax.models import safetensors_files
 # One of each.
 _ARCHITECTURES = ["gemma", "gemma2", "gemma3", "gemma4", "gpt2", "gpt_neox",
                   "lfm2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
-                  "qwen3_5", "qwen3_next"]
-_RECURRENT = ("lfm2", "qwen3_5", "qwen3_next")
+                  "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_next_moe"]
+_RECURRENT = ("lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_next_moe")
 _DENSE = ["granite", "granite_dense", "ministral3", "olmo3", "smollm3"]
-_EXPERTS = ["glm4_moe", "granite_moe", "granite_shared", "mixtral", "olmoe",
-            "qwen3_moe"]
+_EXPERTS = ["glm4_moe", "gpt_oss", "granite_moe", "granite_shared", "mixtral",
+            "olmoe", "qwen2_moe", "qwen3_moe"]
 _DEPTH = 6  # of the trees; a window of the recorded models is 5
 
 
@@ -174,6 +174,46 @@ def test_drafts_on_layers_of_several_kinds_leave_the_text(name, parents):
   assert (np.asarray(out.stats.accepted) >= 4).all()
 
 
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("cache,tolerance", [
+    (sj.caches.Streaming(sinks=0, window=64), 1e-4),
+    (sj.caches.Paged(page=16), 1e-4),
+    (sj.caches.QuantizedKV(bits=8), 0.1)])
+def test_sinks_in_every_cache(cache, tolerance):
+  # Broken: a cache leaves out the sinks, or counts them once for the slots and
+  # once for the block.
+  found, expected = loaded("gpt_oss"), expected_of("gpt_oss")
+  model = dataclasses.replace(found.model, cache=cache)
+  text = expected["tokens"]
+  start = len(text) // 2
+
+  @jax.jit
+  def halves(params, first, second):
+    cache = model.init_cache(params, 1, 64)
+    out = model(params, first, *_chain(start), cache)
+    cache = out.cache.rollback(jnp.array([start]))
+    return model(params, second, *_chain(len(text) - start), cache).logits[0]
+
+  logits = expected["logits"][start:]
+  np.testing.assert_allclose(
+      halves(found.params, text[None, :start], text[None, start:]), logits,
+      rtol=0, atol=tolerance * np.abs(logits).max())
+
+
+def test_mxfp4_of_two_shapes(tmp_path):
+  # Broken: scales of another tensor are read.
+  from safetensors.numpy import load_file
+  from safetensors.numpy import save_file
+  source = GOLDEN / "gpt_oss_mxfp4"
+  tensors = load_file(source / "model.safetensors")
+  name = "model.layers.0.mlp.experts.down_proj_scales"
+  tensors[name] = tensors[name][:, :-1]
+  save_file(tensors, tmp_path / "model.safetensors")
+  (tmp_path / "config.json").write_text((source / "config.json").read_text())
+  with pytest.raises(ValueError, match="down_proj_blocks.*MXFP4 needs 16"):
+    load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_keys"])
 def test_gemma_4_beside_its_encoders(name, tmp_path):
   # Broken: a published Gemma 4 is refused, for its encoders or for keys that
@@ -222,21 +262,21 @@ def test_parts_that_need_equal_layers():
   assert layer.has_uniform_keys and layer.key_shape(0) == (1, 8)
 
 
-def _with_images(directory):
-  """Qwen3.5 as it is published, beside an image encoder."""
+def _with_images(directory, kind="qwen3_5", **more):
+  """Qwen3.5 as it is published, beside an image encoder and `more` tensors."""
   from safetensors.numpy import load_file
   from safetensors.numpy import save_file
-  source = GOLDEN / "qwen3_5"
+  source = GOLDEN / kind
   tensors = load_file(source / "model.safetensors")
   moved = {name.replace("model.", "model.language_model.", 1): x
            for name, x in tensors.items()}
-  save_file(moved | {"model.visual.blocks.0.norm1.weight": np.ones(3)},
+  save_file(moved | more | {"model.visual.blocks.0.norm1.weight": np.ones(3)},
             directory / "model.safetensors")
   text = json.loads((source / "config.json").read_text())
   (directory / "config.json").write_text(json.dumps({
       "architectures": ["Qwen3_5ForConditionalGeneration"],
-      "model_type": "qwen3_5", "image_token_id": 5, "vision_config": {},
-      "tie_word_embeddings": True, "text_config": text}))
+      "model_type": kind, "image_token_id": 5, "vision_config": {},
+      "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}))
   return directory
 
 
@@ -280,6 +320,23 @@ def test_the_module_of_a_hybrid_model_drafts_for_it(images, tmp_path):
       decoder, transform=sj.LogitsTransform()), params, prompts, rounds=2)
 
 
+def test_qwen_3_5_with_experts_beside_its_encoder(tmp_path):
+  # Broken: a published Qwen3.5 with experts is refused for its encoder or its
+  # module, or the module drafts without its experts.
+  directory = _with_images(tmp_path, "qwen3_5_moe", **{
+      "mtp.fc.weight": np.ones((16, 32)), "mtp.layers.0.mlp.experts.down_proj":
+      np.ones((5, 16, 12))})
+  found, wanted = load_pretrained(directory, dtype=jnp.float32), loaded(
+      "qwen3_5_moe")
+  assert found.model == wanted.model
+  params_equal(found.params, wanted.params, rtol=0, atol=0)
+  expected = expected_of("qwen3_5_moe")
+  _near(jax.jit(found.model)(found.params, expected["tokens"][None]).logits[0],
+        expected["logits"])
+  with pytest.raises(ValueError, match="a mixture of experts"):
+    sj.methods.load_drafter(directory, found.model)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TreeOfTwo(testing.OracleDrafter):
   """The oracle's tokens in the last child of every level; the others err."""
@@ -305,7 +362,8 @@ class _TreeOfTwo(testing.OracleDrafter):
 
 
 _GGUF = [name for name in CASES if name not in (
-    "qwen2_windows", "gemma4", "gemma4_keys", *_RECURRENT, *_DENSE, *_EXPERTS)]
+    "qwen2_windows", "gemma4", "gemma4_keys", "gpt_oss_mxfp4",
+    *_RECURRENT, *_DENSE, *_EXPERTS)]
 
 
 @pytest.mark.parametrize("name", _GGUF)
@@ -399,6 +457,8 @@ def test_older_configurations(name):
     ("Phi-3 mini", 4096, {2047}, None),
     ("Phi-4 mini", 4096, set(), "longrope"),
     ("LFM2", 128_000, set(), None), ("Qwen 3.5", 262_144, set(), None),
+    ("Qwen3-Next", 262_144, set(), None),
+    ("GPT-OSS", 131_072, {0, 128}, "yarn"),
     ("OLMo-2", 4096, set(), None)])
 def test_keys_that_published_configurations_have(name, context, windows, kind):
   # Broken: a harmless key of a real model is refused, or one that counts is
@@ -411,7 +471,8 @@ def test_keys_that_published_configurations_have(name, context, windows, kind):
   assert config.context_length == context
   assert set(config.windows) == windows
   assert (config.rope_scaling and config.rope_scaling.kind) == kind
-  untied = ("Mistral 0.1", "Pythia", "Phi-3 mini", "OLMo-2")
+  untied = ("Mistral 0.1", "Pythia", "Phi-3 mini", "OLMo-2", "Qwen3-Next",
+            "GPT-OSS")
   assert config.tie_embeddings == (name not in untied)
 
 
@@ -445,11 +506,17 @@ def test_keys_that_change_nothing():
     ("gemma4", dict(per_layer_config={"0": {"head_dim": 4}})),
     ("gemma4", dict(altup_num_inputs=4)),
     ("gemma4", dict(num_kv_shared_layers=4)),
-    ("qwen3_next", dict(mlp_only_layers=[0]))])
+    ("gpt_oss", dict(rope_parameters=None)),
+    ("gpt_oss", dict(swiglu_alpha=1.0)),
+    ("gpt_oss", dict(experts_per_token=1)),
+    ("qwen2_moe", dict(use_sliding_window=True)),
+    ("qwen3_5_moe", dict(decoder_sparse_step=2)),
+    ("qwen3_5_moe", dict(mlp_only_layers=[1])),
+    ("qwen3_5_moe", dict(norm_topk_prob=False)),
+    ("qwen3_next_moe", dict(shared_expert_intermediate_size=0))])
 def test_settings_of_layers_that_are_refused(name, changed):
   # Broken: a model with another layer loads, and writes something else.
-  wrong = [*changed, "num_experts"] if name == "qwen3_next" else [
-      *changed, *["shared_layers"] * ("num_kv_shared_layers" in changed)]
+  wrong = [*changed, *["shared_layers"] * ("num_kv_shared_layers" in changed)]
   with pytest.raises(ValueError, match="|".join(wrong)):
     config_of(settings_of(name) | changed)
 

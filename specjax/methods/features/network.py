@@ -101,7 +101,7 @@ class FeatureHeads(FeatureConfig):
                 recurrent=None, unrotated=(), experts=None,
                 global_head_dim=None, global_kv_heads=None, global_values=True,
                 shared_layers=0, wide_shared=False, layer_inputs=0,
-                layer_scales=False)
+                layer_scales=False, sinks=False)
     taps = options.pop("taps", ())
     if isinstance(taps, str):
       taps = [int(name) if name.isdecimal() else name
