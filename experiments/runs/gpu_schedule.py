@@ -44,20 +44,24 @@ _BLOCKS = {
     "dflash2": dict(from_anchor=False, markov="selector", markov_rank=256,
                     conv_kernel=2),
     "lilicorr": dict(from_anchor=False, markov="lilicorr", markov_width=256)}
-# Numbers of layers of the target and of the drafter, as published.
+# Numbers of layers of the target and of the drafter in complete models.
 _LAYERS = {"chain": (32, 16), "tree": (32, 16), "top_p": (32, 16),
-           "medusa": (32, 0), "eagle3": (32, 1), "mtp": (32, 4),
-           "peagle": (32, 4), "pass": (32, 0), "uno": (32, 0),
+           "medusa": (32, 1), "eagle3": (32, 1), "mtp": (32, 4),
+           "pass": (32, 1), "uno": (32, 1),
            **dict.fromkeys(_BLOCKS, (32, 5)), "experts": (48, 28),
            "deltanet": (24, 1), "deltanet_tree": (24, 1)}
 _NAMES = tuple(_LAYERS)
+# Rounds of a network with the target of Llama-3-8B: how often a round reads the
+# network, and the target's LM head for drafts. EAGLE-3 has a head of its own.
+_READ = {"medusa": (1, 1), "eagle3": (4, 0), "mtp": (1, 4), "pass": (0, 0),
+         "uno": (0, 0), **dict.fromkeys(_BLOCKS, (1, 1))}
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
     "rounds", list(_NAMES),
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
     "'medusa' heads with a tree of 16 nodes; 'top_p' is the chain under top-p; "
-    "'eagle3', 'mtp', 'peagle', 'pass' and 'uno' are chains of 4 tokens; "
+    "'eagle3', 'mtp', 'pass' and 'uno' are chains of 4 tokens; "
     "'experts' is the chain with Qwen3-30B-A3B and Qwen3-0.6B; 'deltanet' and "
     "'deltanet_tree' are a chain of 4 tokens and a tree of 5 nodes with "
     "Qwen3.5-0.8B and its own module for drafts; the others are networks that "
@@ -108,7 +112,6 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
     kind, options = {
         "eagle3": (methods.Eagle3Heads, dict(taps=(0, 1))),
         "mtp": (methods.MTPHeads, {}),
-        "peagle": (methods.PEagleHeads, dict(taps=(0, 1), layers=layers[1])),
         "pass": (methods.PaSSEmbeddings, {}),
         "uno": (methods.PaSSEmbeddings, dict(lookahead_rank=128))}[name]
     own = kind.for_target(target, 4, **options)
@@ -169,6 +172,31 @@ def row(name: str, batch: int, counts: Any) -> dict[str, Any]:
   return found
 
 
+def whole(row: dict[str, Any]) -> dict[str, Any]:
+  """Returns the launches and gigabytes of a round of complete models.
+
+  The gigabytes are those of the weights.
+
+  Args:
+    row: result of `row`.
+  """
+  name = row["round"]
+  target, draft = _LAYERS[name]
+  found = {"launches": row["rest"] + target * row["target_layer"]
+           + draft * row["draft_layer_outside"]}
+  if row["draft_layer"]:  # in three steps
+    found["launches"] += 3 * (row["draft_step"] + draft * row["draft_layer"])
+  if name in _READ:
+    size = lambda tree: 2e-9 * sum(x.size for x in jax.tree.leaves(tree))
+    _, params = _decoder(name, _LAYERS[name])
+    networks, heads = _READ[name]
+    read = {k: x for k, x in params["target"].items() if k != "embedding"}
+    found["gigabytes"] = (
+        size(read) + networks * size(params["drafter"])
+        + heads * size(params["target"]["head"]))
+  return found
+
+
 def main():
   batches = common.batch_sizes("--batches", _BATCHES.value)
   for name in _ROUNDS.value:
@@ -180,6 +208,7 @@ def main():
     for batch in batches:
       found.append(row(name, batch, functools.partial(
           _counts, name, batch=batch)))
+      found[-1] |= whole(found[-1])
       print(found[-1], file=sys.stderr, flush=True)
   common.finish(_OUTPUT_DIR.value, "gpu_schedule", {
       "jax": jax.__version__, "rows": found})
