@@ -219,12 +219,17 @@ def _faults(judge: judging.Judge, own: drafters_lib.TrainedHeads,
   """Returns the probable faults of heads, found on text of the target."""
   progress.say("looking for faults of the heads")
   target, prompts = judge.target, judge.read.all[:_PROBED]
+  state = conformance.check_state(
+      judge.decoder("chain", 1.0), judge.params("chain"), prompts)
+  if isinstance(own.heads, sj.methods.AssistantHeads):
+    return conformance.Result(
+        "An assistant reads the target's cache, so it cannot be scored on "
+        "text. Only its state after rejected drafts was tested", state)
   start = conformance.Reading.of(own.heads, own.params, target)
   score = conformance.Scorer(target, _written(target, prompts), start.taps)
   summary, found = conformance.check(
       own.heads, own.params, score, own.recorded)
-  found += conformance.check_state(
-      judge.decoder("chain", 1.0), judge.params("chain"), prompts)
+  found += state
   if tokenizer.chat_template is not None:
     other = _read(tokenizer, not _CHAT.value).all[:_PROBED]
     length, _ = judging.context(judge.candidates)

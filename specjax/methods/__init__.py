@@ -17,6 +17,7 @@ Modules with a leading underscore contain helpers shared by several methods.
 
 from collections.abc import Iterator
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -37,6 +38,7 @@ from specjax.methods import other_vocabularies
 from specjax.methods import self_speculation
 from specjax.methods import stop_rules
 from specjax.methods.features.assistant import AssistantHeads
+from specjax.methods.features.eagle_objective import ASSISTANT
 from specjax.methods.files import save_heads
 from specjax.methods.heads.pass_embeddings import with_lookahead
 from specjax.methods.networks import check_fits
@@ -111,16 +113,19 @@ def by_name(name: str) -> Method:
 
 
 def of(heads: Heads) -> Method:
-  """Returns the first method that trains this class of heads.
+  """Returns the first method with this class of heads.
+
+  Assistants of Gemma 4 are not trained here, so the functions `objective` and
+  `measure` of their method raise `ValueError`.
 
   Raises:
-    ValueError: no method trains heads of this class.
+    ValueError: no method has heads of this class.
   """
-  for method in _each():
+  for method in itertools.chain((ASSISTANT,), _each()):
     if method.heads.kind == heads.kind:
       return method
-  raise ValueError(f"no method trains {type(heads).__name__}; draft with "
-                   "strategies.mtp or strategies.eagle_dynamic")
+  raise ValueError(f"no method has heads of the class {type(heads).__name__}; "
+                   "use a class of specjax.methods")
 
 
 def load_heads(directory: str | os.PathLike[str], target: Transformer,

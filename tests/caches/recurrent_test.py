@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax import methods
 from specjax import testing
 from specjax.caches import recurrent
 from specjax.decoding import prefill
@@ -276,11 +277,24 @@ def test_what_a_state_cannot_do_is_refused():
       target=target, drafter=drafter, verifier=sj.verifiers.Block())
   with pytest.raises(ValueError, match="draft model has recurrent layers"):
     bind(plain, sj.drafters.draft_model(model=model, gamma=2))
-  with pytest.raises(ValueError, match="runs all layers"):
-    bind(model, sj.drafters.NetworkDrafter(
-        network=sj.drafters.EarlyExit(exit=2), shape=sj.drafters.Chain(2)))
-  with pytest.raises(ValueError, match="runs all layers"):
-    bind(model, sj.drafters.Swift(gamma=2, count=1, window=2))
+  network = lambda network: sj.drafters.NetworkDrafter(
+      network=network, shape=sj.drafters.Chain(2))
+  adapter = methods.KangarooAdapter(
+      width=plain.config.width, vocab_size=_VOCAB, exit=2)
+  for drafter in (network(sj.drafters.EarlyExit(exit=2)),
+                  network(sj.drafters.Kangaroo(adapter=adapter)),
+                  sj.drafters.Swift(gamma=2, count=1, window=2)):
+    with pytest.raises(ValueError, match="runs? all layers"):
+      bind(model, drafter)
+  with pytest.raises(ValueError, match="runs? all layers"):
+    sj.models.Shortened.early_exit(model, 2)
+  with pytest.raises(ValueError, match="recurrent layers, and a view selects"):
+    bind(model, sj.drafters.Hierarchy(
+        view=sj.models.cache_views.Recent(), drafter=sj.drafters.Empty(),
+        gamma=2))
+  with pytest.raises(ValueError, match="reads the keys.* without recurrent"):
+    bind(model, network(sj.drafters.Assistant(
+        heads=methods.AssistantHeads.for_target(plain, 2))))
   for cache in (sj.caches.Paged(page=16), sj.caches.QuantizedKV,
                 sj.caches.Streaming()):
     with pytest.raises(ValueError, match="leave out `cache`"):

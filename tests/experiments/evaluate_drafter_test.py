@@ -209,6 +209,20 @@ def test_rows_have_the_results_of_their_size():
   assert (tree["3 nodes"][:4], tree["6 nodes"][:4]) == ("1.50", "2.50")
 
 
+def test_the_oracle_length_ends_where_no_token_is_accepted():
+  # Broken: positions after one whose tokens are all rejected have a share of
+  # drafts of 0 / 0, and not 0.
+  runs = {("f", 1.0, 0, "code", 0, "digest"): {"chain": {
+      "rounds": 2, "expected": [], "survival": [
+          [2, 1, 0, 0], [2, 2, 1, 0], [0, 1, 0, 0], [0, 1.5, 0.5, 0]]}}}
+  with np.errstate(all="raise"):
+    [row] = drafter_evaluation.Results(
+        runs=runs, gammas=[3], temperatures=[1.0], cluster_of=str,
+        rules={"chain": []}, sizes={}, target_calls={"chain": 1},
+        observed={"chain": ["drafted", "overlap", "recall 1"]}).oracle()
+  assert row["length"] == 1 + 0.75 + 0.75 * 0.5
+
+
 def _rules(names):
   return common.verifiers("--verifier", names.split(","))
 

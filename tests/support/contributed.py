@@ -1,5 +1,6 @@
 """The pair that the contributions draft for, and what a contribution is."""
 
+import contextvars
 import dataclasses
 import functools
 from typing import Any
@@ -20,13 +21,44 @@ UNEVEN = (-1, 0, 1, 2, 1, 0, 5, 0)  # depth-first; the first child is deepest
 CHAIN = (-1, 0, 1, 2)
 
 
-@functools.cache
+# Fields of a target of another kind than dense, which `of_kind` selects.
+KINDS = {
+    "experts": dict(experts=dict(
+        count=4, chosen=2, width=16, shared_width=8)),
+    "recurrent target": dict(layers=3, recurrent=RecurrentLayers(
+        kinds=("delta", "conv", "attention"), taps=3, heads=2, key_heads=1,
+        key_dim=4, value_dim=6))}
+_KIND = contextvars.ContextVar("kind", default="dense")
+
+
+def _of_each_kind(make):
+  """Caches the results of `make` for each kind of target."""
+  cached = functools.cache(lambda kind, *args: make(*args))
+  return lambda *args: cached(_KIND.get(), *args)
+
+
+def _drawn(**config):
+  """A target and a drafter of the selected kind."""
+  return testing.tiny_pair(
+      VOCAB, seed=2, **config | KINDS.get(_KIND.get(), {}))
+
+
+@_of_each_kind
 def pair(noise: float = 0.5) -> testing.TinyPair:
-  """A target and a drafter that agree often, but not always."""
-  return testing.tiny_pair(VOCAB, noise=noise, seed=2)
+  """A target and a drafter that agree often, but not always.
+
+  Recurrent models are targets only, so their drafter has attention, and agrees
+  by chance.
+  """
+  found = _drawn(noise=noise)
+  if not found.drafter.config.recurrent:
+    return found
+  other = testing.tiny_pair(VOCAB, noise=noise, seed=2)
+  return found._replace(drafter=other.drafter, params={
+      **found.params, "drafter": other.params["drafter"]})
 
 
-@functools.cache
+@_of_each_kind
 def disturbed(heads):
   """Parameters of untrained heads, each with laws of its own."""
   return untrained.disturbed(heads, pair().params["target"], 0.4)
@@ -86,30 +118,11 @@ class Deeper(sj.models.Transformer):
   """Three layers; a class of its own, for its greedy texts are others."""
 
 
-@functools.cache
+@_of_each_kind
 def deep():
   """A target with layers to leave out, and its parameters."""
-  found = testing.tiny_pair(VOCAB, seed=2, scale=12.0, layers=3)
+  found = _drawn(scale=12.0, layers=3)
   return Deeper(found.target.config), found.params["target"]
-
-
-class Mixture(sj.models.Transformer):
-  """A layer with experts; a class of its own, for its greedy texts are others.
-  """
-
-
-@functools.cache
-def mixture() -> testing.TinyPair:
-  """A target and a drafter with experts, which differ in some of them."""
-  found = testing.tiny_pair(VOCAB, seed=2, experts=dict(
-      count=4, chosen=2, width=16, shared_width=8))
-  return found._replace(**{name: Mixture(found.target.config)
-                           for name in ("target", "drafter")})
-
-
-def on_mixture(drafter, rule):
-  """A drafter of the mixture's own model, or of no model."""
-  return Contributed(drafter, rule, mixture().target, mixture().params)
 
 
 def part_of_target(make, rule, own=lambda target: target):
@@ -123,30 +136,26 @@ class Sharing(sj.models.Transformer):
   """Four layers of Gemma 4, of which two share keys; a class of its own."""
 
 
-@functools.cache
+@_of_each_kind
 def sharing():
   """A target with keys of two shapes, and its parameters."""
-  found = testing.tiny_pair(
-      VOCAB, seed=2, layers=4, windows=(0, 4, 4, 0), local_rope_theta=20.0,
+  found = _drawn(
+      layers=4, windows=(0, 4, 4, 0), local_rope_theta=20.0,
       global_head_dim=12, shared_layers=2, wide_shared=True, value_norm=True,
       layer_inputs=3, layer_scales=True, post_norm=True, qk_norm="head")
   return Sharing(found.target.config), found.params["target"]
 
 
-@functools.cache
-def _hybrid():
-  """Parameters of a target with recurrent layers, and their configuration."""
-  states = RecurrentLayers(
-      kinds=("delta", "conv", "attention"), taps=3, heads=2, key_heads=1,
-      key_dim=4, value_dim=6)
-  model = testing.tiny_pair(VOCAB, seed=2, layers=3, recurrent=states)
-  return model.params["target"], states
+def of_kind(kind, make):
+  """The drafter of `make` for targets of one of `KINDS`, without a controller.
 
-
-def on_states(case: Contributed) -> Contributed:
-  """The same drafter for a target with recurrent layers."""
-  params, states = _hybrid()
-  config = dataclasses.replace(case.model.config, layers=3, recurrent=states)
-  return dataclasses.replace(
-      case, target=sj.models.Transformer(config),
-      params={**case.parameters, "target": params})
+  A controller does not read the target, but its costs are those of the dense
+  one.
+  """
+  token = _KIND.set(kind)
+  try:
+    case = make()
+    return dataclasses.replace(case, target=case.model, params=case.parameters,
+                               controller=None)
+  finally:
+    _KIND.reset(token)

@@ -90,12 +90,11 @@ def modules(heads, shape):
   return NetworkDrafter(network=FeatureModules(heads=heads), shape=shape)
 
 
-def layer(kind, drafter, rule, count=3, drafts=None, controller=None, of=None,
+def layer(kind, drafter, rule, count=3, drafts=None, controller=None,
           **options):
-  of = of or pair()
-  heads = kind.for_target(of.target, count, **options)
+  heads = kind.for_target(pair().target, count, **options)
   target, params = heads.attach(
-      of.target, of.params["target"], disturbed(heads))
+      pair().target, pair().params["target"], disturbed(heads))
   return Contributed(drafter(heads=heads, **(drafts or {})), rule, target,
                      params, controller=controller)
 

@@ -5,11 +5,12 @@ listed as that of the models of a drafter. The last entries of each list are
 examples of docs/extending.md, short and correct.
 """
 
+import dataclasses
+import functools
+
 from contributed import CHAIN
 from contributed import Contributed
-from contributed import mixture
-from contributed import on_mixture
-from contributed import on_states
+from contributed import of_kind
 from contributed import pair
 from contributed import part_of_target
 from contributed import paths
@@ -142,8 +143,13 @@ DRAFTERS = {
     "layers beside the last one": lambda: heads.layer(
         methods.ParallelLayers, heads.modules, sj.verifiers.Block(),
         drafts=dict(shape=Chain(3))),
+    "layers beside the last one, a tree": lambda: heads.layer(
+        methods.ParallelLayers, heads.modules, sj.verifiers.Traversal(),
+        drafts=dict(shape=Tree(UNEVEN))),
     "PaSS as published": lambda: heads.lookahead(
         sj.verifiers.Block(), folded=False),
+    "PaSS, a tree": lambda: heads.lookahead(
+        sj.verifiers.Traversal(), folded=False, parents=UNEVEN),
     "PaSS folded": lambda: heads.lookahead(sj.verifiers.Block(), count=2),
     "UNO folded": lambda: heads.lookahead(
         sj.verifiers.Block(), heads.UNO, count=2),
@@ -228,45 +234,53 @@ DRAFTERS = {
         Best(3, top_k=2, num_nodes=7)),
     "a text of the row": texts.reference,
     "a decoder": compositions.stage,
-    # Its drafts are often rejected, so they are almost free, or the controller
-    # would not draft.
-    "recurrent target, a chain with a controller": lambda: on_states(
-        Contributed(with_model(Chain(3)), sj.verifiers.Block(),
-                    controller=sj.decoding.Controller(
-                        lengths=(0, 1, 3), seconds=(1.0, 1.001, 1.002)))),
-    "recurrent target, a tree": lambda: on_states(
-        DRAFTERS["tree without_replacement"]()),
-    "recurrent target, EAGLE-2's tree of EAGLE-1": lambda: on_states(
-        DRAFTERS["EAGLE-2 tree"]()),
-    "recurrent target, EAGLE-3": lambda: on_states(
-        DRAFTERS["EAGLE-3 chain with a stop rule"]()),
-    "recurrent target, one module used again": lambda: on_states(
-        DRAFTERS["MTP, one module used again"]()),
-    "recurrent target, Medusa": lambda: on_states(
-        DRAFTERS["Medusa without_replacement"]()),
-    "recurrent target, NGram": lambda: on_states(DRAFTERS["NGram"]()),
     "your cache": lambda: with_cache(examples.SlotCache),
     "Paged": lambda: with_cache(sj.caches.Paged(page=16)),
-    "experts, a tree of a language model": lambda: on_mixture(
-        NetworkDrafter(network=sj.drafters.LanguageModel(
-            model=mixture().drafter),
-                       shape=Tree(UNEVEN)), sj.verifiers.Traversal()),
-    "experts, a chain": lambda: on_mixture(
-        NetworkDrafter(network=sj.drafters.LanguageModel(
-            model=mixture().drafter),
-                       shape=Chain(3)), sj.verifiers.Block()),
-    "experts, n-grams": lambda: on_mixture(
-        NGram(gamma=3, vocab_size=VOCAB), sj.verifiers.Block()),
-    "experts, EAGLE-3": lambda: heads.layer(
-        methods.Eagle3Heads, heads.reused, sj.verifiers.Block(),
-        taps=(0, 1, "final"), drafts=dict(shape=Chain(3)), of=mixture()),
-    "experts, MTP modules": lambda: heads.layer(
-        methods.MTPHeads, heads.modules, sj.verifiers.Block(),
-        drafts=dict(shape=Chain(3)), of=mixture()),
     "your drafter and rule": lambda: Contributed(
         examples.Repeat(vocab_size=VOCAB), examples.FirstToken()),
     "your model": examples.bigram,
+    # Its drafts are often rejected, so they are almost free, or the controller
+    # would not draft.
+    "recurrent target, chain with a controller": lambda: dataclasses.replace(
+        of_kind("recurrent target", DRAFTERS["chain"]),
+        controller=sj.decoding.Controller(
+            lengths=(0, 1, 3), seconds=(1.0, 1.001, 1.002))),
 }
+
+# Every network in a chain and in a tree, and each form of a block's
+# dependencies, for all kinds of targets.
+_NETWORKS = (
+    "chain", "tree without_replacement", "Medusa sampled chain",
+    "Medusa without_replacement",
+    "Hydra chain with a stop rule and a controller",
+    "Hydra without_replacement", "Blockwise with a controller",
+    "EAGLE-1 chain with a controller", "EAGLE-2 tree",
+    "EAGLE-3 chain with a stop rule", "EAGLE-3 tree of few tokens",
+    "P-EAGLE chain with a stop rule and a controller",
+    "P-EAGLE tree of few tokens",
+    "MTP modules with a stop rule and a controller", "MTP modules, a tree",
+    "MTP, one module used again", "layers beside the last one",
+    "layers beside the last one, a tree", "PaSS as published", "PaSS, a tree",
+    "PaSS folded", "Parallel chain, DSpark's", "Parallel chain, DFlash's",
+    "Parallel tree of independent draws", "Parallel without_replacement",
+    "Parallel, DDTree's tree", "Parallel chain, DFlash 2's",
+    "Parallel tree of LiLiCorr's candidates", "Parallel tree, Domino's",
+    "features in a static tree", "features in a dynamic tree", "NGram")
+# Networks that cannot draft for a kind of target; recurrent_test.py has their
+# refusals. Adapters of UNO and experts are refused in experts_test.py.
+REFUSED = {"experts": set(),
+           "recurrent target": {"Assistant", "EarlyExit", "Kangaroo"}}
+_DRAFTED_FOR = {
+    "experts": (
+        *_NETWORKS, "assistant, a chain with a stop rule and a controller",
+        "assistant, a tree of few tokens", "early exit", "early exit, a tree",
+        "Kangaroo", "Kangaroo, a tree", "Swift", "a part of the target"),
+    "recurrent target": (*_NETWORKS, "UNO folded", "UNO, a tree")}
+_OF_KINDS = {f"{kind}, {name}": (kind, name)
+             for kind, names in _DRAFTED_FOR.items() for name in names}
+DRAFTERS |= {
+    name: functools.partial(of_kind, kind, DRAFTERS[dense])
+    for name, (kind, dense) in _OF_KINDS.items()}
 
 # One of each kind: nothing drafted, chains with and without a stop rule or a
 # controller, static and dynamic trees, heads, and copies. The others are slow.
@@ -275,8 +289,9 @@ QUICK = {
     "EAGLE-2 tree of a language model", "Medusa top_k",
     "EAGLE-3 chain with a stop rule", "P-EAGLE, DDTree's tree",
     "assistant, a tree of few tokens", "NGram", "Recycling",
-    "recurrent target, a tree", "experts, a tree of a language model",
-    "experts, EAGLE-3"}
+    "recurrent target, tree without_replacement",
+    "experts, tree without_replacement",
+    "experts, EAGLE-3 chain with a stop rule"}
 # A chain, a tree of independent draws, and a tree whose shape is known at run
 # time. They are decoded with all rules that are exact for them. The others have
 # their own rule alone, because rules are proved for any q by enumeration.
@@ -297,6 +312,8 @@ HISTORY = {
     "Swift": "it chooses the skipped layers by the accepted tokens; `a part of "
              "the target` has a fixed choice",
 }
+HISTORY |= {name: HISTORY[dense] for name, (_, dense) in _OF_KINDS.items()
+            if dense in HISTORY}
 
 RULES = (
     sj.verifiers.Token(), sj.verifiers.Block(), sj.verifiers.GreedyBlock(),

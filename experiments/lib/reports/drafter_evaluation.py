@@ -166,7 +166,10 @@ class Results:
       # the previous position is reached and its token is accepted.
       reached, accepted = (np.array([row[name] for row in some])
                            for name in ("reached", "accepted"))
-      drafted = reached / np.append(1, (reached * accepted)[:-1])
+      # Without accepted tokens at a position, no draft continues.
+      before = np.append(1, (reached * accepted)[:-1])
+      drafted = np.divide(reached, before, out=np.zeros_like(reached),
+                          where=before > 0)
       for name in (x for x in some[0] if x.startswith("recall")):
         right = np.nan_to_num(drafted * [row[name] for row in some])
         rows.append({"temperature": temperature, "candidates": name[7:],

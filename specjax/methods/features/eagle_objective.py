@@ -15,6 +15,7 @@ from specjax.methods.features._training import _FEED_NORMED
 from specjax.methods.features._training import _layer_chain
 from specjax.methods.features._training import _layer_compared
 from specjax.methods.features._training import _layer_strategy
+from specjax.methods.features.assistant import AssistantHeads
 from specjax.methods.features.network import FeatureHeads
 from specjax.methods.records import LearningRate
 from specjax.methods.records import Method
@@ -308,6 +309,18 @@ EAGLE_1 = Method(
         Option("law_weight", 0.1, "eagle1: weight of the cross-entropy with "
                "the target's distribution; the loss of the predicted feature "
                "has weight 1")))
+
+
+def _refuse_assistant(target, heads, **options):
+  raise ValueError("the heads are AssistantHeads, which read the target's "
+                   "cache, so they cannot be trained or scored on rows of "
+                   "tokens; decode with them, as evaluate_drafter.py does")
+
+
+# Published assistants can only be decoded, so this is no method to train.
+ASSISTANT = dataclasses.replace(
+    EAGLE_1, name="assistant", heads=AssistantHeads, head_options=(),
+    options=(), objective=_refuse_assistant, measure=_refuse_assistant)
 
 
 EAGLE_3 = dataclasses.replace(
