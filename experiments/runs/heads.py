@@ -64,9 +64,9 @@ _METHODS = flags.DEFINE_list(
     "methods", list(METHODS), f"Methods: some of {', '.join(METHODS)}")
 _STEPS = flags.DEFINE_integer("steps", 200, "Training steps", 1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Training runs per method", 1)
-_PROMPTS = flags.DEFINE_integer("num_prompts", 12, "Prompts per set", 2)
+_PROMPTS = flags.DEFINE_integer("num_prompts", 6, "Prompts per set", 2)
 _NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 48, "New tokens per prompt", 1)
+    "max_new_tokens", 32, "New tokens per prompt", 1)
 _GPU = flags.DEFINE_string(
     "gpu_schedule", "experiments/results/gpu/gpu_schedule.json",
     "Result of gpu_schedule.py")
