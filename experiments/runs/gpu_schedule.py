@@ -6,9 +6,10 @@
 On a GPU, a short kernel costs its launch. A program runs at the speed of the
 memory only if it has few launches, and if the host never waits for a result.
 The script compiles each round with XLA's CUDA backend, which needs no GPU, for
-an H100. The target has the shape of Llama-3-8B, and the draft model that of
-Llama-3.2-1B, in bfloat16. Two rounds that differ by one layer show the
-launches of a layer. The last line of stdout contains the path of the JSON file.
+an H100, in bfloat16. Unless --rounds names another target, it has the shape of
+Llama-3-8B, and the draft model that of Llama-3.2-1B. Two rounds that differ by
+one layer show the launches of a layer. The last line of stdout contains the
+path of the JSON file.
 """
 
 import functools
@@ -43,14 +44,27 @@ _BLOCKS = {
     "dflash2": dict(from_anchor=False, markov="selector", markov_rank=256,
                     conv_kernel=2),
     "lilicorr": dict(from_anchor=False, markov="lilicorr", markov_width=256)}
-_NAMES = ("chain", "tree", "medusa", "eagle3", "top_p", *_BLOCKS)
+# Numbers of layers of the target and of the drafter in complete models.
+_LAYERS = {"chain": (32, 16), "tree": (32, 16), "top_p": (32, 16),
+           "medusa": (32, 1), "eagle3": (32, 1), "mtp": (32, 4),
+           "pass": (32, 1), "uno": (32, 1),
+           **dict.fromkeys(_BLOCKS, (32, 5)), "experts": (48, 28),
+           "deltanet": (24, 1), "deltanet_tree": (24, 1)}
+_NAMES = tuple(_LAYERS)
+# Rounds of a network with the target of Llama-3-8B: how often a round reads the
+# network, and the target's LM head for drafts. EAGLE-3 has a head of its own.
+_READ = {"medusa": (1, 1), "eagle3": (4, 0), "mtp": (1, 4), "pass": (0, 0),
+         "uno": (0, 0), **dict.fromkeys(_BLOCKS, (1, 1))}
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
     "rounds", list(_NAMES),
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
-    "'medusa' heads with a tree of 16 nodes; 'eagle3' layer with a chain of 4 "
-    "tokens; 'top_p' is the chain under top-p; the others are networks that "
+    "'medusa' heads with a tree of 16 nodes; 'top_p' is the chain under top-p; "
+    "'eagle3', 'mtp', 'pass' and 'uno' are chains of 4 tokens; "
+    "'experts' is the chain with Qwen3-30B-A3B and Qwen3-0.6B; 'deltanet' and "
+    "'deltanet_tree' are a chain of 4 tokens and a tree of 5 nodes with "
+    "Qwen3.5-0.8B and its own module for drafts; the others are networks that "
     "draft a block of 7 tokens in one pass")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/gpu_schedule", "Directory for the JSON file")
@@ -61,13 +75,13 @@ _ROUNDS_A_CALL = 4
 
 def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
   """Returns a decoder, and a function from a key to its parameters."""
-  shapes = pairs.PAIRS["llama"]
+  shapes = pairs.PAIRS["experts" if name == "experts" else "llama"]
   target, draft = (
       sj.models.Transformer(sj.models.TransformerConfig(
           **shape | {"layers": n})) for shape, n in zip(shapes, layers))
   tree = sj.trees.full_tree(_TREE)
   own, transform = None, sj.LogitsTransform()
-  if name in ("chain", "top_p"):
+  if name in ("chain", "top_p", "experts"):
     strategy = sj.strategies.block_verification(draft, 4)
     if name == "top_p":
       transform = sj.LogitsTransform(top_p=0.9)
@@ -85,19 +99,30 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
     own = methods.ParallelHeads.for_target(
         target, 7, layers=layers[1], taps=(0, 1), **_BLOCKS[name])
     strategy = sj.strategies.parallel(own)
+  elif name.startswith("deltanet"):
+    target = pairs.hybrid(("delta",) * (layers[0] - 1) + ("attention",))
+    own = methods.MTPHeads.for_target(target, 4, reuse=True)
+    shape = (sj.drafters.Tree(parents=(-1, 0, 0, 1, 1))
+             if name.endswith("tree") else sj.drafters.Chain(4))
+    strategy = (sj.drafters.NetworkDrafter(
+        network=sj.drafters.FeatureLayer(heads=own), shape=shape),
+                sj.verifiers.Traversal() if name.endswith("tree") else
+                sj.verifiers.Block())
   else:
-    own = methods.Eagle3Heads.for_target(target, 4, taps=(0, 1))
-    strategy = sj.strategies.eagle(own)
+    kind, options = {
+        "eagle3": (methods.Eagle3Heads, dict(taps=(0, 1))),
+        "mtp": (methods.MTPHeads, {}),
+        "pass": (methods.PaSSEmbeddings, {}),
+        "uno": (methods.PaSSEmbeddings, dict(lookahead_rank=128))}[name]
+    own = kind.for_target(target, 4, **options)
+    strategy = methods.of(own).strategy(own, None, 4, None)
   drafter, verifier = strategy
 
   def init(key):
     params = target.init(key)
     if own is None:
       return target, {"target": params, "drafter": draft.init(key)}
-    heads = own.init(key, params)
-    if name == "eagle3" or name in _BLOCKS:
-      return own.attach(target, params, heads)
-    return target, {"target": params, "drafter": heads}
+    return own.attach(target, params, own.init(key, params))
 
   attached = []
   params = jax.eval_shape(
@@ -147,6 +172,31 @@ def row(name: str, batch: int, counts: Any) -> dict[str, Any]:
   return found
 
 
+def whole(row: dict[str, Any]) -> dict[str, Any]:
+  """Returns the launches and gigabytes of a round of complete models.
+
+  The gigabytes are those of the weights.
+
+  Args:
+    row: result of `row`.
+  """
+  name = row["round"]
+  target, draft = _LAYERS[name]
+  found = {"launches": row["rest"] + target * row["target_layer"]
+           + draft * row["draft_layer_outside"]}
+  if row["draft_layer"]:  # in three steps
+    found["launches"] += 3 * (row["draft_step"] + draft * row["draft_layer"])
+  if name in _READ:
+    size = lambda tree: 2e-9 * sum(x.size for x in jax.tree.leaves(tree))
+    _, params = _decoder(name, _LAYERS[name])
+    networks, heads = _READ[name]
+    read = {k: x for k, x in params["target"].items() if k != "embedding"}
+    found["gigabytes"] = (
+        size(read) + networks * size(params["drafter"])
+        + heads * size(params["target"]["head"]))
+  return found
+
+
 def main():
   batches = common.batch_sizes("--batches", _BATCHES.value)
   for name in _ROUNDS.value:
@@ -158,6 +208,7 @@ def main():
     for batch in batches:
       found.append(row(name, batch, functools.partial(
           _counts, name, batch=batch)))
+      found[-1] |= whole(found[-1])
       print(found[-1], file=sys.stderr, flush=True)
   common.finish(_OUTPUT_DIR.value, "gpu_schedule", {
       "jax": jax.__version__, "rows": found})

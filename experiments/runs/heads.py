@@ -1,7 +1,6 @@
 """Compares drafters that are trained on the same number of tokens.
 
   python experiments/runs/heads.py
-  python experiments/runs/heads.py --chip=h100
 
 Each method is trained with several seeds by train_drafter.py on the bundled
 target, with --row_tokens=256 --batch_size=4, the settings in METHODS and
@@ -16,12 +15,13 @@ results of the seeds are pooled; intervals are 95 %, over prompts. Output in
   positions.csv                    recall@K and acceptance by position (chains)
   oracle.csv                       oracle length with K candidates
   speed.csv                        predicted speed-up at batch size 1
+  speed_h100.csv                   the same for a target of 8B parameters
   heads.json                       trained parameters and minutes of training
 
-The columns are explained in evaluate_drafter.py. Without --chip, the rounds of
-speed.csv are measured on this machine. With --chip they are counted by the TPU
-compiler, see advise.py, and nothing else is computed. A script that was killed
-resumes.
+The columns are explained in evaluate_drafter.py. The rounds of speed.csv are
+measured on this machine. Those of speed_h100.csv are chains of 4 tokens with
+the launches and bytes that gpu_schedule.py counted. The acceptance is that of
+the bundled target in both. A script that was killed resumes.
 """
 
 import dataclasses
@@ -32,12 +32,10 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from absl import flags  # noqa: E402
-import jax  # noqa: E402
 from lib import common  # noqa: E402
 from lib import drafters as drafters_lib  # noqa: E402
 from lib import progress  # noqa: E402
 from lib.compiler import chips  # noqa: E402
-from lib.compiler import tpu_compiler  # noqa: E402
 from lib.configurations import decoders  # noqa: E402
 from lib.prompts import reading as prompts_lib  # noqa: E402
 from lib.reports import advice  # noqa: E402
@@ -66,13 +64,16 @@ _METHODS = flags.DEFINE_list(
     "methods", list(METHODS), f"Methods: some of {', '.join(METHODS)}")
 _STEPS = flags.DEFINE_integer("steps", 200, "Training steps", 1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Training runs per method", 1)
-_PROMPTS = flags.DEFINE_integer("num_prompts", 12, "Prompts per set", 2)
+_PROMPTS = flags.DEFINE_integer("num_prompts", 6, "Prompts per set", 2)
 _NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 48, "New tokens per prompt", 1)
-_CHIP = flags.DEFINE_enum(
-    "chip", None, list(chips.CHIPS), "Only predict the speed on this chip")
+    "max_new_tokens", 32, "New tokens per prompt", 1)
+_GPU = flags.DEFINE_string(
+    "gpu_schedule", "experiments/results/gpu/gpu_schedule.json",
+    "Result of gpu_schedule.py")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/heads", "Directory of heads and results")
+_ROUND = {"EAGLE-3": "eagle3"}  # names of gpu_schedule.py
+_LAUNCH = 6e-6  # measured seconds of a launch, see docs/results/gpu.md
 _TEMPERATURES, _GAMMAS, _NODES = (1.0, 0.0), [2, 4, 8], (16, 32)
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -148,18 +149,42 @@ def _evaluate(output_dir: pathlib.Path):
 
 
 def _predict(output_dir: pathlib.Path, rows):
-  """Writes the predicted speed of every draft and rule."""
+  """Writes the predicted speed of every draft and rule on this machine."""
   target, candidates, _ = _candidates(0)
   rounds = round_costs.Rounds(target=target, candidates=candidates,
                               gammas=_GAMMAS, batches=[1], contexts=[128])
-  stored = round_costs.Stored(output_dir / "costs.json")
-  costs = (round_costs.Compiled(rounds, stored, chips.CHIPS[_CHIP.value])
-           if _CHIP.value else round_costs.Measured(rounds, stored))
-  rows = [row for row in rows
-          if row["prompts"] == "all" and row["draft"] in candidates]
-  found = advice.predict(advice.comparable(rows, rounds), costs, [1], [128])
-  name = f"speed_{_CHIP.value}.csv" if _CHIP.value else "speed.csv"
-  common.write_csv(output_dir / name, found)
+  costs = round_costs.Measured(
+      rounds, round_costs.Stored(output_dir / "costs.json"))
+  common.write_csv(output_dir / "speed.csv", advice.predict(
+      advice.comparable(rows, rounds), costs, [1], [128]))
+
+
+def _predict_gpu(rows, schedule):
+  """Returns rows of chains with the predicted speed on an H100.
+
+  A round takes the time of reading its weights or of its launches, whichever is
+  longer. Without drafts, a token takes the time of reading the target.
+
+  Args:
+    rows: rows of the arena over all prompts.
+    schedule: rows of gpu_schedule.py.
+  """
+  seconds = lambda read, launches=0: max(
+      read * 1e9 / chips.CHIPS["h100"].bandwidth, launches * _LAUNCH)
+  by_name = {row["round"]: row for row in schedule if row["batch"] == 1}
+  plain, found = seconds(by_name["pass"]["gigabytes"]), []
+  for row in rows:
+    method, _, draft = row["draft"].partition(", ")
+    if draft != "chain" or row["gamma"] != 4:
+      continue
+    counted = by_name[_ROUND.get(method, method.lower().replace(" ", ""))]
+    ratio = plain / seconds(counted["gigabytes"], counted["launches"])
+    found.append({
+        **{key: row[key] for key in ("draft", "verifier", "temperature")},
+        **{key: counted[key] for key in ("launches", "gigabytes")},
+        **{"speedup" + end: row["block_efficiency" + end] * ratio
+           for end in ("", "_low", "_high")}})
+  return found
 
 
 def main() -> None:
@@ -168,16 +193,13 @@ def main() -> None:
     raise ValueError(f"--methods contains {', '.join(sorted(unknown))}; give "
                      f"some of {', '.join(METHODS)}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
-  if _CHIP.value:
-    tpu_compiler.prepare()
-    jax.config.update("jax_platforms", "cpu")
-    _predict(output_dir, json.loads(
-        (output_dir / "heads.json").read_text("utf-8"))["rows"])
-    return
   trained = [_train(method, seed) for seed in range(_SEEDS.value)
              for method in _METHODS.value]
   rows = _evaluate(output_dir)
   common.finish(output_dir, "heads", {"rows": rows, "trained": trained})
+  rows = [row for row in rows if row["prompts"] == "all"]
+  schedule = json.loads(pathlib.Path(_GPU.value).read_text("utf-8"))["rows"]
+  common.write_csv(output_dir / "speed_h100.csv", _predict_gpu(rows, schedule))
   _predict(output_dir, rows)
 
 

@@ -41,7 +41,7 @@ _COUNTED = {  # entry of the dump: field of `Counts`
     "Conditional": "waits", "CommandBuffer": "graphs", "CuDnn": "cudnn"
 } | dict.fromkeys(
     ("CustomKernel", "Kernel", "Copy", "Memset", "Memzero", "Gemm",
-     "CublasLtMatmul", "CustomCall"), "launches")
+     "CublasLtMatmul", "CustomCall", "TriangularSolve"), "launches")
 _CONTAINERS = ("DynamicSliceFusion", "Sequential")  # their content is counted
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import specjax as sj
+from specjax.models.configuration import RecurrentLayers
 
 _LLAMA = dict(vocab_size=128_256, context_length=1 << 16, rope_theta=500_000.0)
 _QWEN = dict(vocab_size=152_064, context_length=1 << 15, qkv_bias=True,
@@ -35,6 +36,21 @@ PAIRS = {  # name: (target, draft model)
         dict(_QWEN_3, width=1024, layers=28, heads=16, kv_heads=8, head_dim=128,
              mlp_width=3072)),
 }
+
+
+def hybrid(kinds: tuple[str, ...]) -> sj.models.Transformer:
+  """Returns a target with the shapes of Qwen3.5-0.8B.
+
+  Args:
+    kinds: kind of each layer, "delta" (Gated DeltaNet) or "attention".
+  """
+  return sj.models.Transformer(sj.models.TransformerConfig(
+      vocab_size=248_320, width=1024, layers=len(kinds), heads=8, kv_heads=2,
+      head_dim=256, mlp_width=3584, context_length=1 << 15, rope_fraction=0.25,
+      rope_theta=10_000_000.0, qk_norm="head", norm_plus_one=True,
+      attention_gate=True, norm_epsilon=1e-6, recurrent=RecurrentLayers(
+          kinds=kinds, taps=4, heads=16, key_heads=16, key_dim=128,
+          value_dim=128)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
