@@ -44,17 +44,14 @@ _BLOCKS = {
     "dflash2": dict(from_anchor=False, markov="selector", markov_rank=256,
                     conv_kernel=2),
     "lilicorr": dict(from_anchor=False, markov="lilicorr", markov_width=256)}
-# Numbers of layers of the target and of the drafter in complete models.
-_LAYERS = {"chain": (32, 16), "tree": (32, 16), "top_p": (32, 16),
-           "medusa": (32, 1), "eagle3": (32, 1), "mtp": (32, 4),
-           "pass": (32, 1), "uno": (32, 1),
-           **dict.fromkeys(_BLOCKS, (32, 5)), "experts": (48, 28),
-           "deltanet": (24, 1), "deltanet_tree": (24, 1)}
-_NAMES = tuple(_LAYERS)
-# Rounds of a network with the target of Llama-3-8B: how often a round reads the
-# network, and the target's LM head for drafts. EAGLE-3 has a head of its own.
-_READ = {"medusa": (1, 1), "eagle3": (4, 0), "mtp": (1, 4), "pass": (0, 0),
-         "uno": (0, 0), **dict.fromkeys(_BLOCKS, (1, 1))}
+# Heads for the target of Llama-3-8B: their number of layers, how often a round
+# reads them, and how often it reads the target's LM head for drafts. EAGLE-3
+# has an LM head of its own.
+_HEADS = {"medusa": (1, 1, 1), "eagle3": (1, 4, 0), "mtp": (1, 1, 4),
+          "pass": (1, 0, 0), "uno": (1, 0, 0),
+          **dict.fromkeys(_BLOCKS, (5, 1, 1))}
+_NAMES = ("chain", "tree", "top_p", *_HEADS, "experts", "deltanet",
+          "deltanet_tree")
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
@@ -173,28 +170,24 @@ def row(name: str, batch: int, counts: Any) -> dict[str, Any]:
 
 
 def whole(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns the launches and gigabytes of a round of complete models.
+  """Returns the launches of a round of a complete model with heads.
 
-  The gigabytes are those of the weights.
+  The result also contains the gigabytes of the weights that the round reads. It
+  is empty for other rounds.
 
   Args:
     row: result of `row`.
   """
-  name = row["round"]
-  target, draft = _LAYERS[name]
-  found = {"launches": row["rest"] + target * row["target_layer"]
-           + draft * row["draft_layer_outside"]}
-  if row["draft_layer"]:  # in three steps
-    found["launches"] += 3 * (row["draft_step"] + draft * row["draft_layer"])
-  if name in _READ:
-    size = lambda tree: 2e-9 * sum(x.size for x in jax.tree.leaves(tree))
-    _, params = _decoder(name, _LAYERS[name])
-    networks, heads = _READ[name]
-    read = {k: x for k, x in params["target"].items() if k != "embedding"}
-    found["gigabytes"] = (
-        size(read) + networks * size(params["drafter"])
-        + heads * size(params["target"]["head"]))
-  return found
+  if row["round"] not in _HEADS:
+    return {}
+  layers, networks, heads = _HEADS[row["round"]]
+  size = lambda tree: 2e-9 * sum(x.size for x in jax.tree.leaves(tree))
+  _, params = _decoder(row["round"], (32, layers))
+  read = {k: x for k, x in params["target"].items() if k != "embedding"}
+  return {"launches": row["rest"] + 32 * row["target_layer"]
+                      + layers * row["draft_layer_outside"],
+          "gigabytes": size(read) + networks * size(params["drafter"])
+                       + heads * size(params["target"]["head"])}
 
 
 def main():
