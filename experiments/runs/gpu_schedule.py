@@ -55,14 +55,15 @@ _NAMES = ("chain", "tree", "top_p", *_HEADS, "experts", "deltanet",
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "8"], "Batch sizes in rows, comma-separated")
 _ROUNDS = flags.DEFINE_list(
-    "rounds", list(_NAMES),
+    "rounds", [name for name in _NAMES if not name.startswith("deltanet")],
     "Rounds to compile: 'chain' of 4 tokens; top-k 'tree' of 16 nodes; "
     "'medusa' heads with a tree of 16 nodes; 'top_p' is the chain under top-p; "
     "'eagle3', 'mtp', 'pass' and 'uno' are chains of 4 tokens; "
     "'experts' is the chain with Qwen3-30B-A3B and Qwen3-0.6B; 'deltanet' and "
     "'deltanet_tree' are a chain of 4 tokens and a tree of 5 nodes with "
-    "Qwen3.5-0.8B and its own module for drafts; the others are networks that "
-    "draft a block of 7 tokens in one pass")
+    "Qwen3.5-0.8B and its own module for drafts, and require "
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false; the others are networks "
+    "that draft a block of 7 tokens in one pass")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/gpu_schedule", "Directory for the JSON file")
 _TREE = (3, 2, 1)  # children of a node at each depth: 16 nodes with the root
@@ -99,12 +100,8 @@ def _decoder(name: str, layers: tuple[int, int]) -> tuple[Any, Any]:
   elif name.startswith("deltanet"):
     target = pairs.hybrid(("delta",) * (layers[0] - 1) + ("attention",))
     own = methods.MTPHeads.for_target(target, 4, reuse=True)
-    shape = (sj.drafters.Tree(parents=(-1, 0, 0, 1, 1))
-             if name.endswith("tree") else sj.drafters.Chain(4))
-    strategy = (sj.drafters.NetworkDrafter(
-        network=sj.drafters.FeatureLayer(heads=own), shape=shape),
-                sj.verifiers.Traversal() if name.endswith("tree") else
-                sj.verifiers.Block())
+    strategy = sj.strategies.mtp(
+        own, parents=(-1, 0, 0, 1, 1) if name.endswith("tree") else None)
   else:
     kind, options = {
         "eagle3": (methods.Eagle3Heads, dict(taps=(0, 1))),

@@ -19,9 +19,10 @@ results of the seeds are pooled; intervals are 95 %, over prompts. Output in
   heads.json                       trained parameters and minutes of training
 
 The columns are explained in evaluate_drafter.py. The rounds of speed.csv are
-measured on this machine. Those of speed_h100.csv are chains of 4 tokens with
-the launches and bytes that gpu_schedule.py counted. The acceptance is that of
-the bundled target in both. A script that was killed resumes.
+measured on this machine. Those of speed_h100.csv have the launches and bytes
+that gpu_schedule.py counted, and the acceptance of chains of 4 tokens. The
+acceptance is that of the bundled target in both. A script that was killed
+resumes.
 """
 
 import dataclasses
@@ -67,15 +68,13 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "Training runs per method", 1)
 _PROMPTS = flags.DEFINE_integer("num_prompts", 6, "Prompts per set", 2)
 _NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 32, "New tokens per prompt", 1)
-_GPU = flags.DEFINE_string(
-    "gpu_schedule", "experiments/results/gpu/gpu_schedule.json",
-    "Result of gpu_schedule.py")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/heads", "Directory of heads and results")
 _ROUND = {"EAGLE-3": "eagle3"}  # names of gpu_schedule.py
 _LAUNCH = 6e-6  # measured seconds of a launch, see docs/results/gpu.md
 _TEMPERATURES, _GAMMAS, _NODES = (1.0, 0.0), [2, 4, 8], (16, 32)
 _ROOT = pathlib.Path(__file__).parents[2]
+_SCHEDULE = _ROOT / "experiments/results/gpu/gpu_schedule.json"
 
 
 def _directory(method: str, seed: int) -> pathlib.Path:
@@ -159,7 +158,7 @@ def _predict(output_dir: pathlib.Path, rows):
       advice.comparable(rows, rounds), costs, [1], [128]))
 
 
-def _predict_gpu(rows, schedule):
+def _predict_gpu(rows):
   """Returns rows of chains with the predicted speed on an H100.
 
   A round takes the time of reading its weights or of its launches, whichever is
@@ -167,10 +166,10 @@ def _predict_gpu(rows, schedule):
 
   Args:
     rows: rows of the arena over all prompts.
-    schedule: rows of gpu_schedule.py.
   """
   seconds = lambda read, launches=0: max(
       read * 1e9 / chips.CHIPS["h100"].bandwidth, launches * _LAUNCH)
+  schedule = json.loads(_SCHEDULE.read_text("utf-8"))["rows"]
   by_name = {row["round"]: row for row in schedule if row["batch"] == 1}
   plain, found = seconds(by_name["pass"]["gigabytes"]), []
   for row in rows:
@@ -198,8 +197,7 @@ def main() -> None:
   rows = _evaluate(output_dir)
   common.finish(output_dir, "heads", {"rows": rows, "trained": trained})
   rows = [row for row in rows if row["prompts"] == "all"]
-  schedule = json.loads(pathlib.Path(_GPU.value).read_text("utf-8"))["rows"]
-  common.write_csv(output_dir / "speed_h100.csv", _predict_gpu(rows, schedule))
+  common.write_csv(output_dir / "speed_h100.csv", _predict_gpu(rows))
   _predict(output_dir, rows)
 
 
