@@ -7,7 +7,7 @@ gain in accepted tokens and in speed. It produces the tables and figures of
 "Block Verification Accelerates Speculative Decoding" (Sun et al. 2024,
 arXiv:2403.10444) for any pair of models and any prompts.
 
-With the bundled models, the study takes one to two minutes on two CPU cores:
+With the bundled models, the study takes one to three minutes on two CPU cores:
 
   python experiments/verification_study.py
 
