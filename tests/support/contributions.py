@@ -243,7 +243,7 @@ DRAFTERS = {
     # would not draft.
     "recurrent target, chain with a controller": lambda: dataclasses.replace(
         of_kind("recurrent target", DRAFTERS["chain"]),
-        controller=sj.decoding.Controller(
+        rule=sj.verifiers.Block(), controller=sj.decoding.Controller(
             lengths=(0, 1, 3), seconds=(1.0, 1.001, 1.002))),
 }
 
