@@ -59,11 +59,11 @@ METHODS = {
     "DSpark": [*_BLOCK, "--markov=plain"],
     "Domino": [*_BLOCK, "--markov=gru"],
     "DFlash 2": [*_MASKED, "--markov=selector", "--conv_kernel=2"],
-    "LiLiCorr": [*_MASKED, "--markov=lilicorr", "--candidates=8"],
+    "LiLiCorr": [*_MASKED, "--markov=lilicorr"],
 }
 _METHODS = flags.DEFINE_list(
     "methods", list(METHODS), f"Methods: some of {', '.join(METHODS)}")
-_STEPS = flags.DEFINE_integer("steps", 200, "Training steps", 1)
+_STEPS = flags.DEFINE_integer("steps", 400, "Training steps", 1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Training runs per method", 1)
 _PROMPTS = flags.DEFINE_integer("num_prompts", 6, "Prompts per set", 2)
 _NEW_TOKENS = flags.DEFINE_integer(

@@ -163,7 +163,7 @@ class RecurrentCache(Cache):
   end: jax.Array
   new: tuple[Contributions, ...] = ()
 
-  slack = 0
+  slack = -1
 
   @classmethod
   def empty(cls, attention: KVCache, states: tuple[LayerState, ...]

@@ -114,7 +114,7 @@ def check_slack(part: Model | Drafter, tokens: int) -> None:
   Raises:
     ValueError: the slack of the cache is below `tokens`.
   """
-  if not part.slack:
+  if part.slack < 0:
     raise ValueError(
         "the draft model has recurrent layers, and rejected tokens cannot be "
         "removed from their state; use this model as the target, and draft "

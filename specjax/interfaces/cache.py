@@ -29,7 +29,8 @@ class Cache:
     lengths: `[B]` int32, number of committed tokens of each row.
     has_rows_first: True if the first axis of every leaf is the batch. If False,
       the subclass must implement `with_rows`, `take_rows` and `grow`.
-    slack: number of tokens that `rollback` can remove without losing others.
+    slack: number of tokens that `rollback` can remove without losing others; -1
+      for recurrent states, from which no token can be removed.
     held: `[B]` int32, number of committed tokens that are not in the block of
       `reserve`; None if no block is reserved.
   """

@@ -265,6 +265,14 @@ class Found:
       self.used.add(name)
     return not same
 
+  def mask_token(self, keys: Keys) -> int:
+    """Returns the id of the mask token."""
+    mask = keys("mask_token_id")
+    if mask is None:
+      self.fail("has no mask_token_id in its configuration; add the id of the "
+                "token with which it was trained as mask")
+    return mask
+
   def copy(self, name: str, part: str, ids: Sequence[int] = (),
            more: int = 0) -> None:
     """Marks a tensor as a copy of the target's matrix, to be skipped.

@@ -66,7 +66,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   Args:
     path: directory with config.json and safetensors files, or the name of a
       repository on the Hugging Face hub. If the drafter is stored in the
-      target's files, as MTP modules are, give the directory of the target.
+      target's files, as MTP modules are, or in a folder `adapter` beside them,
+      as UNO is, give the directory of the target.
     target: target model.
     target_params: parameters of the target, or None. If they are given, they
       are compared with the copies of the target's matrices in the drafter's
@@ -92,6 +93,8 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   directory = model_files.find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
+  if (directory / model_files.ADAPTER).is_dir():  # beside its target
+    directory /= model_files.ADAPTER
   if layout is not None and layout not in LAYOUTS:
     raise ValueError(f"layout is {layout!r}; it must be one of "
                      f"{', '.join(LAYOUTS)}")

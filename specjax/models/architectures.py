@@ -115,7 +115,8 @@ ARCHITECTURES = {
     "smollm3": Architecture(
         read=settings.smollm3, names=tensor_names.LLAMA,
         transformers="SmolLM3ForCausalLM", tied=True, defaults=_SILU | dict(
-            rope_theta=2e6, max_position_embeddings=32768)),
+            rope_theta=2e6, max_position_embeddings=32768,
+            num_key_value_heads=4)),
     "ministral3": Architecture(
         read=settings.ministral3, names=tensor_names.LLAMA,
         transformers="Ministral3ForCausalLM", defaults=_SILU | dict(
@@ -143,7 +144,8 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(
         read=settings.qwen3_moe, names=tensor_names.EXPERTS,
         transformers="Qwen3MoeForCausalLM", defaults=_QWEN | dict(
-            num_experts_per_tok=8, num_experts=128, moe_intermediate_size=768)),
+            num_experts_per_tok=8, num_experts=128, moe_intermediate_size=768,
+            num_key_value_heads=4)),
     "granitemoe": Architecture(
         read=settings.granitemoe, names=tensor_names.GRANITE_EXPERTS,
         transformers="GraniteMoeForCausalLM", even_width=True,
@@ -162,7 +164,7 @@ ARCHITECTURES = {
         transformers="Glm4MoeForCausalLM", defaults=_SILU | dict(
             rms_norm_eps=1e-5, max_position_embeddings=131_072,
             partial_rotary_factor=0.5, num_experts_per_tok=8, num_experts=128,
-            moe_intermediate_size=1408)),
+            moe_intermediate_size=1408, num_key_value_heads=8)),
     "gpt_oss": Architecture(
         read=settings.gpt_oss, names=tensor_names.GPT_OSS,
         transformers="GptOssForCausalLM", defaults=dict(
@@ -189,8 +191,8 @@ ARCHITECTURES = {
         transformers="GemmaForCausalLM", defaults=_GEMMA, tied=True),
     "gemma2": Architecture(
         read=settings.gemma2, names=tensor_names.GEMMA_2,
-        transformers="Gemma2ForCausalLM", defaults=_GEMMA_2, tied=True,
-        even_width=True),
+        transformers="Gemma2ForCausalLM", tied=True, even_width=True,
+        defaults=_GEMMA_2 | dict(num_key_value_heads=4)),
     # Configurations of models with image input omit even the sizes below.
     "gemma3_text": Architecture(
         read=settings.gemma3, names=tensor_names.GEMMA_2,

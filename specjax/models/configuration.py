@@ -339,11 +339,6 @@ class TransformerConfig:
     return 0 if self.learned_positions else int(
         self.head_dim * self.rope_fraction)
 
-  @property
-  def group(self) -> int:
-    """Returns the number of query heads per key-value head."""
-    return self.heads // self.kv_heads
-
   def window(self, layer: int) -> int:
     """Returns the attention window of a layer in tokens; 0 means no limit."""
     return self.windows[layer] if self.windows else 0

@@ -3,9 +3,10 @@
 A pass over few tokens is bound by memory, and its time is that of reading the
 chosen experts. XLA has no operation that reads only these on all platforms:
 
-  TPU   a kernel whose steps are the chosen experts. Many tokens, and passes
-        that are differentiated, use `jax.lax.ragged_dot`. With few tokens, XLA
-        would copy all experts of a device to on-chip memory if they fit.
+  TPU   a kernel whose steps are the chosen experts. Many tokens, passes that
+        are differentiated, experts with biases and widths that are no multiple
+        of 128 use `jax.lax.ragged_dot`. With few tokens, XLA copies all experts
+        of a device to on-chip memory for it, if they fit.
   CPU   a loop over the chosen experts, each multiplied with all tokens
   GPU   one product of a matrix and a vector for each token and chosen expert,
         into which XLA fuses the gather of the experts. Many tokens, and passes

@@ -229,7 +229,8 @@ def _write_weights(path: pathlib.Path, architecture: Architecture,
     for name, shape in zip(place.names,
                            place.stored.shapes(config, place.shape)):
       prefix = "" if name == f"{head}.weight" else architecture.prefix
-      kinds[prefix + name] = shape, dtype
+      kinds[prefix + name] = shape, place.stored.dtype(dtype)
   write_safetensors(path, kinds, (
       tensor for place in stored for tensor in place.stored.split(
-          config, converted(np.asarray(params[place.path]), dtype))))
+          config, converted(np.asarray(params[place.path]),
+                            place.stored.dtype(dtype)))))

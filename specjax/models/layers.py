@@ -18,6 +18,7 @@ import numpy as np
 from specjax import gpu
 from specjax.caches import recurrent
 from specjax.caches.dense import attention_in_block
+from specjax.caches.dense import BlockCache
 from specjax.gpu import layers as gpu_layers
 from specjax.interfaces import Cache
 from specjax.models import experts
@@ -302,7 +303,7 @@ class Attention(nn.Module):
 
   config: TransformerConfig
   layer: int
-  slot: int | None = None  # index of the layer in the cache; None means `layer`
+  slot: int | None = None  # index in the cache; None means `cache_slot`
   in_parts: bool = False  # see `Linear`
 
   @nn.compact
@@ -404,15 +405,19 @@ def empty_states(config: TransformerConfig, batch: int,
     batch: B, number of rows.
     dtype: dtype of the residual stream.
   """
-  r, wide = config.recurrent, jnp.promote_types(dtype, jnp.float32)
+  return tuple(_empty_state(config, i, batch, dtype)
+               for i, kind in enumerate(config.recurrent.kinds)
+               if kind != "attention")
 
-  def empty(kind):
-    channels = config.width if kind == "conv" else sum(r.widths)
-    tail = jnp.zeros((batch, r.taps - 1, channels), dtype)
-    return recurrent.LayerState(tail, None if kind == "conv" else jnp.zeros(
-        (batch, r.heads, r.key_dim, r.value_dim), wide))
 
-  return tuple(empty(kind) for kind in r.kinds if kind != "attention")
+def _empty_state(config: TransformerConfig, layer: int, batch: int,
+                 dtype: jax.typing.DTypeLike) -> recurrent.LayerState:
+  r, conv = config.recurrent, config.layer_kind(layer) == "conv"
+  channels = config.width if conv else sum(r.widths)
+  tail = jnp.zeros((batch, r.taps - 1, channels), dtype)
+  return recurrent.LayerState(tail, None if conv else jnp.zeros(
+      (batch, r.heads, r.key_dim, r.value_dim),
+      jnp.promote_types(dtype, jnp.float32)))
 
 
 class ShortConvolution(nn.Module):
@@ -493,9 +498,9 @@ def _state(config: TransformerConfig, layer: int, cache: Any,
         f"a pass over {ancestors.shape[1]} of {ancestors.shape[2]} nodes was "
         "requested from a model with recurrent layers, which evaluate a draft "
         "in one pass; use this model as the target")
-  states = empty_states(config, len(x), x.dtype) if cache is None else (
-      cache.states)
-  return states[config.cache_slot(layer)]
+  if cache is None:
+    return _empty_state(config, layer, len(x), x.dtype)
+  return cache.states[config.cache_slot(layer)]
 
 
 def _convolved(module: nn.Module, windows: jax.Array) -> jax.Array:
@@ -555,7 +560,7 @@ class Experts(nn.Module):
   config: TransformerConfig
   layer: int
   in_parts: bool = False  # see `Linear`
-  cached: bool = True  # False in training, where the pass is differentiated
+  differentiable: bool = False  # True in training
 
   @nn.compact
   def __call__(self, x, adapted=None):
@@ -588,7 +593,7 @@ class Experts(nn.Module):
             0.02 * (2 * c.layers) ** -0.5), (e.count, e.width, width)), bias,
         gated=functools.partial(_clipped, e.limit) if e.limit else (
             lambda gate, up: _ACTIVATIONS[c.activation](gate) * up),
-        differentiable=not self.cached).reshape(x.shape)
+        differentiable=self.differentiable).reshape(x.shape)
     if e.biases:
       more = parameter(self, "expert_down_bias", zeros, (e.count, width))
       out = out + jnp.sum(
@@ -663,7 +668,8 @@ def decoder_layer(config: TransformerConfig, i: int, x: jax.Array | Pending,
 
   def mlp(in_parts: bool = False) -> nn.Module:
     if c.experts_of(i):
-      return Experts(c, i, in_parts, cache is not None, name=f"mlp_{i}")
+      trained = cache is None or isinstance(cache, BlockCache)
+      return Experts(c, i, in_parts, trained, name=f"mlp_{i}")
     wide = c.wide_shared and not c.has_keys(i)
     return MLP(c, in_parts, width=2 * c.mlp_width if wide else None,
                name=f"mlp_{i}")

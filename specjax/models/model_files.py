@@ -17,8 +17,9 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
 # Files of a repository that are not downloaded: second copies of the weights,
-# and subfolders.
+# and subfolders, except the one of an adapter beside its target (UNO).
 _NOT_FROM_HUB = ("consolidated*", "*/*")
+ADAPTER = "adapter"
 _WEIGHTS = ("*.safetensors",)
 
 
@@ -68,8 +69,12 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
     raise ValueError(f"the directory {name} does not exist; to search the "
                      "Hugging Face hub: pip install 'specjax[published]'"
                      ) from None
+  download = huggingface_hub.snapshot_download
   try:
-    return pathlib.Path(huggingface_hub.snapshot_download(
+    if weights:
+      download(name, allow_patterns=[f"{ADAPTER}/adapter_*"],
+               ignore_patterns=list(_PICKLES))
+    return pathlib.Path(download(
         name, allow_patterns=list(_FROM_HUB),
         ignore_patterns=[*_NOT_FROM_HUB, *([] if weights else _WEIGHTS)]))
   except Exception as e:  # of the library, the network or the disk

@@ -135,7 +135,15 @@ def smollm3(keys: Keys) -> Fields:
       unrotated=tuple(i for i in layers if not rotated[i]))
 
 
+def _check_rope(keys: Keys) -> None:
+  """Raises `ValueError` if the scaling of positions is missing."""
+  if not (keys("rope_parameters") or keys("rope_scaling")):
+    keys.needs("rope_parameters", None,
+               "an object, because transformers would scale by YaRN without it")
+
+
 def ministral3(keys: Keys) -> Fields:
+  _check_rope(keys)
   return _sizes(keys) | read_rope(keys, growth=True) | _same_window(keys)
 
 
@@ -279,9 +287,7 @@ def glm4_moe(keys: Keys) -> Fields:
 def gpt_oss(keys: Keys) -> Fields:
   types = [FULL if i % 2 else SLIDING
            for i in range(keys.size("num_hidden_layers"))]
-  if not (keys("rope_parameters") or keys("rope_scaling")):
-    keys.needs("rope_parameters", None,
-               "an object, because transformers would scale by YaRN without it")
+  _check_rope(keys)
   if keys("swiglu_alpha", 1.702) != 1.702:
     keys.refuse("swiglu_alpha", keys("swiglu_alpha"))
   keys.ignore("initial_context_length")  # a copy in rope_scaling is read
@@ -504,9 +510,11 @@ def _of_full_layers(keys: Keys, types: list[str], same: bool
     name = "num_global_key_value_heads"
     kv_heads = keys(name) and keys.size(name)
     return keys.size("global_head_dim"), kv_heads if same else None
-  full = [str(i) for i, kind in enumerate(types) if kind == FULL]
-  sizes = given.get(full[0], {})
-  if given != dict.fromkeys(full, sizes) or not (
+  # transformers pads the numbers with zeros in models of 10 and more layers.
+  layers = {int(i): sizes for i, sizes in given.items() if i.isdecimal()}
+  full = [i for i, kind in enumerate(types) if kind == FULL]
+  sizes = next(iter(layers.values()), {})
+  if len(layers) < len(given) or layers != dict.fromkeys(full, sizes) or not (
       {"head_dim"} <= {*sizes} <= {"head_dim", "num_key_value_heads"}):
     keys.refuse("per_layer_config", given)
   return sizes["head_dim"], sizes.get("num_key_value_heads")

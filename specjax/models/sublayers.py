@@ -63,6 +63,6 @@ class Sublayers:
     """Returns the sorted layers with at least one running sublayer."""
     return tuple(sorted({*self.attention, *self.mlp}))
 
-  def slot(self, layer: int) -> int:
-    """Returns the index of a layer in the cache, see `packed`."""
-    return self.attention.index(layer) if self.packed else layer
+  def slot(self, layer: int) -> int | None:
+    """Returns the index of a layer in a packed cache, otherwise None."""
+    return self.attention.index(layer) if self.packed else None

@@ -147,6 +147,8 @@ class Stored:
     inputs_first: True if the file stores matrices as `[in, out]` (GPT-2).
     offset: difference of the stored number from the parameter.
     ending: end of the names, in which `{leaf}` is "weight" or "bias".
+    wide: True if the parameter has at least float32, because rounding it would
+      change choices (biases of a router) or many steps (rates of decay).
     axes: number of axes of the parameter with one tensor per index, see `Each`.
   """
 
@@ -155,7 +157,12 @@ class Stored:
   inputs_first: bool = False
   offset: float = 0.0
   ending: str = ".{leaf}"
+  wide: bool = False
   axes: ClassVar[int] = 0
+
+  def dtype(self, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of the parameter in a model of `dtype`."""
+    return np.promote_types(dtype, np.float32) if self.wide else dtype
 
   def shapes(self, config: TransformerConfig, shape: tuple[int, ...]
              ) -> list[tuple[int, ...]]:

@@ -94,7 +94,7 @@ QWEN_3_5 = LLAMA | table({
     "delta_{i}.inputs": Stored(tuple(_DELTA + f"in_proj_{part}" for part in (
         "qkv", "z", "b", "a")), delta_apart),
     "delta_{i}.taps": Taps((_DELTA + "conv1d",)),
-    "delta_{i}.rate": Same((_DELTA + "A_log",), ending=""),
+    "delta_{i}.rate": Same((_DELTA + "A_log",), ending="", wide=True),
     "delta_{i}.rate_bias": Same((_DELTA + "dt_bias",), ending=""),
     "delta_{i}.norm": _DELTA + "norm",
     "delta_{i}.out": _DELTA + "out_proj",
@@ -116,7 +116,8 @@ MIXTRAL = LLAMA | _experts("block_sparse_moe.gate", "block_sparse_moe.experts",
 EXPERTS = LLAMA | _experts(
     "mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj") | table({
         "mlp_{i}.choice_bias": Stored((
-            "layers.{i}.mlp.gate.e_score_correction_bias",), ending=""),
+            "layers.{i}.mlp.gate.e_score_correction_bias",), ending="",
+                                       wide=True),
         "mlp_{i}.shared.gate_up": Stored((
             "layers.{i}.mlp.shared_experts.gate_proj",
             "layers.{i}.mlp.shared_experts.up_proj"), gate_apart),

@@ -289,11 +289,8 @@ class Transformer(Model):
     head = params["embedding"].T if tied else params["head"]
     return layers.logits(hidden, head, self.config)
 
-  def routes(self, params: chex.ArrayTree, tokens: jax.Array,
-             depths: jax.Array | None = None,
-             ancestors: jax.Array | None = None, cache: Cache | None = None
-             ) -> jax.Array:
-    """Returns the experts that tokens choose in one pass, see `Model`.
+  def routes(self, params: chex.ArrayTree, tokens: jax.Array) -> jax.Array:
+    """Returns the experts that the tokens `[B, S]` of a text choose.
 
     Returns:
       `[L, B, S, k]` int32 ids of the experts, for the L layers with experts.
@@ -305,8 +302,7 @@ class Transformer(Model):
       raise ValueError("the model has no experts (TransformerConfig.experts is "
                        "None); routes requires a mixture of experts")
     _, seen = TransformerModule(self.config).apply(
-        {"params": params}, tokens, depths, ancestors, cache,
-        mutable=["intermediates"])
+        {"params": params}, tokens, mutable=["intermediates"])
     return jnp.stack([seen["intermediates"][f"mlp_{i}"]["chosen"][0]
                       for i in range(self.config.layers)
                       if self.config.experts_of(i)])

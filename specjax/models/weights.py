@@ -86,7 +86,7 @@ def fill(template: chex.ArrayTree, table: Table | None,
       `jax.eval_shape`.
     table: table of tensor names, see `places`.
     tensors: tensors of the file, by name.
-    dtype: dtype of the parameters.
+    dtype: dtype of the parameters, except those with `Stored.wide`.
     source: name of the file in errors.
     kind: name of the architecture or the layout in errors.
     config: configuration with the sizes that layouts require, such as a
@@ -118,8 +118,8 @@ def fill(template: chex.ArrayTree, table: Table | None,
           config, place.shape,
           # A parameter may have fewer tensors than the table has names.
           [tensors[name] for name, _ in zip(
-              place.names, place.stored.shapes(config, place.shape))], dtype)
-                     ).block_until_ready() for place in stored])
+              place.names, place.stored.shapes(config, place.shape))],
+          place.stored.dtype(dtype))).block_until_ready() for place in stored])
 
 
 def _check_plain(source: str, tensors: Collection[str]) -> None:

@@ -206,3 +206,5 @@ def test_a_ring_that_loses_tokens_in_a_round_is_refused():
     with pytest.raises(ValueError, match=f"slack={least - 1}.*up to {least} "):
       decoder(least - 1, drafter, **kwargs)
     decoder(least, drafter, **kwargs)
+  with pytest.raises(ValueError, match="slack=0.*up to 5 "):
+    decoder(0, chain)

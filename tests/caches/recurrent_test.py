@@ -18,6 +18,7 @@ from specjax.caches import recurrent
 from specjax.decoding import prefill
 from specjax.models import layers
 from specjax.models.configuration import RecurrentLayers
+from specjax.models.sublayers import Sublayers
 from specjax.trees import topology
 from specjax.types import Prompt
 
@@ -315,6 +316,18 @@ def test_what_a_state_cannot_do_is_refused():
       RecurrentLayers(kinds=kinds, **{"taps": 3, **sizes})
   with pytest.raises(ValueError, match="each of the 2 layers"):
     testing.tiny_pair(5, layers=2, recurrent=_STATES)
+
+
+def test_the_layers_of_a_part_have_their_own_slots():
+  # Broken: a part that runs all layers confuses those of states and of keys.
+  model, params = _pair()
+  tokens = jnp.array([[1, 2, 0]])
+  causal = topology.causal(1, 3)
+  run = lambda part: model.run(
+      params, part, tokens, *causal, cache=model.init_cache(params, 1, 8))
+  found = run(Sublayers.between(0, model.config.layers))
+  whole = model(params, tokens, *causal, model.init_cache(params, 1, 8))
+  np.testing.assert_array_equal(found.logits, whole.logits)
 
 
 def test_a_model_without_a_cache_is_the_same():

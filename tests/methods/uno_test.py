@@ -3,6 +3,7 @@
 import dataclasses
 
 from contributed import disturbed
+from contributed import KINDS
 from contributed import pair
 from first_drafts import first_draft
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import specjax as sj
 from specjax import methods
+from specjax import testing
 from specjax.trees import topology
 
 _V, _D, _L = 5, 16, 2
@@ -128,6 +130,12 @@ def test_the_gradient_reaches_adapters_and_embeddings():
   for path, x in jax.tree.leaves_with_path(grad["adapters"]):
     # `adapter_out` is 0, so that `adapter_in` has no gradient yet.
     assert bool(np.asarray(x).any()) == ("adapter_out" in str(path[-1]))
+
+
+def test_training_on_recurrent_layers_is_refused():
+  model = testing.tiny_pair(_V, **KINDS["recurrent target"]).target
+  with pytest.raises(ValueError, match="target has recurrent layers"):
+    sj.objectives.PaSSObjective(model=model, embeddings=_PASS)
 
 
 def test_a_tree_of_the_folded_scheme_is_refused():

@@ -18,6 +18,7 @@ import safetensors.numpy
 import tpu_processes
 
 import specjax as sj
+from specjax import methods
 from specjax.models import experts
 from specjax.models import model_files
 from specjax.models.configuration import ExpertConfig
@@ -98,6 +99,13 @@ def test_training_differentiates_the_products():
       params, jnp.array([[3, 5, 7]])).logits.sum())(params)
   assert np.abs(grads["mlp_1"]["router"]).max() > 0
   assert np.isfinite(jax.tree.leaves(jax.tree.map(np.sum, grads))).all()
+  heads = methods.PaSSEmbeddings(count=2, width=model.config.width)
+  objective = sj.objectives.PaSSObjective(
+      model=model, embeddings=heads, cuts=2)
+  grads = jax.grad(lambda own: objective(
+      {"drafter": own}, {"target": params}, {"tokens": jnp.arange(8)[None]},
+      jax.random.key(0))[0])(heads.init(jax.random.key(0), params))
+  assert np.asarray(grads["embeddings"]).any(axis=1).all()
 
 
 def test_routes_are_those_of_the_pass():

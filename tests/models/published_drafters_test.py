@@ -317,7 +317,7 @@ def test_hydra_as_published():
              expected["logits"][k])
 
 
-def test_uno_as_published():
+def test_uno_as_published(tmp_path):
   # Broken: an adapter of PEFT acts on other rows or matrices than there, or
   # with another factor.
   target, expected = published("qwen3"), _expected("uno")
@@ -325,6 +325,10 @@ def test_uno_as_published():
       _DRAFTERS / "uno", target.model, target.params, dtype=jnp.float32)
   own = target.params["embedding"]
   assert all((own == row).all(1).any() for row in params["embeddings"])
+  # The authors' folder, beside the files of the target.
+  shutil.copytree(_DRAFTERS / "uno", tmp_path / "adapter")
+  beside = load_drafter(tmp_path, target.model, target.params, dtype=jnp.float32)
+  assert beside[0] == heads
   noise, tokens = expected["noise"], expected["tokens"]
   params["embeddings"] = own[tokens[noise]]
   model, both = heads.attach(target.model, target.params, params)
@@ -410,6 +414,34 @@ def test_numbers_of_layers(changed):
   with pytest.raises(ValueError, match="output of layer 11, the target's last"):
     changed("dflash", dflash_config=dict(mask_token_id=40,
                                          target_layer_ids=last))
+
+
+def test_scales_of_the_target(changed):
+  # Broken: a head of speculators reads the embeddings of Gemma with their
+  # factor, or a head of z-lab reads them without.
+  target = dataclasses.replace(_TARGET, config=dataclasses.replace(
+      _TARGET.config, embedding_scale=4.0, logit_softcap=30.0))
+  scales = lambda name: [getattr(changed(name, target=target)[0], field) for
+                         field in ("embedding_scale", "logit_softcap")]
+  assert scales("dflash") == [4, 30]
+  assert scales("dflash_speculators") == [1, None]
+  heads, params = changed("dflash", target=target)
+  with pytest.raises(ValueError, match="embedding_scale"):
+    export_drafter("unused", heads, params, target, _OWN,
+                   layout="dflash of speculators")
+
+
+def test_keys_of_one_meaning(changed):
+  # Broken: one of two answers is taken in silence, or a key that is missing
+  # is guessed.
+  config = json.loads((_DRAFTERS / "dflash/config.json").read_text())
+  inner = config["dflash_config"] | dict(causal_head=True)
+  with pytest.raises(ValueError, match="is_causal.*causal_head"):
+    changed("dflash", is_causal=False, dflash_config=inner)
+  assert all(changed("dflash", dflash_config=inner)[0].causal)
+  del inner["mask_token_id"]
+  with pytest.raises(ValueError, match="no mask_token_id"):
+    changed("dflash", dflash_config=inner)
 
 
 def test_keys_in_two_places(changed):

@@ -277,6 +277,7 @@ def test_hub(tmp_path, monkeypatch):
   # The golden one has no tokenizer; nothing of its weights is fetched or read.
   monkeypatch.setattr(published_load, "fill", None)
   assert sj.models.load_tokenizer("someone/llama") is None
+  assert asked.pop(0) == (["adapter/adapter_*"], ["*.bin", "*.pt", "*.pth"])
   offered = ["config.json", "model-00001-of-00002.safetensors", "model.bin",
              "consolidated.safetensors", "consolidated.00.pth", "model.py",
              "onnx/config.json", "original/model.safetensors",

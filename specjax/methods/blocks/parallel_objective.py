@@ -20,7 +20,6 @@ import optax
 from specjax.caches.dense import BlockCache
 from specjax.interfaces import Verifier
 from specjax.methods.blocks import _coupling
-from specjax.methods.blocks import _masks
 from specjax.methods.blocks import parallel_network
 from specjax.methods.blocks.parallel_drafter import ddtree
 from specjax.methods.blocks.parallel_drafter import parallel
@@ -348,10 +347,10 @@ def visible(anchors: jax.Array, size: int, length: int) -> jax.Array:
     length: number of tokens of the row.
   """
   chex.assert_rank(anchors, 1)
-  one_document = jnp.zeros((length,), jnp.int32)
-  slots = _masks.blocks(anchors, size, one_document)
-  return _masks.visible(
-      slots, _masks.joined(_masks.text(one_document), slots), causal=False)
+  anchor = jnp.repeat(anchors, size)[:, None]  # of each slot
+  block = jnp.repeat(jnp.arange(len(anchors)), size)
+  return jnp.concatenate(
+      [jnp.arange(length) < anchor, block[:, None] == block], axis=1)
 
 
 def _at(x, anchors, size):
@@ -432,9 +431,9 @@ PARALLEL = Method(
                "to earlier slots of its block (JetSpec)"),
         Option("confidence", "markov", "parallel: input of the confidence "
                "head, which predicts whether a token is accepted: hidden (the "
-               "hidden state), markov (also the previous token; hidden for "
-               "transitions without an embedding) or none (no confidence "
-               "head)", ("none", "hidden", "markov"))),
+               "hidden state; required for transitions without an embedding: "
+               "--markov=none, gru or lilicorr), markov (also the previous "
+               "token) or none (no confidence head)", ("none", "hidden", "markov"))),
     options=(
         Option("anchors", 32, "parallel: maximum number of blocks that are "
                "sampled per training row"),

@@ -237,11 +237,14 @@ def _read(found: Found, *, projector: str) -> ParallelHeads:
                  f"have {plain!r}; correct the configuration")
   taps = named_taps(found, keys, own, "dflash_config")
   # vLLM reads "causal", z-lab's code "is_causal", and JetSpec "causal_head".
-  causal = [own.switch(name, False) for name in (
-      "is_causal", "causal", "causal_head") if own(name) is not None]
+  causal = {name: own.switch(name, False) for name in (
+      "is_causal", "causal", "causal_head") if own(name) is not None}
+  config = found.target.config
   heads = _parallel(
-      found, keys, own, taps, own("block_size"), more, True,
-      window_end="slot", causal=causal[0] if causal else None)
+      found, keys, own, taps, own("block_size"), more | dict(
+          logit_softcap=config.logit_softcap,
+          embedding_scale=config.embedding_scale), True,
+      window_end="slot", causal=keys.agreed(causal) if causal else None)
   for given in (keys, own):
     given.refuse_others()
   return heads
@@ -251,6 +254,8 @@ def _read_speculators(found: Found, *, projector: str) -> ParallelHeads:
   """Returns the heads of a DFlash, DFlash 2 or DSpark drafter of speculators.
 
   The mask is trained if its id is the first id after the target's vocabulary.
+  Unlike in other layouts, embeddings and logits are not scaled like the
+  target's (Gemma).
 
   Args:
     found: opened files of the drafter.
@@ -282,7 +287,7 @@ def _read_speculators(found: Found, *, projector: str) -> ParallelHeads:
 
 def _parallel(found, keys, own, taps, size, more, normed, ids=(), *, window_end,
               causal):
-  mask, whole = own("mask_token_id"), found.target.vocab_size
+  mask, whole = found.mask_token(own), found.target.vocab_size
   learned = mask == whole and keys("vocab_size") == whole + 1
   if learned:
     keys.trust("vocab_size", whole)
@@ -293,8 +298,7 @@ def _parallel(found, keys, own, taps, size, more, normed, ids=(), *, window_end,
   # even if `windows` omits their window because it has no effect.
   causal = [kind == SLIDING if causal is None else causal
             for kind in keys("layer_types", [FULL] * fields["layers"])]
-  config = found.target.config
-  found.check("width", fields["width"], config.width)
+  found.check("width", fields["width"], found.target.config.width)
   found.copy("embed_tokens.weight", "embedding", more=learned)
   found.copy("lm_head.weight", "head", ids)
   if not taps:
@@ -312,9 +316,7 @@ def _parallel(found, keys, own, taps, size, more, normed, ids=(), *, window_end,
       causal=causal if any(causal) else (),
       markov=_MARKOV_READ[kind] if rank else "none", **(
           dict(markov_rank=rank) if rank else {}),
-      confidence=confidence, mask_token=None if learned else mask,
-      logit_softcap=config.logit_softcap,
-      embedding_scale=config.embedding_scale) | more)
+      confidence=confidence, mask_token=None if learned else mask) | more)
   # In shorter windows, z-lab's slots see fewer slots of the block than those of
   # SpecForge.
   if heads.window_end == "slot" and 0 < max(

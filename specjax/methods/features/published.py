@@ -220,10 +220,7 @@ def _read_peagle(found: Found, *, nested: bool) -> PEagleHeads:
   outer = found.keys()
   keys = (found.keys(outer, "transformer_layer_config") if nested else outer)
   found.used.update(OF_VERIFIER)
-  mask = outer("mask_token_id")
-  if mask is None:
-    found.fail("has no mask_token_id in its configuration; add the id of the "
-               "token with which it was trained as mask")
+  mask = found.mask_token(outer)
   fields = _eagle3_fields(found, keys, outer, several=True)
   outer.ignore("norm_output")  # no draft step reads another one's output
   heads = PEagleHeads(
