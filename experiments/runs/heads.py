@@ -95,6 +95,9 @@ def _train(method: str, seed: int) -> dict[str, float]:
         "--warmup_fraction=0.1", f"--evaluate_every={_STEPS.value}",
         "--checkpoint_every=100", *METHODS[method]], check=True)
   found = json.loads(result.read_text("utf-8"))
+  if found["steps"] != _STEPS.value:
+    raise ValueError(f"{directory} was trained for {found['steps']} steps and "
+                     f"--steps is {_STEPS.value}; choose another --output_dir")
   return {"method": method, "seed": seed,
           **{name: found[name] for name in ("added_parameters", "minutes")}}
 
@@ -192,6 +195,7 @@ def main() -> None:
     raise ValueError(f"--methods contains {', '.join(sorted(unknown))}; give "
                      f"some of {', '.join(METHODS)}")
   output_dir = common.output_directory(_OUTPUT_DIR.value, "study")
+  common.claim(output_dir, "heads")
   trained = [_train(method, seed) for seed in range(_SEEDS.value)
              for method in _METHODS.value]
   rows = _evaluate(output_dir)

@@ -64,6 +64,19 @@ def test_a_chip_has_one_bound_for_the_pass_and_one_for_the_draft(
   assert drafted == pytest.approx(50 * 3 * 8 + 2000 / 10)
 
 
+def test_look_ahead_tokens_are_no_draft():
+  # Broken: the chain of PaSS, whose rounds have more nodes than drafted tokens,
+  # has no predicted speed.
+  own = sj.methods.PaSSEmbeddings(count=3, width=4)
+  candidate = judging.Candidate(
+      (sj.strategies.pass_lookahead(own),), {}, None, restarts=False)
+  rounds = round_costs.Rounds(
+      target=None, candidates={"pass": candidate}, gammas=[2, 4, 8],
+      batches=[1], contexts=[8])
+  assert rounds.lengths("pass") == (4,)  # the shortest with the whole draft
+  assert rounds.drafter("pass", 4) == candidate.drafter
+
+
 def test_stored_seconds_are_those_of_the_dtype(tmp_path, monkeypatch):
   # Broken: seconds in float32 are taken for those in bfloat16, or are measured
   # again.

@@ -327,8 +327,7 @@ def test_uno_as_published(tmp_path):
   assert all((own == row).all(1).any() for row in params["embeddings"])
   # The authors' folder, beside the files of the target.
   shutil.copytree(_DRAFTERS / "uno", tmp_path / "adapter")
-  beside = load_drafter(tmp_path, target.model, target.params, dtype=jnp.float32)
-  assert beside[0] == heads
+  assert load_drafter(tmp_path, target.model, target.params)[0] == heads
   noise, tokens = expected["noise"], expected["tokens"]
   params["embeddings"] = own[tokens[noise]]
   model, both = heads.attach(target.model, target.params, params)

@@ -132,6 +132,7 @@ class Results:
     """Returns acceptance and recall by temperature and draft position.
 
     They are NaN for positions with fewer expected visits than `visits`.
+    Positions after the last one with a drafted token have no row.
     """
     rows = []
     for kind, temperature in itertools.product(
@@ -142,7 +143,8 @@ class Results:
       shown = [name for name in names if name.startswith("recall") and (
           temperature or name in statistics.GREEDY)]
       sums = self._sums(kind, temperature)
-      for i, drafted in enumerate(sums["drafted"]):
+      for i, drafted in enumerate(
+          np.trim_zeros(sums["drafted"], "b")):
         share = lambda name, i=i, drafted=drafted, sums=sums: (
             float(sums[name][i] / drafted) if drafted > 0 and drafted >= visits
             else math.nan)

@@ -130,7 +130,7 @@ class Rounds:
     shortest of them is returned.
     """
     one = self.candidates[name]
-    longest = one.drafter.num_nodes - 1
+    longest = _longest(one.drafter)
     if not one.is_chain:
       return (longest,)
     beyond = [gamma for gamma in self.gammas if gamma >= longest][:1]
@@ -141,7 +141,7 @@ class Rounds:
     """Returns the drafter of a kind of draft, with a draft length."""
     one = self.candidates[name]
     return (one.drafter.with_gamma(gamma)
-            if one.is_chain and gamma < one.drafter.num_nodes - 1
+            if one.is_chain and gamma < _longest(one.drafter)
             else one.drafter)
 
   def decoder(self, name: str, gamma: int) -> sj.Decoder:
@@ -163,6 +163,12 @@ class Rounds:
         target=self.target.model, drafter=drafter,
         verifier=sj.verifiers.Block()), {
             "target": self.target.params, "drafter": ()}
+
+
+def _longest(drafter: sj.interfaces.Drafter) -> int:
+  """Returns the number of drafted tokens, without PaSS's look-ahead tokens."""
+  return (drafter.count if isinstance(drafter, sj.drafters.PaSS)
+          else drafter.num_nodes - 1)
 
 
 class Measured:

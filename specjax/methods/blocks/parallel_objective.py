@@ -433,7 +433,8 @@ PARALLEL = Method(
                "head, which predicts whether a token is accepted: hidden (the "
                "hidden state; required for transitions without an embedding: "
                "--markov=none, gru or lilicorr), markov (also the previous "
-               "token) or none (no confidence head)", ("none", "hidden", "markov"))),
+               "token) or none (no confidence head)",
+               ("none", "hidden", "markov"))),
     options=(
         Option("anchors", 32, "parallel: maximum number of blocks that are "
                "sampled per training row"),
