@@ -111,10 +111,11 @@ def whole(logits: jax.Array, ids: Sequence[int], vocab_size: int
 class HiddenStateHeads:
   """Base class of K independent heads that read the same hidden state.
 
-  Head k predicts draft token k, as in Medusa. The parameters of the heads are
-  stacked along a first axis of size K. Subclasses are frozen dataclasses with
-  the fields `width`, `vocab_size` and `heads` (K), and a method `head(params,
-  hidden, lm_head)` that returns the logits of one head.
+  Head k predicts draft token k, as in Medusa. The target's `logit_divisor` and
+  `logit_softcap` are not applied. The parameters of the heads are stacked along
+  a first axis of size K. Subclasses are frozen dataclasses with the fields
+  `width`, `vocab_size` and `heads` (K), and a method `head(params, hidden,
+  lm_head)` that returns the logits of one head.
   """
 
   @property
