@@ -93,8 +93,9 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   directory = model_files.find(os.fspath(path))
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
-  if (directory / model_files.ADAPTER).is_dir():  # beside its target
-    directory /= model_files.ADAPTER
+  beside = directory / model_files.ADAPTER
+  if (beside / "adapter_config.json").is_file():
+    directory = beside
   if layout is not None and layout not in LAYOUTS:
     raise ValueError(f"layout is {layout!r}; it must be one of "
                      f"{', '.join(LAYOUTS)}")

