@@ -65,9 +65,9 @@ _METHODS = flags.DEFINE_list(
     "methods", list(METHODS), f"Methods: some of {', '.join(METHODS)}")
 _STEPS = flags.DEFINE_integer("steps", 400, "Training steps", 1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Training runs per method", 1)
-_PROMPTS = flags.DEFINE_integer("num_prompts", 8, "Prompts per set", 2)
+_PROMPTS = flags.DEFINE_integer("num_prompts", 16, "Prompts per set", 2)
 _NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", 64, "New tokens per prompt", 1)
+    "max_new_tokens", 128, "New tokens per prompt", 1)
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/heads", "Directory of heads and results")
 _ROUND = {"EAGLE-3": "eagle3"}  # names of gpu_schedule.py
