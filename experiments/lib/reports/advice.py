@@ -30,9 +30,14 @@ def _length(row: Mapping[str, Any], rounds: round_costs.Rounds) -> int:
 
 def comparable(rows: Sequence[dict[str, Any]], rounds: round_costs.Rounds
                ) -> list[dict[str, Any]]:
-  """Returns the rows of arena.py that are lossless and can be decoded."""
+  """Returns the rows of arena.py that are lossless and can be decoded.
+
+  Of a tree, only its full size can be decoded, because the times of a round are
+  those of the full size.
+  """
   return [row for row in rows if row["verifier"] in _LOSSLESS
-          and _length(row, rounds) in rounds.lengths(row["draft"])]
+          and _length(row, rounds) in rounds.lengths(row["draft"])
+          and row.get("nodes") in (None, "", _length(row, rounds) + 1)]
 
 
 def predict(rows: Sequence[dict[str, Any]], costs: Costs,
