@@ -7,8 +7,10 @@ target, with --row_tokens=256 --batch_size=4, the settings in METHODS and
 otherwise the defaults of the method, so no learning rate is tuned. Every
 drafter then decodes the same prompts at temperatures 1 and 0, with chains and
 with sampled trees of two sizes. All rules are evaluated on these drafts. The
-results of the seeds are pooled; intervals are 95 %, over prompts. Output in
---output_dir:
+results of the seeds are pooled; intervals are 95 %, over prompts. Two controls
+tell the effects of two choices apart: DFlash that predicts from the slot of the
+anchor, as DSpark, and drafts from the 16 most likely tokens alone, as those of
+DFlash 2 and LiLiCorr. Output in --output_dir:
 
   arena.md, arena.csv, arena.png   tokens per target call
   seeds.csv                        the same for each seed, without intervals
@@ -44,7 +46,7 @@ from lib.reports import arena_report  # noqa: E402
 from lib.rollouts import judging  # noqa: E402
 from lib.rollouts import round_costs  # noqa: E402
 
-from specjax import verifiers  # noqa: E402
+import specjax as sj  # noqa: E402
 
 _BLOCK = ["--method=parallel", "--heads=8", "--layers=2", "--mlp_width=192",
           "--taps=2,4", "--markov_rank=32", "--confidence=none"]
@@ -56,6 +58,7 @@ METHODS = {
     "MTP": ["--method=mtp"],
     "EAGLE-3": ["--method=eagle3"],
     "DFlash": [*_MASKED, "--markov=none"],
+    "DFlash with anchor": [*_BLOCK, "--markov=none"],
     "DSpark": [*_BLOCK, "--markov=plain"],
     "Domino": [*_BLOCK, "--markov=gru"],
     "DFlash 2": [*_MASKED, "--markov=selector", "--conv_kernel=2"],
@@ -70,7 +73,8 @@ _NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 128, "New tokens per prompt", 1)
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "results/heads", "Directory of heads and results")
-_ROUND = {"EAGLE-3": "eagle3"}  # names of gpu_schedule.py
+# Names of gpu_schedule.py.
+_ROUND = {"EAGLE-3": "eagle3", "DFlash with anchor": "dflash"}
 _LAUNCH = 6e-6  # measured seconds of a launch, see docs/results/gpu.md
 _TEMPERATURES, _GAMMAS, _NODES = (1.0, 0.0), [2, 4, 8], (16, 32)
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -117,12 +121,23 @@ def _candidates(seed: int):
   return target, found, tokenizer
 
 
+def _cut(one: judging.Candidate) -> judging.Candidate:
+  """Returns a candidate that drafts only the 16 most likely tokens."""
+  drafter = dataclasses.replace(
+      one.drafter, transform=sj.LogitsTransform(top_k=16))
+  return one._replace(strategies=tuple(
+      strategy._replace(drafter=drafter) for strategy in one.strategies))
+
+
 def _evaluate(output_dir: pathlib.Path):
   """Writes all tables of acceptance, and returns their rows."""
-  rules = {"token": verifiers.Token(), "block": verifiers.Block()}
+  rules = {"token": sj.verifiers.Token(), "block": sj.verifiers.Block()}
   pooled, by_seed = {}, []
   for seed in range(_SEEDS.value):
     target, candidates, tokenizer = _candidates(seed)
+    candidates |= {f"{name} of 16 candidates": _cut(one)
+                   for name, one in candidates.items()
+                   if name.partition(", ")[0] in ("DFlash", "DSpark")}
     read = prompts_lib.read(
         tokenizer, ["code", "docstrings"], field=None, count=_PROMPTS.value,
         tokens=128, seed=0)

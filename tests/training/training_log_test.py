@@ -46,10 +46,19 @@ def _trainer(directory, at=None, act=None, **config):
       **config})
 
 
+@pytest.fixture
+def heard():
+  """Signals as in the foreground; a shell's background ignores SIGINT."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 def _interrupt():
   raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_single_process_after_a_step_that_it_saves(
     tmp_path, number):
@@ -73,6 +82,7 @@ def test_a_signal_ends_a_single_process_after_a_step_that_it_saves(
       tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_second_signal_ends_a_run_at_once(tmp_path):
   # Broken: nothing but SIGKILL ends a step or an evaluation that takes long.
   def twice():
