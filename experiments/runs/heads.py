@@ -123,8 +123,8 @@ def _candidates(seed: int):
 
 def _cut(one: judging.Candidate) -> judging.Candidate:
   """Returns a candidate that drafts only the 16 most likely tokens."""
-  drafter = dataclasses.replace(
-      one.drafter, transform=sj.LogitsTransform(top_k=16))
+  drafter = dataclasses.replace(one.drafter, transform=sj.LogitsTransform(
+      temperature=None, top_k=16))
   return one._replace(strategies=tuple(
       strategy._replace(drafter=drafter) for strategy in one.strategies))
 
@@ -170,6 +170,7 @@ def _predict(output_dir: pathlib.Path, rows):
   target, candidates, _ = _candidates(0)
   rounds = round_costs.Rounds(target=target, candidates=candidates,
                               gammas=_GAMMAS, batches=[1], contexts=[128])
+  rows = [row for row in rows if row["draft"] in candidates]  # no controls
   costs = round_costs.Measured(
       rounds, round_costs.Stored(output_dir / "costs.json"))
   common.write_csv(output_dir / "speed.csv", advice.predict(
