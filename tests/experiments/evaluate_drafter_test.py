@@ -312,8 +312,9 @@ def test_the_script_reports_and_resumes(tmp_path):
                if row["verifier"] == "token" and row["gamma"] == 3]
   positions = result["positions"]
   # Accepted tokens: the sum over positions of reaching and being accepted.
-  assert longest["block_efficiency"] == pytest.approx(1 + sum(
-      row["reached"] * row["accepted"] for row in positions), rel=0.2)
+  # It is NaN where few drafts arrive.
+  assert longest["block_efficiency"] == pytest.approx(1 + np.nansum([
+      row["reached"] * row["accepted"] for row in positions]), rel=0.2)
   assert [row["reached"] for row in positions][0] == 1
   for name in ("report.md", "evaluation.csv", "positions.csv",
                "evaluation.png", "evaluation.pdf"):
