@@ -376,8 +376,8 @@ class Layout:
     kind: name of the class of draft heads, for example "eagle3".
     read: function that returns the heads' configuration from the opened files.
     names: table from parameters to names of tensors.
-    params: function `(found, heads, dtype) -> params` that reads parameters
-      without a table. None means that `names` is the table.
+    load: function `(found, dtype) -> (heads, params)` for files without a
+      table, instead of `read` and `names`.
     write: conversion of heads to this layout. None means that specjax cannot
       write this layout.
     sizes: function `(heads, target) -> dict` that returns the numbers for the
@@ -398,9 +398,9 @@ class Layout:
   """
 
   kind: str
-  read: Callable[[Found], Heads]
-  names: Table
-  params: Callable[[Found, Any, np.dtype], Any] | None = None
+  read: Callable[[Found], Heads] | None = None
+  names: Table = dataclasses.field(default_factory=dict)
+  load: Callable[[Found, np.dtype], tuple[Heads, Any]] | None = None
   write: Writer | None = None
   sizes: Callable[[Any, Transformer], dict[str, int]] = (
       lambda heads, target: {})

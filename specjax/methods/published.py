@@ -90,7 +90,7 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   if not isinstance(target, Transformer):
     raise ValueError(f"the target is a {type(target).__name__}; give a "
                      "models.Transformer, such as load_pretrained(...).model")
-  directory = model_files.find(os.fspath(path))
+  directory = model_files.find(os.fspath(path), adapter=True)
   if not directory.is_dir():
     raise ValueError(f"{directory} is a file; give the directory of a drafter")
   beside = directory / model_files.ADAPTER
@@ -107,9 +107,10 @@ def load_drafter(path: str | os.PathLike[str], target: Transformer,
   found = Found(source=str(directory), config=config, target=target,
                 tensors=_own(record, tensors, target),
                 target_params=target_params, layout=layout)
-  drafter, dtype = record.read(found), float_dtype(dtype or default_dtype())
-  if record.params:
-    return drafter, record.params(found, drafter, dtype)
+  dtype = float_dtype(dtype or default_dtype())
+  if record.load:
+    return record.load(found, dtype)
+  drafter = record.read(found)
   return drafter, fill(
       shapes(drafter, target), record.names, found.tensors, dtype,
       source=found.source,

@@ -17,19 +17,21 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _FROM_HUB = ("*.json", "*.safetensors", "*.model", "*.jinja")
 # Files of a repository that are not downloaded: second copies of the weights,
-# and subfolders, except the one of an adapter beside its target (UNO).
+# and subfolders.
 _NOT_FROM_HUB = ("consolidated*", "*/*")
-ADAPTER = "adapter"
+ADAPTER = "adapter"  # subfolder of an adapter beside its target (UNO)
 _WEIGHTS = ("*.safetensors",)
 
 
-def find(name: str, weights: bool = True) -> pathlib.Path:
+def find(name: str, weights: bool = True, adapter: bool = False
+         ) -> pathlib.Path:
   """Returns the directory or the GGUF file of a model.
 
   Args:
     name: path of the model, or name of a model of a package or of the Hugging
       Face hub.
     weights: if False, a download from the hub excludes the weights.
+    adapter: if True, a download from the hub includes the folder `ADAPTER`.
 
   Raises:
     ValueError: the model does not exist.
@@ -48,7 +50,7 @@ def find(name: str, weights: bool = True) -> pathlib.Path:
     raise ValueError(f"the model {name!r} does not exist; give a directory, a "
                      f".gguf file, {', '.join(_PACKAGED)}, or a name on the "
                      "Hugging Face hub")
-  return _from_hub(name, weights)
+  return _from_hub(name, weights, adapter)
 
 
 def _packaged(name: str) -> pathlib.Path:
@@ -62,7 +64,7 @@ def _packaged(name: str) -> pathlib.Path:
                    f"is not installed: {command}")
 
 
-def _from_hub(name: str, weights: bool) -> pathlib.Path:
+def _from_hub(name: str, weights: bool, adapter: bool) -> pathlib.Path:
   try:
     import huggingface_hub
   except ImportError:
@@ -71,7 +73,7 @@ def _from_hub(name: str, weights: bool) -> pathlib.Path:
                      ) from None
   download = huggingface_hub.snapshot_download
   try:
-    if weights:
+    if adapter:
       download(name, allow_patterns=[f"{ADAPTER}/adapter_*"],
                ignore_patterns=list(_PICKLES))
     return pathlib.Path(download(

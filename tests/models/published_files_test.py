@@ -277,7 +277,6 @@ def test_hub(tmp_path, monkeypatch):
   # The golden one has no tokenizer; nothing of its weights is fetched or read.
   monkeypatch.setattr(published_load, "fill", None)
   assert sj.models.load_tokenizer("someone/llama") is None
-  assert asked.pop(0) == (["adapter/adapter_*"], ["*.bin", "*.pt", "*.pth"])
   offered = ["config.json", "model-00001-of-00002.safetensors", "model.bin",
              "consolidated.safetensors", "consolidated.00.pth", "model.py",
              "onnx/config.json", "original/model.safetensors",
@@ -289,6 +288,10 @@ def test_hub(tmp_path, monkeypatch):
     assert [file for file in offered
             if matches(file, allowed) and not matches(file, ignored)] == [
                 "config.json", *more, "tokenizer.model", "chat_template.jinja"]
+  asked.clear()  # an adapter may lie beside the target, but not the reverse
+  with pytest.raises(ValueError, match="contains no drafter"):
+    sj.methods.load_drafter("someone/llama", loaded("llama").model)
+  assert asked.pop(0) == (["adapter/adapter_*"], ["*.bin", "*.pt", "*.pth"])
   _refuses("someone/lama", "someone/lama", "404 not found")
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
   _refuses("someone/llama", "specjax[published]")

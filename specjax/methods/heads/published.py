@@ -154,17 +154,6 @@ _PEFT_NOTES = """
 _NOISE = 7  # noise tokens of a round in the authors' examples for SGLang
 
 
-def _read_uno(found: Found) -> PaSSEmbeddings:
-  """Returns the look-ahead tokens of UNO's adapter, in PEFT's format.
-
-  The files do not contain the number of look-ahead tokens.
-  """
-  kernels = _adapted(found)
-  return PaSSEmbeddings(
-      count=_NOISE, width=found.target.config.width,
-      lookahead_rank=_rank(found)[0] * max(len(x) for _, x in kernels))
-
-
 def _rank(found: Found) -> tuple[int, float]:
   """Returns the rank and the factor of the adapters in adapter_config.json."""
   keys = Keys(
@@ -203,19 +192,24 @@ def _adapted(found: Found) -> list[tuple[Place, dict[int, str]]]:
   return kernels
 
 
-def _uno_params(found: Found, heads: PaSSEmbeddings, dtype: np.dtype
-                ) -> dict[str, Any]:
-  """Returns the parameters of `PaSSEmbeddings` from UNO's adapter.
+def _load_uno(found: Found, dtype: np.dtype
+              ) -> tuple[PaSSEmbeddings, dict[str, Any]]:
+  """Returns the look-ahead tokens of UNO's adapter, and their parameters.
 
-  The inputs of look-ahead tokens are embeddings of noise tokens, which are
+  The adapter has PEFT's format, and its files do not contain the number of
+  look-ahead tokens. The inputs of these are embeddings of noise tokens, which are
   drawn from the vocabulary. The authors draw new ones in every round.
   """
+  kernels, (rank, scale) = _adapted(found), _rank(found)
   if found.target_params is None:
     raise ValueError("target_params is None; the inputs of UNO's adapter are "
                      "embeddings of the target: give the target's parameters")
-  config, (rank, scale) = found.target.config, _rank(found)
+  config = found.target.config
+  heads = PaSSEmbeddings(
+      count=_NOISE, width=config.width,
+      lookahead_rank=rank * max(len(parts) for _, parts in kernels))
   adapters = {}
-  for place, parts in _adapted(found):
+  for place, parts in kernels:
     width, *outputs = place.shape
     shapes = place.stored.shapes(config, (rank, *outputs))
     # A kernel without an adapter gets one of rank 1 that adds nothing.
@@ -238,10 +232,11 @@ def _uno_params(found: Found, heads: PaSSEmbeddings, dtype: np.dtype
     adapters[*path, "adapter_in"] = np.concatenate(inner, 1)
     adapters[*path, "adapter_out"] = np.concatenate(outer)
   noise = np.random.default_rng(0).integers(config.vocab_size, size=heads.count)
-  return {"embeddings": jnp.asarray(found.target_params["embedding"][noise],
-                                    dtype),
-          "adapters": traverse_util.unflatten_dict({
-              path: jnp.asarray(x, dtype) for path, x in adapters.items()})}
+  embeddings = found.target_params["embedding"][noise]
+  return heads, {"embeddings": jnp.asarray(embeddings, dtype),
+                 "adapters": traverse_util.unflatten_dict({
+                     path: jnp.asarray(x, dtype)
+                     for path, x in adapters.items()})}
 
 
 _medusa = functools.partial(
@@ -266,6 +261,6 @@ LAYOUTS = {
         kind="hydra", read=_read_hydra, names=_HYDRA,
         file="hydra_lm_head.safetensors", sign=r"hydra_mlp\."),
     "uno": Layout(
-        kind="lookahead", read=_read_uno, names={}, params=_uno_params,
+        kind="lookahead", load=_load_uno,
         file="adapter_model.safetensors", sign=r"base_model\.model\."),
 }
