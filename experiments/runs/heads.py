@@ -7,10 +7,10 @@ target, with --row_tokens=256 --batch_size=4, the settings in METHODS and
 otherwise the defaults of the method, so no learning rate is tuned. Every
 drafter then decodes the same prompts at temperatures 1 and 0, with chains and
 with sampled trees of two sizes. All rules are evaluated on these drafts. The
-results of the seeds are pooled; intervals are 95 %, over prompts. Two controls
-tell the effects of two choices apart: DFlash that predicts from the slot of the
-anchor, as DSpark, and drafts from the 16 most likely tokens alone, as those of
-DFlash 2 and LiLiCorr. Output in --output_dir:
+results of the seeds are pooled; intervals are 95 %, over prompts. There
+are two controls: DFlash that also predicts a token from the anchor, as DSpark
+does, and DFlash and DSpark that draft only the 16 most likely tokens, as DFlash
+2 and LiLiCorr do. Output in --output_dir:
 
   arena.md, arena.csv, arena.png   tokens per target call
   seeds.csv                        the same for each seed, without intervals

@@ -278,10 +278,9 @@ def test_defaults_are_those_of_transformers(name):
 def test_parameters_that_are_never_rounded():
   # Broken: the bias of a router is rounded to bfloat16, and with it the choice
   # of experts; or a decay that acts at every token.
-  for name, path in (("glm4_moe", ("mlp_1", "choice_bias")),
-                     ("qwen3_5", ("delta_0", "rate"))):
+  for name, layer, part in (("glm4_moe", "mlp_1", "choice_bias"),
+                            ("qwen3_5", "delta_0", "rate")):
     params = load_pretrained(GOLDEN / name, dtype=jnp.bfloat16).params
-    layer, part = path
     assert params[layer][part].dtype == jnp.float32
     assert params["embedding"].dtype == jnp.bfloat16
 

@@ -32,8 +32,8 @@ def comparable(rows: Sequence[dict[str, Any]], rounds: round_costs.Rounds
                ) -> list[dict[str, Any]]:
   """Returns the rows of arena.py that are lossless and can be decoded.
 
-  Of a tree, only its full size can be decoded, because the times of a round are
-  those of the full size.
+  Rows of smaller trees are left out, because only rounds with the full tree are
+  timed.
   """
   return [row for row in rows if row["verifier"] in _LOSSLESS
           and _length(row, rounds) in rounds.lengths(row["draft"])

@@ -143,8 +143,7 @@ class Results:
       shown = [name for name in names if name.startswith("recall") and (
           temperature or name in statistics.GREEDY)]
       sums = self._sums(kind, temperature)
-      for i, drafted in enumerate(
-          np.trim_zeros(sums["drafted"], "b")):
+      for i, drafted in enumerate(np.trim_zeros(sums["drafted"], "b")):
         share = lambda name, i=i, drafted=drafted, sums=sums: (
             float(sums[name][i] / drafted) if drafted > 0 and drafted >= visits
             else math.nan)

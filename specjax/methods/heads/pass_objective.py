@@ -59,9 +59,10 @@ class PaSSObjective:
   def __post_init__(self):
     check_fits(self.embeddings, self.model)
     if self.model.config.recurrent:
-      raise ValueError("the target has recurrent layers, and the look-ahead "
-                       "tokens of many cuts cannot start from its states; "
-                       "train Medusa, MTP, EAGLE or a parallel network")
+      raise ValueError("the target has recurrent layers, and look-ahead tokens "
+                       "after every cut would need the state at the cut, which "
+                       "training does not keep; train Medusa, MTP, EAGLE or a "
+                       "parallel network")
     if self.cuts < 1:
       raise ValueError(f"cuts is {self.cuts}; it must be at least 1")
     if self.divergence not in LOSSES:
