@@ -197,8 +197,8 @@ def _load_uno(found: Found, dtype: np.dtype
   """Returns the look-ahead tokens of UNO's adapter, and their parameters.
 
   The adapter has PEFT's format, and its files do not contain the number of
-  look-ahead tokens. The inputs of these are embeddings of noise tokens, which are
-  drawn from the vocabulary. The authors draw new ones in every round.
+  look-ahead tokens. The inputs of these tokens are embeddings of noise tokens,
+  which are drawn from the vocabulary. The authors draw new ones in every round.
   """
   kernels, (rank, scale) = _adapted(found), _rank(found)
   if found.target_params is None:
